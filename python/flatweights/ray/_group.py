@@ -101,10 +101,12 @@ class WorkerGroup:
                 ``wire_dtype``, sums travel in 16 bits, and this has no effect.
 
         Raises:
-            ValueError: If there is no actor, or ``wire_dtype`` or ``sums`` is not one of these.
+            ValueError: If there is no actor, or ``wire_dtype``, ``initial`` or ``sums`` is not one
+                of these.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         wire = None if wire_dtype is None else GroupWire(wire_dtype)
+        _check_initial(initial)
         self._roster = Roster(actors, wire, initial, sums)
         self._max_inflight = check_count(max_inflight, "max_inflight")
         self._turn = Turn("WorkerGroup")
@@ -151,6 +153,7 @@ class WorkerGroup:
         check_count(n, "n")
         check_count(max_inflight, "max_inflight")
         check_sums(sums)  # before an actor is started
+        _check_initial(initial)
         if wire_dtype is not None:
             GroupWire(wire_dtype)
         made_by = _Recipe(remote or ray.remote(plain), args, arguments, ray_options)
@@ -237,7 +240,8 @@ class WorkerGroup:
 
         Raises:
             TypeError: If a rank is not an integer.
-            ValueError: If a rank is not in the group, is given twice, or no worker would be left.
+            ValueError: If a rank is not in the group, is given twice, or no worker that is ready
+                would be left.
         """
         self._roster.remove(ranks, kill=kill)
 
@@ -250,8 +254,8 @@ class WorkerGroup:
         return len(self.healthy_actor_ids())
 
     def is_actor_healthy(self, rank: int) -> bool:
-        """Whether ``rank`` is called."""
-        return rank not in self._roster.unhealthy()
+        """Whether ``rank`` is called: the worker is ready, healthy, and was not removed."""
+        return rank in self._roster.healthy()
 
     @property
     def unhealthy(self) -> Mapping[int, Exception]:
@@ -288,6 +292,7 @@ class WorkerGroup:
             ValueError: If ``ranks`` are not those of workers, each once.
         """
         work, timeout = Work(method, args, kwargs, arguments), check_timeout(timeout)
+        _refuse_model(broadcast, "broadcast")
         if broadcast is not None and self._roster.healthy():
             self._take_back(timeout)
         return results_of(self._roster, work, timeout, ranks, broadcast)
@@ -359,6 +364,9 @@ class WorkerGroup:
         request = self._request(
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
+        _refuse_model(broadcast, "broadcast")
+        if travels not in ("weights", "gradients"):
+            raise ValueError(f"travels: expected 'weights' or 'gradients', got {travels!r}")
         if broadcast is not None and self._roster.healthy():
             self._take_back(request.timeout)
         result = self._average(work, request, ranks, broadcast, out, travels)
@@ -404,12 +412,7 @@ class WorkerGroup:
         """
         if weights is None:
             raise TypeError("weights: expected weights to send, got None")
-        if hasattr(weights, "get_weights"):
-            held = type(weights).__name__
-            its = held if isinstance(weights, Variables) else "TensorFlowVariables(model)"
-            raise TypeError(
-                f"weights: expected weights to send, got {held}; pass {its}.get_weights()"
-            )
+        _refuse_model(weights, "weights")
         timeout = check_timeout(timeout)
         ranks = send(self._roster, weights, timeout)
         return sorted({*ranks, *self._take_back(timeout)})
@@ -502,12 +505,10 @@ class WorkerGroup:
         )
         asked = None if ranks is None else self._roster.check(ranks)
         buffer = check_count(buffer, "buffer", len(asked or self._roster))
-        if updates is not None and (updates := as_integer(updates, "updates")) < 0:
-            raise ValueError(f"updates: expected at least 0, got {updates}")
+        if updates is not None:
+            updates = _not_negative(updates, "updates")
         if max_staleness is not None:
-            max_staleness = as_integer(max_staleness, "max_staleness")
-            if max_staleness < 0:
-                raise ValueError(f"max_staleness: expected at least 0, got {max_staleness}")
+            max_staleness = _not_negative(max_staleness, "max_staleness")
         loop = AsCompleted(self._roster, work, request, asked, buffer, max_staleness)
         return self._results(loop, updates)
 
@@ -585,14 +586,17 @@ class WorkerGroup:
             TypeError: As `average`; or if the method returned a list, or another vector than the
                 weights, which workers cannot be sent.
         """
-        rounds = as_integer(rounds, "rounds")
+        rounds = _not_negative(rounds, "rounds")
+        check_by_rank(round_arguments, "round_arguments", "number of the round")
         work = Work(method, args, kwargs, arguments)
         request = self._request(
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
 
         def average(number: int) -> Round:
-            more = () if round_arguments is None else tuple(round_arguments(number))
+            more: Sequence[Any] = ()
+            if round_arguments is not None:
+                more = more_arguments(round_arguments, number, "round_arguments", "round")
             asked = ranks(number) if callable(ranks) else ranks
             self._roster.admit()
             this = work if not more else Work(method, (*args, *more), kwargs, arguments)
@@ -686,6 +690,28 @@ class WorkerGroup:
         names = [name for way, name in (("lane", "lanes"), ("store", "store")) if way in ways]
         parts = [f"{len(roster)} ranks", healthy, f"{self._count} rounds", " and ".join(names)]
         return f"<{type(self).__name__} of {', '.join(filter(None, parts))}>"
+
+
+def _check_initial(initial: Any) -> None:
+    """Raise unless a group can start from ``initial``, as far as that is known now."""
+    if isinstance(initial, str) and initial != "lowest":
+        raise ValueError(f"initial: expected 'lowest', weights or None, got {initial!r}")
+    _refuse_model(initial, "initial")
+
+
+def _refuse_model(weights: Any, where: str) -> None:
+    """Raise `TypeError` for a model in place of its weights."""
+    if hasattr(weights, "get_weights"):
+        held = type(weights).__name__
+        its = held if isinstance(weights, Variables) else "TensorFlowVariables(model)"
+        raise TypeError(f"{where}: expected weights to send, got {held}; pass {its}.get_weights()")
+
+
+def _not_negative(number: Any, where: str) -> int:
+    checked = as_integer(number, where)
+    if checked < 0:
+        raise ValueError(f"{where}: expected at least 0, got {checked}")
+    return checked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Calls of some of the ranks, with arguments by rank and by round; groups as context managers."""
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,7 @@ def test_wrong_ranks_and_arguments_are_refused_before_a_call(group: WorkerGroup)
         ({"ranks": [0.5]}, TypeError, "integer"),
         ({"arguments": [1]}, TypeError, "arguments: expected a function of the rank"),
         ({"arguments": lambda rank: rank}, TypeError, "returns a sequence, such as .*, got int"),
-        ({"ranks": 1}, TypeError, "ranks: expected several, such as .1., got 1"),
+        ({"ranks": 1}, TypeError, "ranks: expected a list of integers, got 1"),
         ({"arguments": fail}, LookupError, "no argument"),
     ]
     for options, kind, text in wrong:
@@ -144,8 +144,28 @@ def test_wrong_ranks_and_arguments_are_refused_before_a_call(group: WorkerGroup)
             group.average("add", broadcast=weights_of(3.0), **options)
         with pytest.raises(kind, match=text):
             list(group.run(1, "add", **options))
-    with pytest.raises(TypeError, match=r"got Holder; pass TensorFlowVariables\(model\)\.get_w"):
-        group.broadcast(Holder())
+    actors, held = list(group.actors().values()), Holder()
+    calls: list[Callable[[], Any]] = [
+        lambda: group.broadcast(held),
+        lambda: group.step("add", 1.0, broadcast=held),
+        lambda: group.average("add", 1.0, broadcast=held),
+        lambda: WorkerGroup(actors, initial=held),
+        lambda: WorkerGroup.create(PlainWorker, 1, initial=held),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"got Holder; pass TensorFlowVariables\(model\)\.get"):
+            call()
+    with pytest.raises(ValueError, match="initial: expected 'lowest', weights or None, got 'x'"):
+        WorkerGroup(actors, initial="x")
+    average: Any = group.average
+    with pytest.raises(ValueError, match="travels: expected 'weights' or 'gradients', got 'gra"):
+        average("add", travels="gradient")
+    with pytest.raises(ValueError, match="rounds: expected at least 0, got -1"):
+        group.run(-1, "add")
+    function: Any
+    for function in ([1], lambda number: number):
+        with pytest.raises(TypeError, match="round_arguments: expected a function"):
+            list(group.run(1, "add", round_arguments=function))
     with pytest.raises(ValueError, match="min_results: expected 1 to 2, the number of ranks"):
         group.average("add", 1.0, ranks=[0, 1], min_results=3)
     for weights in group.step("get_weights").values():
@@ -176,7 +196,7 @@ def test_a_group_ends_with_its_block(way: str) -> None:
         use(group)
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert (len(processes), alive) == (2, [])
-    with pytest.raises(WorkerError, match="the group was shut down"):
+    with pytest.raises(RuntimeError, match="the group was shut down"):
         group.step("pid")
 
 

@@ -626,7 +626,8 @@ def test_a_result_that_is_no_model_of_the_workers_is_named(group: WorkerGroup) -
         r"2 parts of the shapes \[\(5,\), \(5,\)\]": [np.ones(5), np.ones(5)],
         r"an array of the shape \(7,\)": np.ones(7),
         r"an array of the shape \(\)": np.float64(3),
-        "None": None,
+        "NoneType": None,
+        "Path": Path(),
     }
     again = WorkerGroup(actors)
     again.broadcast(start_of(1.0))
@@ -673,7 +674,7 @@ def test_nan_is_sent_as_it_is_and_found_in_the_next_average(group: WorkerGroup) 
     spoiled = start_of(np.nan)
     assert group.broadcast(spoiled) == [0, 1, 2]
     assert set(bits(group)) == {spoiled.buffer.tobytes()}
-    with pytest.raises(ValueError, match="^rank 0, slot 0 'w': holds NaN"):
+    with pytest.raises(ValueError, match=r"^rank 0, slot 0 'w': holds NaN"):
         group.average()
     group.publish(start_of(1.0))
     assert group.average("train").used == (0, 1, 2)

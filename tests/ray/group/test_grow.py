@@ -142,6 +142,24 @@ def test_workers_come_and_go_in_the_body_of_as_completed(group: WorkerGroup) -> 
 
 
 @pytest.mark.starts_actors
+def test_a_worker_that_is_ready_stays(group: WorkerGroup, tmp_path: Path) -> None:
+    gate = tmp_path / "built"
+    (added,) = group.add(arguments=lambda rank: (rank, 5, str(gate)))
+    assert [group.is_actor_healthy(rank) for rank in range(4)] == [True, True, False, False]
+    refuses(ValueError, "at least one worker that is ready to stay", group.remove, [0, 1])
+    assert group.average("train").used == (0, 1)
+    gate.touch()
+    ray.get(group.actors()[added].ping.remote())
+    end = time.monotonic() + 60
+    while not group.is_actor_healthy(added):
+        group.step("ping")
+        assert time.monotonic() < end
+    group.remove([0, 1])
+    assert [group.is_actor_healthy(rank) for rank in range(3)] == [False, False, True]
+    assert group.average("train").used == (added,)
+
+
+@pytest.mark.starts_actors
 def test_a_worker_that_joins_in_another_call_in_the_body_of_as_completed_gets_work(
     group: WorkerGroup,
 ) -> None:
@@ -211,13 +229,17 @@ def test_wrong_arguments_change_nothing(two: WorkerGroup, lend: Lend) -> None:
     other, mine = others.actors()[0], two.actors()[0]
     refuses(ValueError, "ranks: expected some of 0 to 1, got [2]", two.remove, [2])
     refuses(ValueError, "ranks: expected each once", two.remove, [1, 1])
-    refuses(ValueError, "ranks: expected at least one worker to stay", two.remove, [0, 1])
+    refuses(ValueError, "ranks: expected at least one worker that is ready", two.remove, [0, 1])
     refuses(TypeError, "ranks", two.remove, ["0"])
+    refuses(TypeError, "ranks: expected a list of integers, got Actor", two.remove, mine)
     refuses(TypeError, "actors: expected actors, since the group was made", two.add, 1)
     refuses(ValueError, "n: expected at least 1", two.add, 0)
     add: Callable[..., Any] = two.add
     refuses(ValueError, "rank 2: expected another actor than that of rank 0", add, actors=[mine])
     refuses(ValueError, "expected at least one actor", add, actors=[])
+    refuses(TypeError, "actors: expected a list of actors, got ActorHandle", add, actors=other)
+    refuses(TypeError, "got dict; pass list(actors.values())", add, actors=others.actors())
+    refuses(TypeError, "got dict; pass list(actors.values())", WorkerGroup, two.actors())
     refuses(TypeError, "rank 2: expected an actor of a FlatWorker class", add, actors=[3])
     refuses(TypeError, "actors: expected no other arguments", add, 2, actors=[other])
     twice = [other, other]

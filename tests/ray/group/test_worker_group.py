@@ -133,7 +133,7 @@ class Stranger:
 def test_a_group_is_of_flat_workers() -> None:
     with pytest.raises(ValueError, match="at least one actor"):
         WorkerGroup([])
-    with pytest.raises(TypeError, match="rank 0: expected an actor of a FlatWorker class"):
+    with pytest.raises(TypeError, match="an actor of a FlatWorker class, got one of Stranger"):
         WorkerGroup([Stranger.remote()])  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="rank 0: expected an actor of a FlatWorker class, got int"):
         WorkerGroup([1])
@@ -732,6 +732,8 @@ def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> 
     group = make(3, LARGE)
     group.broadcast(weights_of(1.0, LARGE))
     processes = [psutil.Process(pid) for pid in group.step("pid").values()]
+    begun = group.run(2, "get_weights")
+    next(begun)
     late_round(group, tmp_path)
     kept = group.average("get_weights", min_results=1).weights
     expected = kept.copy()
@@ -742,10 +744,15 @@ def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> 
     assert same_bits(kept.buffer, expected.buffer)
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == []
-    with pytest.raises(WorkerError, match="rank 0: RuntimeError: the group was shut down"):
-        group.average()
-    with pytest.raises(WorkerError, match="rank 0: RuntimeError: the group was shut down"):
-        group.broadcast(weights_of(1.0, LARGE))
+    calls: list[Callable[[], Any]] = [
+        group.average,
+        lambda: group.broadcast(weights_of(1.0, LARGE)),
+        lambda: next(group.as_completed("train")),
+        lambda: next(begun),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"^the group was shut down$"):
+            call()
     assert group.restore() == []
     group.shutdown()
 

@@ -163,6 +163,10 @@ class Ranks:
 
     def _checked(self, handles: Iterable[Any]) -> list[Any]:
         """Return the actors, checked to be at least one, of a right class, and not in the group."""
+        if not isinstance(handles, Iterable) or isinstance(handles, Mapping):
+            hint = "; pass list(actors.values())" if isinstance(handles, Mapping) else ""
+            got = type(handles).__name__
+            raise TypeError(f"actors: expected a list of actors, got {got}{hint}")
         actors = list(handles)
         if not actors:
             raise ValueError("expected at least one actor, got none")
@@ -171,10 +175,9 @@ class Ranks:
         classes = {_class_of(record.worker.handle) for record in there.values()}
         for rank, actor in enumerate(actors, self._span):
             if not isinstance(actor, ray.actor.ActorHandle) or not hasattr(actor, "call_version"):
-                raise TypeError(
-                    f"rank {rank}: expected an actor of a FlatWorker class, "
-                    f"got {type(actor).__name__}"
-                )
+                is_actor = isinstance(actor, ray.actor.ActorHandle)
+                got = f"one of {_class_of(actor)[1]}" if is_actor else type(actor).__name__
+                raise TypeError(f"rank {rank}: expected an actor of a FlatWorker class, got {got}")
             if classes and _class_of(actor) not in classes:
                 expected = " or ".join(sorted(name for _, name in classes))
                 got = _class_of(actor)[1]
@@ -235,9 +238,9 @@ class Ranks:
         An actor that could not be built becomes an unhealthy worker.
 
         Raises:
-            RuntimeError: If Ray was shut down.
+            RuntimeError: If the group was shut down, or Ray was.
         """
-        check_connected(self._session)
+        self.check_open()
         if self._leaving:
             self._see_off()
         if not self._joining:
@@ -263,14 +266,15 @@ class Ranks:
 
         Raises:
             TypeError: If one is not an integer.
-            ValueError: If a rank is not in the group or is given twice, or no worker would be left.
+            ValueError: If a rank is not in the group or is given twice, or no worker that is ready
+                would be left.
             RuntimeError: If the group was shut down, or Ray was.
         """
-        self.check_open()
+        self.admit()
         there = self._all()
         checked = self._check_of(there, [ranks] if isinstance(ranks, int) else ranks)
-        if len(checked) == len(there):
-            raise ValueError("ranks: expected at least one worker to stay, got all")
+        if self._records.keys() <= {*checked}:
+            raise ValueError("ranks: expected at least one worker that is ready to stay, got all")
         for rank in checked:
             record = there[rank]
             self._records.pop(rank, None)
@@ -327,7 +331,7 @@ class Ranks:
 
     def _check_of(self, there: Mapping[int, Record], ranks: Iterable[int]) -> list[int]:
         if not isinstance(ranks, Iterable):
-            raise TypeError(f"ranks: expected several, such as [{ranks!r}], got {ranks!r}")
+            raise TypeError(f"ranks: expected a list of integers, got {ranks!r}")
         checked = sorted(as_integer(rank, "ranks") for rank in ranks)
         if not checked or not there.keys() >= {*checked}:
             raise ValueError(f"ranks: expected some of {_span(there)}, got {checked}")

@@ -64,7 +64,8 @@ def check_result(layout: Layout, method: str, model: Any, where: str) -> None:
         got = f"{len(model)} parts of the shapes {shortened(str(shapes))}"
         is_theirs = not Counter(shapes) - Counter(slot.shape for slot in layout.slots)
     else:
-        got = "None" if model is None else f"an array of the shape {np.shape(model)}"
+        is_number = np.shape(model) != () or isinstance(model, (float, int, np.generic, np.ndarray))
+        got = f"an array of the shape {np.shape(model)}" if is_number else type(model).__name__
         is_theirs = np.ndim(model) > 0 and math.prod(np.shape(model)) <= layout.size
     if not is_theirs:
         raise TypeError(

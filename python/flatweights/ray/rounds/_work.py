@@ -12,19 +12,21 @@ ByRank = Callable[[int], Sequence[Any]]
 """A function of the rank that returns arguments."""
 
 
-def check_by_rank(arguments: Any) -> None:
+def check_by_rank(arguments: Any, name: str = "arguments", of: str = "rank") -> None:
     """Raise `TypeError` unless ``arguments`` is a function or None."""
     if arguments is not None and not callable(arguments):
-        raise TypeError(f"arguments: expected a function of the rank, got {arguments!r}")
+        raise TypeError(f"{name}: expected a function of the {of}, got {arguments!r}")
 
 
-def more_arguments(arguments: ByRank, rank: int) -> tuple[Any, ...]:
+def more_arguments(
+    arguments: ByRank, number: int, name: str = "arguments", of: str = "rank"
+) -> tuple[Any, ...]:
     """Return the arguments of a rank; raise `TypeError` if the function returns no sequence."""
-    more: Any = arguments(rank)
+    more: Any = arguments(number)
     if not isinstance(more, (Sequence, Iterator)):
         raise TypeError(
-            f"arguments: expected a function that returns a sequence, such as [{more!r}], got "
-            f"{type(more).__name__} for rank {rank}"
+            f"{name}: expected a function that returns a sequence, such as [{more!r}], got "
+            f"{type(more).__name__} for {of} {number}"
         )
     return tuple(more)
 
