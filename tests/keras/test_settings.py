@@ -1,8 +1,8 @@
 """Members that average gradients, and whose optimizers or callbacks differ."""
 
-import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from meetings import LocalMeeting
 
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 from flatweights.ray import CallsDifferError, Member
+from flatweights.server import FedAdam, FedAvgM
 
 pytestmark = [
     pytest.mark.ray,
@@ -65,21 +66,21 @@ def test_optimizers_that_differ_raise_in_all_members_before_the_first_step(
 ) -> None:
     cases: list[tuple[Callable[[int], Any], str]] = [
         (lambda k: Kinds.Adam(clipnorm=[None, 1.0][k]), "Adam.clipnorm: rank 0 has None, rank 1"),
-        (lambda k: Kinds.SGD(momentum=0.9 * k), "SGD.momentum: rank 0 has 0, rank 1 has 0.9."),
+        (lambda k: Kinds.SGD(momentum=0.9 * k), "SGD.momentum: rank 0 has 0, rank 1 has 0.9"),
         (lambda k: Kinds.Adam(beta_2=0.9 + 0.01 * k), "Adam.beta_2: rank 0 has 0.9, rank 1 has"),
-        (lambda k: [Kinds.Adam, Kinds.SGD][k](), "got optimizer: rank 0 has Adam, rank 1 has SGD."),
+        (lambda k: [Kinds.Adam, Kinds.SGD][k](), "got optimizer: rank 0 has Adam, rank 1 has SGD"),
         (
             lambda k: Kinds.SGD(scheduled(10 + k)),
-            "SGD.learning_rate.decay_steps: rank 0 has 10, rank 1 has 11.",
+            "SGD.learning_rate.decay_steps: rank 0 has 10, rank 1 has 11",
         ),
         (
             lambda k: Kinds.SGD([0.1, scheduled(10)][k]),
-            "SGD.learning_rate: rank 0 has a number, rank 1 has ExponentialDecay.",
+            "SGD.learning_rate: rank 0 has a number, rank 1 has ExponentialDecay",
         ),
         (
             lambda k: Kinds.LossScaleOptimizer(Kinds.SGD(nesterov=k == 1, clipvalue=0.5 + k)),
             "LossScaleOptimizer.inner_optimizer.clipvalue: rank 0 has 0.5, rank 1 has 1.5; "
-            "LossScaleOptimizer.inner_optimizer.nesterov: rank 0 has False, rank 1 has True.",
+            "LossScaleOptimizer.inner_optimizer.nesterov: rank 0 has False, rank 1 has True",
         ),
     ]
     for make, text in cases:
@@ -87,7 +88,7 @@ def test_optimizers_that_differ_raise_in_all_members_before_the_first_step(
             assert str(reply).startswith("CallsDifferError: average_gradients: expected"), reply
             assert text in reply
     replies = together(pool, 3, built, lambda k: Kinds.SGD(weight_decay=[0.1, 0.2, 0.1][k]))
-    assert all("weight_decay: ranks 0, 2 have 0.1, rank 1 has 0.2." in r for r in replies), replies
+    assert all("weight_decay: ranks 0, 2 have 0.1, rank 1 has 0.2" in r for r in replies), replies
 
 
 def test_optimizers_may_differ_in_what_rank_0_sends_and_in_what_cannot_be_compared(
@@ -103,7 +104,7 @@ def test_optimizers_may_differ_in_what_rank_0_sends_and_in_what_cannot_be_compar
     cases: list[Callable[[int], Any]] = [
         lambda k: Kinds.SGD(0.1 + k, name=f"rank_{k}"),
         lambda k: Kinds.SGD(0.1, weight_decay=[0, 0.0][k]),
-        lambda k: Kinds.SGD(rate if k else functools.partial(rate)),
+        lambda k: Kinds.SGD(rate if k else partial(rate)),
         lambda k: Own(0.1),
     ]
     for make in cases:
@@ -145,10 +146,10 @@ def test_callbacks_that_decide_in_one_member_only_raise_in_all(pool: ThreadPoolE
     cases: list[tuple[Callable[[int], list[Any]], str]] = [
         (
             lambda k: [Calls.LearningRateScheduler(lambda epoch, rate: rate)] * k,
-            "LearningRateScheduler callbacks: rank 0 has 0, rank 1 has 1.",
+            "LearningRateScheduler callbacks: rank 0 has 0, rank 1 has 1",
         ),
         (lambda k: [Calls.ReduceLROnPlateau("loss")] * k, "ReduceLROnPlateau callbacks: rank 0"),
-        (lambda k: [stops()] * k, "EarlyStopping callbacks: rank 0 has 0, rank 1 has 1."),
+        (lambda k: [stops()] * k, "EarlyStopping callbacks: rank 0 has 0, rank 1 has 1"),
         (lambda k: [stops(), stops(patience=k)], "EarlyStopping 1.patience: rank 0 has 0, rank 1"),
         (lambda k: [Calls.TerminateOnNaN()] * k, "TerminateOnNaN callbacks: rank 0 has 0, rank 1"),
     ]
@@ -194,3 +195,19 @@ def test_members_that_average_weights_may_train_by_optimizers_of_their_own(
 
     first, second = together(pool, 2, fit)
     assert all(map(np.array_equal, first, second)), (first, second)
+
+
+def test_outer_optimizers_that_differ_raise_in_all_members(pool: ThreadPoolExecutor) -> None:
+    def fit(member: Member, outers: list[Any]) -> Any:
+        model = networks[member.rank]
+        model.compile("sgd", "mse")
+        averaging = AverageWeights(member=member, outer=outers[member.rank])
+        model.fit(*images("dense"), verbose=0, callbacks=[averaging])
+
+    slow, fast = (partial(FedAvgM, learning_rate=rate) for rate in (0.5, 0.7))
+    for reply in together(pool, 2, lambda member: fit(member, [slow, fast])):
+        assert "CallsDifferError: outer: expected an optimizer with the same settings" in reply
+        assert "FedAvgM.learning_rate: rank 0 has 0.5, rank 1 has 0.7" in reply
+    for reply in together(pool, 2, lambda member: fit(member, [slow, FedAdam])):
+        assert "got outer: rank 0 has FedAvgM, rank 1 has FedAdam" in reply
+    assert together(pool, 2, lambda member: fit(member, [fast, fast])) == [None, None]

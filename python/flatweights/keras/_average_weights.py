@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._progress import State, callbacks_beside, check_before
 from flatweights.keras._report import Report
+from flatweights.keras._settings import check_alike
 from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.server import ServerOptimizer
@@ -91,7 +93,8 @@ class AverageWeights(MemberCallback):
             outer: An optimizer of `flatweights.server` for the trainable variables, as
                 `flatweights.tensorflow.TensorFlowVariables` names them, such as one that was
                 loaded: the members start from its weights, which are rank 0's. Or a function that
-                makes such an optimizer from the first weights.
+                makes such an optimizer from the first weights, with the same settings in all
+                members.
             timeout: Seconds that other members may be late; for ever, if None. If one callback or
                 optimizer of a training gets a value, it applies to all of them. Among members,
                 the shortest counts.
@@ -257,6 +260,11 @@ class AverageWeights(MemberCallback):
                     self._member.broadcast_variables(self._learned, timeout=timeout)
                     self.outer = outer(self._learned.get_weights())
                     _check_outer(self.outer, self._learned)
+        if self.outer is not None:
+            numbers = {n: f"{one:g}" for n, one in self.outer.state.items() if "/" not in n}
+            settings = json.dumps({"outer": type(self.outer).__name__, **numbers}).encode()
+            expected = "outer: expected an optimizer with the same settings in all members"
+            check_alike(self._lease, expected, settings)
         self._is_started = True
 
     def _average(self, at: Literal["batch", "epoch"]) -> None:

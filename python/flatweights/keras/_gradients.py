@@ -348,7 +348,10 @@ class Averaging:
         root = min(started.used)
         differs = rows != rows[root]
         if differs[[*started.used], 1 + _DIGEST :].any():
-            check_alike(self.lease, settings, rows[:, -1].astype(int))
+            expected = (
+                "average_gradients: expected optimizers and callbacks that change all members alike"
+            )
+            check_alike(self.lease, expected, settings, rows[:, -1].astype(int))
         different = [rank for rank in started.used if differs[rank, 1 : 1 + _DIGEST].any()]
         if different:
             if rows[:, 0].any():

@@ -1,5 +1,6 @@
 """The member that a callback or an optimizer averages with: its own, or a shared one."""
 
+import re
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -100,7 +101,7 @@ def named(ranks: Sequence[int], does: str) -> str:
     plural = {"has": "have", "is": "are"}
     verb, _, rest = does.partition(" ")
     verb = plural.get(verb, verb.removesuffix("s"))
-    rest = rest.replace("its", "their")
+    rest = re.sub(r"\bits\b", "their", rest)
     return f"ranks {', '.join(map(str, ranks))} {verb} {rest}"
 
 

@@ -80,38 +80,51 @@ def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
         yield name, "a number" if is_rate else repr(float(value)).removesuffix(".0")
 
 
-def check_alike(lease: MemberLease, settings: bytes, sizes: NDArray[Any]) -> None:
+def check_alike(
+    lease: MemberLease, expected: str, settings: bytes, sizes: NDArray[Any] | None = None
+) -> None:
     """Raise an error that names each of the settings in which members differ.
 
     Args:
         lease: The member; all others make this call, too.
-        settings: Its `settings_of`, in JSON.
-        sizes: The bytes of the settings of each rank; 0, if it does not take part.
+        expected: The beginning of the error.
+        settings: Its settings, texts by name, in JSON.
+        sizes: The bytes of the settings of each rank, if they are known; 0 for one that does not
+            take part.
 
     Raises:
         CallsDifferError: If there are such settings.
     """
-    member = lease.take()
-    texts = np.zeros((member.size, sizes.max()))
-    texts[member.rank, : len(settings)] = np.frombuffer(settings, np.uint8)
-    with calls_are_equal(member, "start"):
-        met = member.average(
-            {"settings": texts}, timeout=lease.timeout, min_results=lease.min_results
-        )
-    texts = np.rint(met.weights["settings"] * len(met.used)).astype(np.uint8)
+    if sizes is None:
+        sizes, _ = _exchange(lease, np.array([len(settings)]))
+        sizes = sizes[:, 0]
+    own = np.zeros(sizes.max(), int)
+    own[: len(settings)] = np.frombuffer(settings, np.uint8)
+    texts, used = _exchange(lease, own)
     given = {
-        rank: json.loads(texts[rank, : sizes[rank]].tobytes()) for rank in met.used if sizes[rank]
+        rank: json.loads(texts[rank, : sizes[rank]].astype(np.uint8).tobytes())
+        for rank in used
+        if sizes[rank]
     }
     differences = []
     for name in next(iter(given.values()), ()):
         ranks: dict[str | None, list[int]] = {}
-        for rank, own in given.items():
-            ranks.setdefault(own.get(name), []).append(rank)
+        for rank, some in given.items():
+            ranks.setdefault(some.get(name), []).append(rank)
         if len(ranks) > 1 and None not in ranks:
-            has = [named(some, f"has {text}") for text, some in ranks.items()]
+            has = [named(those, f"has {text}") for text, those in ranks.items()]
             differences.append(f"{name}: {', '.join(has)}")
     if differences:
-        raise CallsDifferError(
-            "average_gradients: expected optimizers and callbacks that change all members alike, "
-            f"got {'; '.join(differences)}. Give all members the same ones"
+        raise CallsDifferError(f"{expected}, got {'; '.join(differences)}")
+
+
+def _exchange(lease: MemberLease, own: NDArray[Any]) -> tuple[NDArray[Any], Sequence[int]]:
+    """Return the integers of all ranks, a row for each, and the ranks that take part."""
+    member = lease.take()
+    rows = np.zeros((member.size, len(own)))
+    rows[member.rank] = own
+    with calls_are_equal(member, "start"):
+        met = member.average(
+            {"settings": rows}, timeout=lease.timeout, min_results=lease.min_results
         )
+    return np.rint(met.weights["settings"] * len(met.used)).astype(int), met.used
