@@ -627,7 +627,7 @@ def test_a_result_that_is_no_model_of_the_workers_is_named(group: WorkerGroup) -
         r"an array of the shape \(7,\)": np.ones(7),
         r"an array of the shape \(\)": np.float64(3),
         "NoneType": None,
-        "Path": Path(),
+        "PosixPath": Path(),
     }
     again = WorkerGroup(actors)
     again.broadcast(start_of(1.0))
