@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ import ray
 from numpy.typing import ArrayLike, NDArray
 
 from flatweights._frameworks import holder_of
+from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray import _variables
 from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError, reason_of
+from flatweights.ray._result import Packed
 from flatweights.ray._variables import Variables
 from flatweights.ray._wire import WireMessage, WorkerWire
 from flatweights.ray.lanes._worker_lane import NoLane, WorkerLanes
@@ -243,7 +246,7 @@ def _run(
         state.check(stamp[0], version)
         if method is None:
             return None
-        result = getattr(worker, method)(*args, **kwargs)
+        result = _call(worker, method, args, kwargs)
         if type(result) is types.CoroutineType:
             result.close()
             raise TypeError(f"expected a plain method, got an async one: {method!r}")
@@ -267,6 +270,12 @@ def _receive(
     worker: FlatWorker, state: _GroupState, version: Stamp | None, new_weights: Any
 ) -> None:
     new_weights = weights_of(new_weights)
+    if type(new_weights) is Packed:
+        if _may_scatter(worker, new_weights.layout):
+            worker.variables.scatter(new_weights.buffer)
+            state.version = version
+            return
+        new_weights = new_weights.weights()
     if state.version is None and _was_restarted() and _is_subset(worker, new_weights):
         raise ValueError(
             f"expected all weights, got {len(new_weights)} of {len(worker.variables.layout)}: "
@@ -280,6 +289,50 @@ def _receive(
     else:
         _set(worker, new_weights)
     state.version = version
+
+
+def _call(worker: FlatWorker, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    kind: Any = type(worker)
+    function = None if method in worker.__dict__ else _function_of(kind, method)
+    if function is None:
+        return getattr(worker, method)(*args, **kwargs)
+    return function(worker, *args, **kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _function_of(kind: Any, name: str) -> Any:
+    """Return a method, as `_unwrapped`; None for anything that is not called with the object."""
+    found = inspect.getattr_static(kind, name, None)
+    return _unwrapped(found) if isinstance(found, types.FunctionType) else None
+
+
+def _unwrapped(method: Any) -> Any:
+    """Return a method without the function that Ray wraps around it, to trace calls of Ray's."""
+    while vars(method).get("__ray_tracing_wrapped__"):
+        method = method.__wrapped__
+    return method
+
+
+def _may_scatter(worker: FlatWorker, layout: Layout) -> bool:
+    """Whether weights of ``layout`` can be set without a view for each part."""
+    kept = worker.__dict__
+    variables: Any = kept.get("variables")  # subclasses need not have any
+    kinds: tuple[Any, Any] = type(worker), type(variables)
+    return (
+        variables is not None
+        and "set_weights" not in kept
+        and _sets_as_usual(*kinds)
+        and bool(variables.layout == layout)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _sets_as_usual(worker: Any, variables: Any) -> bool:
+    """Whether `set_weights` does the same as `Variables.scatter`: no subclass has its own."""
+    if _unwrapped(worker.set_weights) is not FlatWorker.set_weights:
+        return False
+    owner = next((kind for kind in variables.__mro__ if "set_weights" in vars(kind)), None)
+    return owner is None or "scatters_weights" in vars(owner)
 
 
 def _is_subset(worker: FlatWorker, new_weights: Any) -> bool:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -74,6 +74,9 @@ class TensorFlowVariables:
     >>> v.get_weights()
     {'w': array([4., 5.], dtype=float32), 'b': array(6., dtype=float32)}
     """
+
+    # Tells workers that `set_weights` of this class, given all weights, does the same as `scatter`.
+    scatters_weights: ClassVar[bool] = True
 
     def __init__(
         self,

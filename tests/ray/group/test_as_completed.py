@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray_pool import Actors, Lend
+from ray_pool import Actors, Lend, wait_until_dead
 from ray_workers import PlainWorker, wait_for, weights_of
 from reference import assert_same, same_bits
 
@@ -443,6 +443,7 @@ def test_results_that_the_caller_keeps_stay_as_they_are(make: Make) -> None:
     group.average("work")
     for actor in group.actors().values():
         ray.kill(actor)
+        wait_until_dead(actor)  # or the next test would get it
     assert all(same_bits(weights.buffer, before) for weights, before in kept)
 
 

@@ -13,6 +13,7 @@ from reference import run_python, same_bits
 
 from flatweights import FlatWeights, Layout, average
 from flatweights.ray import FlatWorker, Variables, WorkerGroup, _variables, join
+from flatweights.ray.peers._contract import plain_weights
 
 pytestmark = pytest.mark.ray
 
@@ -164,6 +165,35 @@ def test_methods_of_its_own_come_first() -> None:
     _variables.set_weights(held, {"bias": 1}, share=True)
     assert held.got == ({"bias": 1}, True)
     assert same_bits(_variables.get_flat(held), np.arange(10.0))
+
+
+@pytest.mark.parametrize("own", ["none", "class", "object", "variables"])
+def test_weights_of_a_command_are_set_by_the_method_that_a_user_has_written(own: str) -> None:
+    told: list[Any] = []
+
+    class Own(Arrays):
+        def set_weights(self, weights: Any, *, share: bool) -> None:
+            told.append(weights)
+            self.scatter(FlatWeights(weights).buffer)
+
+    class Worker(FlatWorker):
+        def build(self) -> Arrays:
+            zeros = {name: np.zeros_like(array) for name, array in new_arrays().items()}
+            return Own(zeros) if own == "variables" else Arrays(zeros)
+
+    class Overriding(Worker):
+        def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
+            told.append(new_weights)
+            super().set_weights(new_weights, share=share)
+
+    worker = Overriding() if own == "class" else Worker()
+    if own == "object":
+        by_class = worker.set_weights
+        worker.set_weights = lambda new: (told.append(new), by_class(new))  # type: ignore
+    sent = FlatWeights(new_arrays())
+    worker.call_version((("group", 1), ("group", 1), None), plain_weights(sent), None)
+    assert [list(weights) for weights in told] == ([] if own == "none" else [list(sent)])
+    assert same_bits(worker.get_flat(), np.arange(10.0))
 
 
 def test_what_is_no_model_is_refused_by_name() -> None:

@@ -77,14 +77,14 @@ def plain_weights(value: Any) -> Any:
 
 
 def weights_of(value: Any) -> Any:
-    """Return the weights, given a result of `plain_weights` or `argument_of`."""
+    """Return the weights, given a result of `argument_of`, or, maybe `Packed`, `plain_weights`."""
     if type(value) is tuple and len(value) == 1:
         return ray.get(value[0])
     if type(value) is tuple and len(value) == 2 and value[0] is None:
         *layout, buffer = value[1]
         value[1].clear()
         if layout:
-            return FlatWeights.wrap(np.frombuffer(buffer, np.uint8), unpickle_layout(layout[0]))
+            return Packed(np.frombuffer(buffer, np.uint8), unpickle_layout(layout[0]))
         return buffer
     return value
 
