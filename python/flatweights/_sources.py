@@ -91,7 +91,8 @@ class Template:
 
     def at_slot(self, i: int) -> str:
         """Return how errors name slot ``i``, to be appended to the name of the source."""
-        return "" if self.kind is Kind.ARRAY else f", slot {i} {self.layout.names[i]!r}"
+        is_array = self.kind is Kind.ARRAY or self.layout.names == ("",)  # also one that was packed
+        return "" if is_array else f", slot {i} {self.layout.names[i]!r}"
 
     def read(
         self, source: Any, where: str, written: Sequence[NDArray[Any]] = ()

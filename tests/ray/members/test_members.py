@@ -519,6 +519,11 @@ def test_wrong_arguments_raise_before_anything_is_sent(puppets: Puppets) -> None
             lambda: member.average(model_of(0, "array"), out=np.zeros((40, 30))),
             lambda: member.broadcast(model_of(0), root=3),
             lambda: pickle.dumps(member),
+            lambda: member.broadcast(model_of(0), root=None),  # type: ignore[arg-type]
+            lambda: member.broadcast(object()),
+            lambda: member.average(model_of(0), state={}),  # type: ignore[arg-type]
+            lambda: member.broadcast_variables({}),  # type: ignore[arg-type]
+            lambda: member.average(np.array([np.nan])),
         ]
         raised = []
         for call in calls:
@@ -530,7 +535,14 @@ def test_wrong_arguments_raise_before_anything_is_sent(puppets: Puppets) -> None
         return raised
 
     for texts in all_of(puppets.meet(), wrong):
-        assert len(texts) == 8, texts
+        assert len(texts) == 13, texts
+        assert [text.partition(", such as")[0] for text in texts[-5:]] == [
+            "root: expected an integer, got None",
+            "weights: expected an array, got object",
+            "state: expected an object with layout, gather_into and scatter",
+            "variables: expected an object with layout, gather_into and scatter",
+            "rank 0: holds NaN or infinity",
+        ]
 
 
 def test_nan_is_named_by_its_rank_and_slot(puppets: Puppets) -> None:

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import numpy as np
 import ray
@@ -21,6 +21,7 @@ from flatweights._average import Nonfinite, check_nonfinite, read_weight
 from flatweights._layout import Layout
 from flatweights._numbers import as_integer, check_count
 from flatweights._sources import Template, check_flat_weights
+from flatweights._trees import as_array
 from flatweights._weights import sealed
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
@@ -276,12 +277,7 @@ class Member:
             Exception: As `average`; the variables have not changed.
         """
         self._check_process()
-        layout = getattr(variables, "layout", None)
-        if not isinstance(layout, Layout):
-            raise TypeError(
-                "variables: expected an object with layout, gather_into and scatter, such as "
-                f"TensorFlowVariables(model), got {type(variables).__name__}"
-            )
+        layout = _layout_of(variables, "variables")
         check_flat_weights(layout, "variables")
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
         with self._call() as host:
@@ -309,10 +305,12 @@ class Member:
         """
         self._check_process()
         if not isinstance(weights, (Mapping, Sequence)):  # a bare array of integers has no mean
-            return self.broadcast([weights], root, timeout=timeout)[0]
+            bare = [as_array(weights, "weights")]
+            return cast("Model", self.broadcast(bare, root, timeout=timeout)[0])
         template = Template.of(weights, "weights")
         parts = template.read(weights, "weights")
         layout = template.layout
+        root = _check_rank(root, self.size, "root")
         ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
         with self._call() as host:
             buffer = None
@@ -342,7 +340,8 @@ class Member:
             Exception: As `broadcast`; the variables have not changed.
         """
         self._check_process()
-        layout = variables.layout
+        layout = _layout_of(variables, "variables")
+        root = _check_rank(root, self.size, "root")
         ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
         with self._call() as host:
             buffer = None
@@ -407,8 +406,6 @@ class Member:
             raise TypeError(f"weight: {checked.name} has no weights, all ranks count alike")
         if min_results is not None:
             min_results = check_count(min_results, "min_results", self.size)
-        if root is not None:
-            root = _check_rank(root, self.size, "root")
         return Ask(
             "average" if root is None else "broadcast",
             layout.digest,
@@ -418,7 +415,7 @@ class Member:
             min_results,
             nonfinite,
             None if checked is None else (_name_of(checked), ray.cloudpickle.dumps(checked)),
-            None if state is None else state.layout.digest,
+            None if state is None else _layout_of(state, "state").digest,
         )
 
     def _exchange(
@@ -530,6 +527,17 @@ def _gathered(host: HostEnd, state: Variables) -> NDArray[np.uint8]:
     buffer = host.new_buffer(state.layout)
     state.gather_into(buffer)
     return buffer
+
+
+def _layout_of(variables: Any, name: str) -> Layout:
+    """Return the layout of ``variables``; raise `TypeError` if they have none."""
+    layout = getattr(variables, "layout", None)
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"{name}: expected an object with layout, gather_into and scatter, such as "
+            f"TensorFlowVariables(model), got {type(variables).__name__}"
+        )
+    return layout
 
 
 def _check_rank(rank: int, size: int, name: str) -> int:
