@@ -166,13 +166,13 @@ class Template:
                     f"got {array.dtype} {array.shape}"
                 )
 
-    def read_out(self, out: Any) -> list[NDArray[Any]]:
+    def read_out(self, out: Any, where: str = "out") -> list[NDArray[Any]]:
         """Return the parts of ``out``, to be written to; raises as `read` does."""
-        targets = self._values(out, "out")
+        targets = self._values(out, where)
         for i, target in enumerate(targets):
             if not isinstance(target, np.ndarray):  # a converted copy would be written and lost
                 got = type(target).__name__
-                raise TypeError(f"out{self.at_slot(i)}: expected a NumPy array, got {got}")
+                raise TypeError(f"{where}{self.at_slot(i)}: expected a NumPy array, got {got}")
         return targets
 
     def first_nonfinite(self, parts: list[NDArray[Any]]) -> int | None:

@@ -273,6 +273,30 @@ def test_a_wrong_out_is_refused_even_if_nothing_is_new() -> None:
         assert not subscriber.update(out=right)
 
 
+def test_arrays_that_were_replaced_by_others_of_another_shape_are_named() -> None:
+    ours, theirs = model_of(1.0), model_of(0.0)
+    with Publisher("replaced", ours) as publisher, Subscriber("replaced", theirs) as subscriber:
+        publisher.publish()
+        for shape in [(2,), (1, 1)]:
+            theirs["n"] = np.zeros(shape, np.int64)
+            with pytest.raises(
+                ValueError, match=r"variables, slot 1 'n': expected int64 \(1,\), got"
+            ):
+                subscriber.update()
+            assert (theirs["a"] == 0.0).all(), "nothing was set"
+        theirs["n"] = np.zeros(1, np.int64)
+        assert subscriber.update()
+        ours["a"] = np.zeros((60, 50), np.float32)
+        with pytest.raises(ValueError, match=r"variables, slot 0 'a': expected float32 \(50, 60\)"):
+            publisher.publish()
+        ours["a"] = np.full((50, 60), 2.0, np.float32)
+        assert publisher.publish() == 2
+        assert subscriber.update()
+        assert (theirs["a"] == 2.0).all()
+    with pytest.raises(TypeError, match="variables, slot 0 '0': expected a NumPy array, got float"):
+        Subscriber("replaced", [1.0], timeout=1)
+
+
 def test_wrong_calls_are_refused() -> None:
     class Model:  # of Keras, or of another framework
         trainable_variables = ()

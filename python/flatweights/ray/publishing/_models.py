@@ -31,11 +31,13 @@ class Arrays:
         self._model = model
         self._where = where
         self.layout = self._template.layout
+        self._shapes = [slot.shape for slot in self.layout.slots]
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         """Copy the arrays into a packed ``buffer``."""
         template = self._template
         parts = template.read(self._model, self._where)
+        self._check_shapes(parts)
         targets = [buffer] if template.packed else template.layout.packed_views(buffer)
         _core.move_parts(targets, parts)
 
@@ -43,7 +45,14 @@ class Arrays:
         """Copy a packed ``buffer`` into the arrays."""
         template = self._template
         sources = [buffer] if template.packed else template.layout.packed_views(buffer)
-        _core.move_parts(template.read_out(self._model), sources)
+        targets = template.read_out(self._model, self._where)
+        self._check_shapes(targets)
+        _core.move_parts(targets, sources)
+
+    def _check_shapes(self, arrays: list[NDArray[Any]]) -> None:
+        """Raise, naming the slot, if an array has taken the place of one of another shape."""
+        if not self._template.packed and [array.shape for array in arrays] != self._shapes:
+            self._template.match(self._model, self._where)
 
     def check_writable(self) -> None:
         """Raise unless `scatter` can write to all arrays.
@@ -53,7 +62,7 @@ class Arrays:
             ValueError: If one is read-only or not contiguous.
         """
         self._template.match(self._model, self._where)
-        for i, target in enumerate(self._template.read_out(self._model)):
+        for i, target in enumerate(self._template.read_out(self._model, self._where)):
             if not (target.flags.writeable and target.flags.c_contiguous):
                 lacks = "contiguous" if target.flags.writeable else "writable"
                 slot = self._template.at_slot(i)
