@@ -181,6 +181,12 @@ def test_if_members_may_leave_one_may_end_the_training_of_all(pool: ThreadPoolEx
     first, second = together(pool, 2, lambda m: fitted(m, callbacks, min_results=1))
     assert all(map(np.array_equal, first, second)), (first, second)
 
+    def plateaus(rank: int) -> list[Any]:
+        return [Calls.ReduceLROnPlateau("loss", factor=0.1 * (1 + rank))]
+
+    for reply in together(pool, 2, lambda m: fitted(m, plateaus, min_results=1)):
+        assert "got ReduceLROnPlateau.factor: rank 0 has 0.1, rank 1 has 0.2" in reply
+
 
 def test_members_that_average_weights_may_train_by_optimizers_of_their_own(
     pool: ThreadPoolExecutor,
