@@ -274,7 +274,10 @@ class Averaging:
         if trainable_variables is None:
             trainable_variables = optimizer._trainable_variables
         variables = list(trainable_variables)
-        if self.lease.min_results is not None and self.progress is None and _fit_frame():
+        frame = _fit_frame()
+        if frame is not None and not self._is_started:
+            self._callbacks = getattr(frame.f_locals.get("callbacks"), "callbacks", None)
+        if self.lease.min_results is not None and self.progress is None and frame is not None:
             raise ValueError(
                 "average_gradients(min_results=): expected the callback AverageLogs or "
                 "AverageWeights in fit, which tells members that come back the epoch of the "
