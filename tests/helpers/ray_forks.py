@@ -32,14 +32,18 @@ ALONE = "FLATWEIGHTS_TESTS_ALONE"
 START = str(Path(__file__).with_name("ray_worker_start.py"))
 
 _NO_JOB = "ff" * 4  # as in workers that Ray starts before it has a job
-_AT_FIRST_RESULT = (
+_IN_WORKERS = (
+    "pytest",
     "pyarrow.json",
     "pydantic.v1",
     "ray._common.usage.usage_lib",
     "ray._common.pydantic_compat",
     "ray._private.arrow_serialization",
 )
-"""Modules that a worker imports before it returns its first result, if they are installed."""
+"""Modules that most workers of tests import before their first result, if they are installed.
+
+None of them makes an id of Ray, as `ray.dag` does: all copies would then make the same ids.
+"""
 
 
 class RayForks:
@@ -149,7 +153,9 @@ def import_ray(environment: dict[str, str]) -> None:
     os.environ.update(environment | {"RAY_JOB_ID": _NO_JOB})
     import_module("ray._private.workers.default_worker")
     import_module("flatweights.ray")
-    for name in _AT_FIRST_RESULT:
+    if "tensorflow" in sys.modules:
+        import_module("flatweights.tensorflow")
+    for name in _IN_WORKERS:
         with contextlib.suppress(ImportError):
             import_module(name)
     gc.collect()
