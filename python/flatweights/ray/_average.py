@@ -18,7 +18,7 @@ from flatweights.robust import AnyRule
 
 
 def average(
-    refs: Iterable[Any],
+    refs: Iterable[ray.ObjectRef],
     weights: Weights = None,
     *,
     out: Any = None,
@@ -103,7 +103,7 @@ def average(
     return average_of_answers(answers, request, out)
 
 
-def references(refs: Iterable[Any]) -> dict[int, Answer]:
+def references(refs: Iterable[ray.ObjectRef]) -> dict[int, Answer]:
     """Return answers by rank for ``refs``, after checking that these are at least one reference."""
     check_cluster()
     if not isinstance(refs, Iterable) or isinstance(refs, Mapping):

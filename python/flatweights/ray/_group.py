@@ -71,7 +71,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        actors: Sequence[Any],
+        actors: Sequence[ray.actor.ActorHandle],
         *,
         max_inflight: int = 4,
         wire_dtype: WireDType | None = None,
@@ -173,7 +173,7 @@ class WorkerGroup:
         group._recipe, group._arguments = made_by, kept
         return group
 
-    def actors(self) -> dict[int, Any]:
+    def actors(self) -> dict[int, ray.actor.ActorHandle]:
         """Return the actors by rank."""
         return self._roster.handles()
 
@@ -182,7 +182,7 @@ class WorkerGroup:
         self,
         n: int = 1,
         *args: Any,
-        actors: Iterable[Any] | None = None,
+        actors: Iterable[ray.actor.ActorHandle] | None = None,
         arguments: Callable[[int], Sequence[Any]] | None = None,
         **ray_options: Any,
     ) -> list[int]:
@@ -750,7 +750,7 @@ class _Recipe:
             # Ray drops large arguments once an actor is built, but a restart needs them.
             args = _by_reference(args)
             arguments_of = [_by_reference(own) for own in arguments_of]
-        actors: list[Any] = []
+        actors: list[ray.actor.ActorHandle] = []
         try:
             for own in arguments_of:
                 actors.append(remote.remote(*args, *own))

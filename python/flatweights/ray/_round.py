@@ -99,7 +99,7 @@ class Round:
         self.left = tuple(left)
         self.healed = tuple(healed)
         self._exchanged: Any = None  # the agents that have the average
-        self._ref: Any = None
+        self._ref: ray.ObjectRef | None = None
         self._session: tuple[str, str] | None = None  # the session of Ray in which it was put
         self._in_store: list[Any] = []  # the parts in the store, if none can change
 
@@ -113,7 +113,7 @@ class Round:
         return self._weights
 
     @property
-    def ref(self) -> Any:
+    def ref(self) -> ray.ObjectRef:
         """A reference to the average, which is put into the object store once per Ray session."""
         session = _session()
         if self._ref is None or self._session != session:
@@ -132,7 +132,7 @@ class Round:
             ranks = len(self.used) + len(self.failed) + len(self.late)
             raise too_small(ranks, packed_nbytes(self.weights)) from error
 
-    def current_ref(self) -> Any:
+    def current_ref(self) -> ray.ObjectRef:
         """Return `ref`, but put `weights` anew if they may have changed since they were put."""
         if self._ref is not None and not _consists_of(self.weights, self._in_store):
             self._ref = None

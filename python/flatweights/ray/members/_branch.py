@@ -60,7 +60,9 @@ class Branch:
         news: The calls that other threads want that thread to make.
     """
 
-    def __init__(self, host: Any, lanes: GroupLanes, end: NodeEnd, turn: threading.Lock) -> None:
+    def __init__(
+        self, host: ray.actor.ActorHandle, lanes: GroupLanes, end: NodeEnd, turn: threading.Lock
+    ) -> None:
         """Begin without members.
 
         Args:
@@ -194,7 +196,7 @@ class Branch:
 class BranchAgent(Agent):
     """The actor; see `Branch`."""
 
-    def __init__(self, host: Any) -> None:
+    def __init__(self, host: ray.actor.ActorHandle) -> None:
         """Start, for the meeting of ``host``."""
         super().__init__()
         self._branch = Branch(host, self.lanes, self.end, self.turn)

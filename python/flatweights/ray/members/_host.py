@@ -56,7 +56,7 @@ class Host:
     async def enter(
         self,
         token: bytes,
-        stays: Sequence[Any],
+        stays: Sequence[ray.ObjectRef],
         rank: int | None,
         terms: Terms,
         who: str,
@@ -151,7 +151,7 @@ class Host:
         """Call ``method`` in the meeting's thread; return its result, or raise its exception."""
         return await asyncio.wrap_future(self._meeting.news.asked(method, *args))
 
-    async def _watch(self, token: bytes, who: str, stays: Any) -> None:
+    async def _watch(self, token: bytes, who: str, stays: ray.ObjectRef) -> None:
         """Tell the meeting if the process that owns the result of `stay` dies."""
         try:
             await stays
@@ -162,7 +162,7 @@ class Host:
         except Exception as error:
             await self.lose(token, MemberDiedError(f"{who}: {reason_in_a_line(error)}"))
 
-    def _serve(self, name: str, handle: Any) -> None:
+    def _serve(self, name: str, handle: ray.actor.ActorHandle) -> None:
         """Run the meeting, then end the actor."""
         try:
             self._meeting.run()

@@ -54,10 +54,10 @@ class Pass(NamedTuple):
 
     token: bytes
     who: str
-    stays: Any = None
+    stays: ray.ObjectRef | None = None
 
     @classmethod
-    def of(cls, host: Any) -> Pass:
+    def of(cls, host: ray.actor.ActorHandle) -> Pass:
         """Introduce this process to a host."""
         token = secrets.token_bytes(_TOKEN)
         stays = host.stay.remote(token)
@@ -71,7 +71,7 @@ class HostEnd(ABC):
         is_asking: Whether an ask was sent whose outcome was not received.
     """
 
-    def __init__(self, actor: Any, pass_: Pass) -> None:
+    def __init__(self, actor: ray.actor.ActorHandle, pass_: Pass) -> None:
         """Take the actor, which is the host or the agent of this node, and the identity."""
         self.is_asking = False
         self._actor = actor
@@ -154,7 +154,7 @@ class HostEnd(ABC):
 class HostByLane(HostEnd):
     """The end of a lane: memory that member and host map."""
 
-    def __init__(self, actor: Any, pass_: Pass, lane: MemberLane) -> None:
+    def __init__(self, actor: ray.actor.ActorHandle, pass_: Pass, lane: MemberLane) -> None:
         """Take the lane, which is attached."""
         super().__init__(actor, pass_)
         self._lane = lane
@@ -202,7 +202,7 @@ class HostByLane(HostEnd):
 class HostByStore(HostEnd):
     """An end that uses Ray's calls and its object store, for members without a lane."""
 
-    def __init__(self, host: Any, pass_: Pass) -> None:
+    def __init__(self, host: ray.actor.ActorHandle, pass_: Pass) -> None:
         """Take the host."""
         super().__init__(host, pass_)
         # The references of the last outcome. If one thread drops its reference when another has
@@ -330,7 +330,7 @@ def enter(
         raise
 
 
-def _who_is_missing(host: Any, own: int | None) -> str:
+def _who_is_missing(host: ray.actor.ActorHandle, own: int | None) -> str:
     """Return a clause about the ranks, except the ``own`` one, that have not joined."""
     try:
         absent = ray.get(host.absent.remote(), timeout=_ABSENT)
@@ -342,7 +342,7 @@ def _who_is_missing(host: Any, own: int | None) -> str:
     return f"missing ranks: {', '.join(missing)}"
 
 
-def _end_of(host: Any, ticket: Ticket, pass_: Pass, end: float | None) -> HostEnd:
+def _end_of(host: ray.actor.ActorHandle, ticket: Ticket, pass_: Pass, end: float | None) -> HostEnd:
     """Make the lane that a ticket allows; otherwise return an end that uses Ray's store.
 
     Raises:

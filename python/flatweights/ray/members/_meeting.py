@@ -102,7 +102,7 @@ class Meeting:
         door: The members, and those that come in.
     """
 
-    def __init__(self, name: str, terms: Terms, node: str, host: Any) -> None:
+    def __init__(self, name: str, terms: Terms, node: str, host: ray.actor.ActorHandle) -> None:
         """Prepare; `run` holds the meeting.
 
         Args:
@@ -509,7 +509,7 @@ class Meeting:
         """
         windows = self._lanes.windows
         message: Message | None = None
-        ref: Any = None
+        ref: ray.ObjectRef | None = None
         away: dict[AgentEnd, list[bytes]] = {}
         posted: list[_core.Mailbox] = []
         for seat in seats:

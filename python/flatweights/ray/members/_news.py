@@ -51,7 +51,7 @@ class News:
         self.tell(call)
         return done
 
-    def watch(self, ref: Any, lost: Callable[[str], object]) -> None:
+    def watch(self, ref: ray.ObjectRef, lost: Callable[[str], object]) -> None:
         """Make the thread call ``lost`` with the reason, if the process that makes ``ref`` dies."""
 
         def wait() -> None:

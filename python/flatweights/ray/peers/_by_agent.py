@@ -46,7 +46,7 @@ class NodeCall:
         self._missing = {*command.ranks}
         self.exchange = command.weights.number if isinstance(command.weights, AverageOf) else 0
         self._is_finished = False
-        self.ref: Any = agent.handle.work.remote(command)
+        self.ref: ray.ObjectRef = agent.handle.work.remote(command)
 
     def look(self) -> None:
         """Take the agent's results, and ask for more."""
@@ -73,7 +73,7 @@ class NodeCall:
 class NodeAnswer(Answer):
     """The answer of a worker that an agent called: a summary or a small value, until brought."""
 
-    def __init__(self, call: NodeCall, rank: int, handle: Any) -> None:
+    def __init__(self, call: NodeCall, rank: int, handle: ray.actor.ActorHandle) -> None:
         """Wait for the agent's result for ``rank``."""
         self.call = call
         self.agent = call.agent
@@ -93,7 +93,7 @@ class NodeAnswer(Answer):
         return self._value if self._after is None else self._after
 
     @property
-    def ref(self) -> Any:
+    def ref(self) -> ray.ObjectRef:
         """The reference to wait for."""
         return self.call.ref if self._own is None else self._own
 
@@ -183,7 +183,7 @@ class AgentEnd:
         self.is_dead = False
         self.averages: set[int] = set()
         self.sent = self.settled = 0
-        self._address: Any = self.handle.address.remote()
+        self._address: ray.ObjectRef = self.handle.address.remote()
 
     def address(self, timeout: float) -> Address | str:
         """Return its address for streams, or the reason for which there is none."""

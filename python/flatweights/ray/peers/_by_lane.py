@@ -303,13 +303,15 @@ class Worker:
         log: The log of the calls on the actor's handles, if there is a lane or an agent.
     """
 
-    def __init__(self, handle: Any, rank: int, lanes: GroupLanes) -> None:
+    def __init__(self, handle: ray.actor.ActorHandle, rank: int, lanes: GroupLanes) -> None:
         """Take the handle of an actor, its rank, and the lanes of its group."""
         self.handle = handle
         self.rank = rank
         self._group = lanes
         self._lane: DriverLane | None = None
-        self._attaching: Any = None  # the call that asks the worker to attach, with the token
+        self._attaching: ray.ObjectRef | None = (
+            None  # the call that asks the worker to attach, with the token
+        )
         self._token = b""
         self.log: CallLog | None = None
         self.far_node = ""

@@ -34,7 +34,7 @@ class CallLog:
     last: object = None
 
     @classmethod
-    def of(cls, handle: Any) -> "CallLog":
+    def of(cls, handle: ray.actor.ActorHandle) -> "CallLog":
         """Return the log for the actor of ``handle``, and write calls into it from now on.
 
         Raises:
@@ -54,7 +54,7 @@ def _follow_calls() -> None:
         return
 
     @functools.wraps(call)
-    def noted(handle: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def noted(handle: ray.actor.ActorHandle, method_name: str, *args: Any, **kwargs: Any) -> Any:
         log = _logs.get(handle._ray_actor_id)
         if log is None:
             return call(handle, method_name, *args, **kwargs)

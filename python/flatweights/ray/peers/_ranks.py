@@ -142,7 +142,7 @@ class Ranks:
         admitted: The ranks of workers that were added, in the order in which they were ready.
     """
 
-    def __init__(self, handles: Iterable[Any]) -> None:
+    def __init__(self, handles: Iterable[ray.actor.ActorHandle]) -> None:
         """Take actors of `FlatWorker` classes; all count as healthy.
 
         Raises:
@@ -150,7 +150,7 @@ class Ranks:
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         self._records: dict[int, Record] = {}
-        self._joining: dict[int, tuple[Record, Any]] = {}  # resolved once it is ready
+        self._joining: dict[int, tuple[Record, ray.ObjectRef]] = {}  # resolved once it is ready
         self._leaving: list[tuple[Record, bool]] = []  # owe an answer; whether to end then
         self.admitted: list[int] = []
         self._news: tuple[list[int], list[int]] = [], []  # the ranks that were added and removed
@@ -161,7 +161,7 @@ class Ranks:
         self.lanes = GroupLanes()
         self._records = {rank: self._record_of(actor) for rank, actor in enumerate(actors)}
 
-    def _checked(self, handles: Iterable[Any]) -> list[Any]:
+    def _checked(self, handles: Iterable[ray.actor.ActorHandle]) -> list[ray.actor.ActorHandle]:
         """Return the actors, checked to be at least one, of a right class, and not in the group."""
         if not isinstance(handles, Iterable) or isinstance(handles, Mapping):
             hint = "; pass list(actors.values())" if isinstance(handles, Mapping) else ""
@@ -187,7 +187,7 @@ class Ranks:
                 raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
         return actors
 
-    def _record_of(self, actor: Any) -> Record:
+    def _record_of(self, actor: ray.actor.ActorHandle) -> Record:
         """Return a new record, with the next rank."""
         self._span += 1
         return Record(Worker(actor, self._span - 1, self.lanes))
@@ -206,11 +206,11 @@ class Ranks:
         """Whether workers that were added are not ready yet."""
         return bool(self._joining)
 
-    def handles(self) -> dict[int, Any]:
+    def handles(self) -> dict[int, ray.actor.ActorHandle]:
         """Return the actors by rank."""
         return {rank: record.worker.handle for rank, record in sorted(self._all().items())}
 
-    def add(self, handles: Iterable[Any]) -> list[int]:
+    def add(self, handles: Iterable[ray.actor.ActorHandle]) -> list[int]:
         """Take more actors, which become workers once they are ready; return their ranks.
 
         Raises:
@@ -361,7 +361,7 @@ class Ranks:
                 self._records[rank].leave_out(error)
 
 
-def _class_of(actor: Any) -> tuple[str, str]:
+def _class_of(actor: ray.actor.ActorHandle) -> tuple[str, str]:
     """Return the module and the name of the class of an actor."""
     descriptor = actor._ray_actor_creation_function_descriptor
     return descriptor.module_name, descriptor.class_name

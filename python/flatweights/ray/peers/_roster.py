@@ -71,7 +71,7 @@ class Roster(Ranks):
 
     def __init__(
         self,
-        handles: Sequence[Any],
+        handles: Sequence[ray.actor.ActorHandle],
         wire: GroupWire | None,
         initial: Any,
         sums: Sums = "float64",

@@ -42,7 +42,7 @@ class RayAnswer(Answer):
         ref: The reference; None once it was let go of.
     """
 
-    def __init__(self, ref: Any) -> None:
+    def __init__(self, ref: ray.ObjectRef | None) -> None:
         """Take a reference; several answers may have the same."""
         self.ref = ref
 
@@ -103,14 +103,14 @@ def sent_weights(payload: Payload) -> Any:
     return weights_of(sent)
 
 
-def end_actor(handle: Any) -> None:
+def end_actor(handle: ray.actor.ActorHandle) -> None:
     """End an actor, unless Ray was shut down, which has ended it: `ray.kill` would start a Ray."""
     if ray.is_initialized():
         with contextlib.suppress(ValueError):  # the actor belongs to an earlier session of Ray
             ray.kill(handle)
 
 
-def call_actor(handle: Any, call: Call) -> RayAnswer:
+def call_actor(handle: ray.actor.ActorHandle, call: Call) -> RayAnswer:
     """Make a call on an actor; references among the arguments are resolved, as Ray does."""
     run, weights = handle.call_version, argument_of(call.payload)
     return RayAnswer(run.remote(call.head, weights, call.method, *call.args, **call.kwargs))

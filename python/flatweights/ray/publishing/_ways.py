@@ -249,7 +249,7 @@ class Relay:
         self._seen = version
 
 
-def _start(run: Callable[[], None], actor: Any) -> None:
+def _start(run: Callable[[], None], actor: ray.actor.ActorHandle) -> None:
     """Run a thread, and end the ``actor`` with it."""
 
     def serve() -> None:

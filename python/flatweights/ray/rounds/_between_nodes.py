@@ -307,7 +307,7 @@ class NodesAverage:
         if last != tokens:
             epoch = secrets.token_bytes(16)
         route = Route(addresses, epoch, self._left())
-        calls: dict[AgentEnd, Any] = {}
+        calls: dict[AgentEnd, ray.ObjectRef] = {}
         for me, node in enumerate(nodes):
             if node is not None:
                 calls[node] = node.handle.stream.remote(plan, me, route)
@@ -326,7 +326,9 @@ class NodesAverage:
 
     def _unreachable(self, agents: Sequence[AgentEnd]) -> list[AgentEnd]:
         """Return the agents that do not answer."""
-        pings: dict[AgentEnd, Any] = {agent: agent.handle.ping.remote() for agent in agents}
+        pings: dict[AgentEnd, ray.ObjectRef] = {
+            agent: agent.handle.ping.remote() for agent in agents
+        }
         there = _there(list(pings.values()), max(_LEAST, self._within(_ANSWER)))
         silent = [agent for agent, ref in pings.items() if ref not in there]
         for agent, ref in pings.items():
@@ -341,7 +343,7 @@ class _BrokenError(Exception):
     """An exchange has failed; nodes still have their values."""
 
 
-def _there(refs: list[Any], timeout: float) -> list[Any]:
+def _there(refs: list[ray.ObjectRef], timeout: float) -> list[ray.ObjectRef]:
     """Wait for all ``refs``, until the time is up; return those that exist."""
     there: list[Any] = []
     if refs:
@@ -357,7 +359,7 @@ def _id_of(node: Node) -> str:
     return here
 
 
-def _outcome(ref: Any) -> Any:
+def _outcome(ref: ray.ObjectRef) -> Any:
     """Return the result or the exception of a call that has ended."""
     try:
         return ray.get(ref)
