@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class Arrays:
         self._model = model
         self._where = where
         self.layout = self._template.layout
-        self._shapes = [slot.shape for slot in self.layout.slots]
+        self._arrays = self._template.views(model)  # while none of them was replaced
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         """Copy the arrays into a packed ``buffer``."""
@@ -51,7 +52,12 @@ class Arrays:
 
     def _check_shapes(self, arrays: list[NDArray[Any]]) -> None:
         """Raise, naming the slot, if an array has taken the place of one of another shape."""
-        if not self._template.packed and [array.shape for array in arrays] != self._shapes:
+        if self._template.packed:
+            return
+        if self._arrays and all(map(operator.is_, arrays, self._arrays)):  # the usual case
+            return
+        self._arrays = []  # those that were replaced are not kept alive
+        if [array.shape for array in arrays] != [slot.shape for slot in self.layout.slots]:
             self._template.match(self._model, self._where)
 
     def check_writable(self) -> None:
