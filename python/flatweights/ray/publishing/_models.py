@@ -32,7 +32,7 @@ class Arrays:
         self._model = model
         self._where = where
         self.layout = self._template.layout
-        self._arrays = self._template.views(model)  # while none of them was replaced
+        self._arrays: list[NDArray[Any]] | None = None  # of the first call, until one is replaced
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         """Copy the arrays into a packed ``buffer``."""
@@ -56,9 +56,9 @@ class Arrays:
             return
         if self._arrays and all(map(operator.is_, arrays, self._arrays)):  # the usual case
             return
-        self._arrays = []  # those that were replaced are not kept alive
         if [array.shape for array in arrays] != [slot.shape for slot in self.layout.slots]:
             self._template.match(self._model, self._where)
+        self._arrays = arrays if self._arrays is None else []  # keep none alive that is replaced
 
     def check_writable(self) -> None:
         """Raise unless `scatter` can write to all arrays.
