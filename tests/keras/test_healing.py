@@ -58,7 +58,7 @@ class Fit:
         self.compile: dict[str, Any] = {}
         self.logs = AverageLogs()
         self.more: list[Any] = []
-        self.optimizer: Any = keras.optimizers.Adam(0.01)
+        self.optimizer: Any = keras.optimizers.SGD(0.01, momentum=0.9)
         self.patience = PATIENCE  # seconds, at the start
         self.done: Future[Any] = Future()
 

@@ -17,6 +17,7 @@ import gc, os, sys, threading, time, traceback
 import numpy as np
 import ray
 from flatweights.ray import Publisher, Subscriber, WorkerGroup, join
+from ray_cluster import start_lean_ray
 from ray_workers import PlainWorker
 
 def error_of(call):
@@ -33,7 +34,7 @@ def threads_in_ray():
     return {name for name, stack in stacks.items() if name.startswith("flatweights")
             and any(entry.filename.startswith(root) for entry in stack)}
 
-ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+node = start_lean_ray(num_cpus=4)
 model = {"w": np.zeros(3, np.float32)}
 publisher = Publisher("net", model)
 publisher.publish()
@@ -54,6 +55,7 @@ assert not threads_in_ray(), threads_in_ray()
 inits = []
 ray.init = lambda *args, **kwargs: inits.append(1)
 ray.shutdown()
+node.kill_all_processes(check_alive=False)
 publisher.publish()  # its memory is there; the watch of the subscriber finds nothing new
 assert subscriber.update() and not subscriber.update()
 time.sleep(1.5)  # the threads of publisher and subscribers look around every half second
