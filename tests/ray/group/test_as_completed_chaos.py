@@ -37,7 +37,7 @@ def test_each_result_is_of_the_publication_that_its_round_names(
             lasting=(0.02, 0.8),
             size=3,
             elements=elements,
-            pace=0.0,
+            pace=0.01,
             timeout=0.4,
             without=[faults.STORE],
             steps=rounds,

@@ -35,7 +35,7 @@ def test_the_average_is_that_of_the_ranks_that_it_names_whatever_happens(
             lasting=(0.02, 0.8),
             size=3,
             elements=elements,
-            pace=0.0,
+            pace=0.01,
             timeout=0.4,
             without=[faults.STORE],
         ),

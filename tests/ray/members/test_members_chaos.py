@@ -31,7 +31,7 @@ def test_each_outcome_is_the_average_of_what_its_ranks_gave(seconds: int, seed: 
             lasting=(0.02, 1.5),
             size=4,
             elements=2_000,
-            pace=0.0,
+            pace=0.01,
             timeout=0.5,
             without=[faults.STORE],
         ),
