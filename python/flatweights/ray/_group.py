@@ -647,7 +647,7 @@ class WorkerGroup:
         if not self._roster.unhealthy():
             return []
         patience = _PROBE if timeout is None else min(_PROBE, timeout)
-        return self._roster.restore(Deadline.after(patience), patient=False)
+        return self._roster.restore(Deadline.after(patience), patient=False, sparing=True)
 
     def _report(self, result: Round) -> None:
         report(result, already_named=self.unhealthy if result.failed or result.late else ())

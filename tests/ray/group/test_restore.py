@@ -1,6 +1,7 @@
 """`restore` waits for owed answers and for restarts, until its time is up."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,29 @@ def test_weights_that_are_sent_bring_a_late_rank_back(lend: Lend, tmp_path: Path
         assert (found.used, found.failed) == ((0, 1, 2), {})
     for weights in group.step("get_weights").values():
         assert_same(weights, weights_of(4.0))
+
+
+def test_rounds_ask_a_dead_rank_ever_less_often(
+    lend: Lend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = lend(PlainWorker, 2, max_restarts=0)
+    group.broadcast(weights_of(1.0))
+    assert group.average("act", {1: "die before"}, min_results=1).used == (0,)
+    worker, calls = group._roster[1].worker, 0
+    by_ray = worker.call
+
+    def counted(call: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return by_ray(call)
+
+    monkeypatch.setattr(worker, "call", counted)
+    rounds, end = 0, time.monotonic() + 1.0
+    while rounds < 100 or time.monotonic() < end:
+        rounds += sum(1 for _ in group.run(10, "get_weights", min_results=1))
+    seconds = time.monotonic() - end + 1.0
+    assert calls <= 6 + seconds, f"{rounds} rounds"  # after 0, 0.05, 0.15, 0.35, 0.75, 1.55, 2.55 s
+    assert 0 < calls < rounds / 5
+    before = calls
+    assert group.restore(timeout=0.0) == []
+    assert calls == before + 1, "it asks at once"

@@ -16,6 +16,8 @@ from flatweights.ray.peers._by_lane import GroupLanes, Worker
 from flatweights.ray.peers._contract import Answer, Call, Stamp
 from flatweights.ray.peers._wait import wait_any
 
+_PAUSE, _MOST_PAUSE = 0.05, 1.0  # seconds until it asks a worker again whether it is back
+
 _log = logging.getLogger("flatweights")
 
 
@@ -32,6 +34,7 @@ class Record:
         has_left: Whether it was removed from the group.
         kept: A function that keeps a copy of the owed value, if it is needed after the answer is
             let go of.
+        asks_again: While it is unhealthy, the time from which it is asked again whether it is back.
     """
 
     worker: Worker
@@ -41,6 +44,8 @@ class Record:
     is_new: bool = False
     has_left: bool = False
     kept: Callable[[], None] | None = None
+    asks_again: float = 0.0
+    _pause: float = 0.0  # seconds before that
 
     def send(self, call: Call) -> Answer:
         """Make a call; the worker owes the answer from then on."""
@@ -116,6 +121,12 @@ class Record:
     def readmit(self) -> None:
         """Count the worker as healthy again."""
         self.why = None
+        self.asks_again = self._pause = 0.0
+
+    def put_off(self) -> None:
+        """Ask the worker, which is not back, only after a pause, twice as long as the last one."""
+        self._pause = min(max(2 * self._pause, _PAUSE), _MOST_PAUSE)
+        self.asks_again = time.monotonic() + self._pause
 
     def keep_by(self, keep: Callable[[], None]) -> None:
         """Let ``keep`` copy the owed value before another call drops it."""

@@ -360,23 +360,31 @@ class Roster(Ranks):
             self._prepare([rank], payload)
         return self.call(method, args, kwargs, payload)
 
-    def restore(self, deadline: Deadline, *, patient: bool = True) -> list[int]:
+    def restore(
+        self, deadline: Deadline, *, patient: bool = True, sparing: bool = False
+    ) -> list[int]:
         """Send unhealthy ranks the latest weights; return the ranks that have them.
 
         Args:
             deadline: The time at which to stop.
             patient: Whether to wait for owed answers, and for actors that Ray restarts, instead of
                 asking each rank once.
+            sparing: Whether to ask dead ranks ever less often: a call that fails takes longer than
+                a small round.
         """
         if self._is_shut_down:
             return []
         self.check_open()
-        unhealthy = self.unhealthy()
-        self._drop_owed(unhealthy, 0.0)
-        back = sorted(self._send_latest([*unhealthy], deadline, patient=patient))
+        now = time.monotonic() if sparing else float("inf")
+        asked = [rank for rank in self.unhealthy() if self._records[rank].asks_again <= now]
+        self._drop_owed(asked, 0.0)
+        back = sorted(self._send_latest(asked, deadline, patient=patient)) if asked else []
         for rank in back:
             self._records[rank].readmit()
             _log.warning("rank %d is back", rank)
+        for rank in asked:
+            if isinstance(self._records[rank].why, ray.exceptions.RayActorError):
+                self._records[rank].put_off()
         return back
 
     def shut_down(self) -> None:
