@@ -102,13 +102,7 @@ class FlatWorker:
         workers = [Worker.remote() for _ in range(4)]
         mean = average([w.train.remote(x, y) for w in workers])
         ray.get([w.set_weights.remote(mean.ref) for w in workers])
-
-    Attributes:
-        variables: The object that `build` returned, if it is a `Variables`; otherwise a
-            `TensorFlowVariables` over it.
     """
-
-    variables: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build the model; arguments go to `build`.
@@ -123,6 +117,17 @@ class FlatWorker:
         if built is None:
             raise TypeError(f"{type(self).__name__}.build() returned None: return the model")
         self.variables = built if isinstance(built, Variables) else holder_of(built)
+
+    @functools.cached_property
+    def variables(self) -> Any:
+        """The object that `build` returned; a `TensorFlowVariables` over it if it is TensorFlow's.
+
+        The constructor sets it.
+        """
+        raise AttributeError(
+            f"{type(self).__name__} has no variables: its __init__ must call super().__init__(), "
+            "which calls build()"
+        )
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Build the model, and import its framework here; written by the user.

@@ -203,6 +203,22 @@ class EmptyHandedWorker(FlatWorker):
         pass
 
 
+@ray.remote
+class OwnConstructorWorker(FlatWorker):
+    """Forgets the constructor of its base."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+
+def test_a_worker_whose_constructor_does_not_call_that_of_its_base_says_so() -> None:
+    worker: Any = OwnConstructorWorker.remote()  # type: ignore[attr-defined]
+    missing = r"OwnConstructorWorker has no variables: its __init__ must call super\(\)\.__init__"
+    for method in (worker.get_weights, worker.get_flat):
+        with pytest.raises(AttributeError, match=missing):
+            ray.get(method.remote())
+
+
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
