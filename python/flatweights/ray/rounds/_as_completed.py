@@ -146,7 +146,7 @@ class AsCompleted:
         self._lost: dict[int, tuple[float, float]] = {}  # time of the next question, next pause
         self._patience: dict[int, int] = {}  # rounds that may pass a slow call
         self._rounds = 0
-        self._admitted = 0  # of `Ranks.admitted`
+        self._admitted = 0  # the first ranks of `Ranks.admitted`, which were taken up
         self._failed: dict[int, Exception] = {}  # since the last round
         self._late: list[int] = []
         self._quarantined: list[int] = []

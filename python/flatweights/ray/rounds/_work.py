@@ -21,7 +21,14 @@ def check_by_rank(arguments: Any, name: str = "arguments", of: str = "rank") -> 
 def more_arguments(
     arguments: ByRank, number: int, name: str = "arguments", of: str = "rank"
 ) -> tuple[Any, ...]:
-    """Return the arguments of a rank; raise `TypeError` if the function returns no sequence."""
+    """Return the arguments of one ``number``; raise `TypeError` if they are no sequence.
+
+    Args:
+        arguments: The function.
+        number: The number to call it with.
+        name: The name of the function in errors.
+        of: The kind of number.
+    """
     more: Any = arguments(number)
     if not isinstance(more, (Sequence, Iterator)):
         raise TypeError(
