@@ -11,7 +11,13 @@ from typing import Any
 import ray
 
 from flatweights._numbers import as_integer
-from flatweights.ray._errors import check_connected, is_lost, reason_in_a_line, session_of_ray
+from flatweights.ray._errors import (
+    check_connected,
+    is_lost,
+    is_restarting,
+    reason_in_a_line,
+    session_of_ray,
+)
 from flatweights.ray.peers._by_lane import GroupLanes, Worker
 from flatweights.ray.peers._contract import Answer, Call, Stamp
 from flatweights.ray.peers._wait import wait_any
@@ -124,8 +130,9 @@ class Record:
         self.asks_again = self._pause = 0.0
 
     def put_off(self) -> None:
-        """Ask the worker, which is not back, only after a pause, twice as long as the last one."""
-        self._pause = min(max(2 * self._pause, _PAUSE), _MOST_PAUSE)
+        """Ask the worker, which is not back, only after a pause, ever longer if it is dead."""
+        is_dead = not is_restarting(self.why)
+        self._pause = min(max(2 * self._pause, _PAUSE), _MOST_PAUSE) if is_dead else _PAUSE
         self.asks_again = time.monotonic() + self._pause
 
     def keep_by(self, keep: Callable[[], None]) -> None:

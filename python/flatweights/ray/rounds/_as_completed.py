@@ -30,7 +30,6 @@ from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._errors import (
     WorkerError,
     is_lost,
-    is_restarting,
     late_error,
 )
 from flatweights.ray._failpoints import reach
@@ -46,8 +45,7 @@ from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.ray.rounds._work import Work
 
 _MOMENT = 0.1  # seconds to wait for the oldest call
-_PAUSE, _MOST_PAUSE = 0.05, 5.0  # seconds until it asks a lost worker again; doubled
-_SLICE = 0.05  # seconds between two checks of workers that are being added
+_SLICE = 0.05  # seconds between two checks of workers that are being added, or are lost
 
 _log = logging.getLogger("flatweights")
 
@@ -65,7 +63,6 @@ class _Sent:
         publication: The number of those weights.
         rounds: The number of rounds before it.
         end: The time after which it is late.
-        pause: Seconds until the worker is asked again, if it does not take the weights.
         patience: The time until which the loop waits for it while others have answered; None
             before.
     """
@@ -78,7 +75,6 @@ class _Sent:
     publication: int
     rounds: int
     end: float | None
-    pause: float = _PAUSE
     patience: float | None = None
 
 
@@ -143,7 +139,7 @@ class AsCompleted:
         self._out: dict[Answer, _Sent] = {}  # oldest first
         self._there: list[_Sent] = []  # answered, and in no round yet
         self._idle: list[int] = []  # ranks to call
-        self._lost: dict[int, tuple[float, float]] = {}  # time of the next question, next pause
+        self._lost: set[int] = set()  # ranks to ask whether they are back
         self._patience: dict[int, int] = {}  # rounds that may pass a slow call
         self._rounds = 0
         self._admitted = 0  # the first ranks of `Ranks.admitted`, which were taken up
@@ -164,13 +160,12 @@ class AsCompleted:
         roster = self.roster
         if self._work.needs_weights:
             roster.start(self._request.timeout)
-        now = time.monotonic()
         roster.admit()
         self._admitted = len(roster.admitted)
         for rank in roster.check(self._asked):
-            self._take_up(rank, now)
+            self._take_up(rank)
 
-    def _take_up(self, rank: int, now: float) -> None:
+    def _take_up(self, rank: int) -> None:
         """Call ``rank`` once it has given its owed answer, and has the latest weights."""
         record = self.roster[rank]
         if record.owed is not None:
@@ -178,7 +173,7 @@ class AsCompleted:
         elif record.why is None:
             self._idle.append(rank)
         else:
-            self._lost[rank] = now, _PAUSE
+            self._lost.add(rank)
 
     def next(self) -> Round:
         """Return the next round.
@@ -240,23 +235,23 @@ class AsCompleted:
         return self._asked is None or rank in self._asked
 
     def _call_idle(self) -> None:
-        roster, now = self.roster, 0.0
+        roster = self.roster
         roster.admit()
         # A call in the body may have admitted them, and removed some.
         for rank in roster.admitted[self._admitted :]:
             self._admitted += 1
             if self._is_asked(rank) and roster.get(rank) is not None:
-                self._take_up(rank, now)
+                self._take_up(rank)
         if self._lost:
             now = time.monotonic()
-            for rank in [rank for rank, (when, _) in self._lost.items() if when <= now]:
-                self._probe(rank)
+            for rank in sorted(self._lost):
+                self._probe(rank, now)
         idle, self._idle = self._idle, []
         for k, rank in enumerate(idle):
             if (record := roster.get(rank)) is None:  # it was removed
                 continue
             if record.why is not None or record.owed is not None:  # after a call in the body
-                self._take_up(rank, time.monotonic())
+                self._take_up(rank)
                 continue
             try:
                 self._send(rank, "work")
@@ -264,7 +259,7 @@ class AsCompleted:
                 self._idle = idle[k:]
                 raise
 
-    def _send(self, rank: int, kind: Literal["work", "probe"], pause: float = _PAUSE) -> None:
+    def _send(self, rank: int, kind: Literal["work", "probe"]) -> None:
         roster, work, timeout = self.roster, self._work, self._request.timeout
         if kind == "work":
             more = work.arguments_of([rank]).get(rank, ())
@@ -272,7 +267,7 @@ class AsCompleted:
         else:
             call = roster.call_on_latest(rank, None, (), {})
             timeout = None
-        self._expect(rank, roster[rank].send(call), kind, timeout, pause)
+        self._expect(rank, roster[rank].send(call), kind, timeout)
         if call.payload is not None:
             self._nbytes_sent += call.payload.nbytes
         reach("called")
@@ -283,30 +278,30 @@ class AsCompleted:
         answer: Answer,
         kind: Literal["work", "probe", "owed"],
         timeout: float | None = None,
-        pause: float = _PAUSE,
     ) -> None:
         latest = self.roster.latest
         end = None if timeout is None else time.monotonic() + timeout
         record, rounds = self.roster[rank], self._rounds
         record.keep_by(functools.partial(self._keep, answer, record.kept))
         self._out[answer] = _Sent(
-            rank, record, answer, kind, latest.version, latest.number, rounds, end, pause
+            rank, record, answer, kind, latest.version, latest.number, rounds, end
         )
 
-    def _probe(self, rank: int) -> None:
-        """Send the latest weights to a worker that was lost."""
-        _, pause = self._lost.pop(rank)
+    def _probe(self, rank: int, now: float) -> None:
+        """Send the latest weights to a worker that was lost, if it is time to."""
         record = self.roster.get(rank)
+        if record is not None and record.asks_again > now:
+            return
+        self._lost.remove(rank)
         if record is None:
             return
         if record.why is None:  # it was restored in the loop's body
             self._idle.append(rank)
-            return
-        if record.owed is not None:
+        elif record.owed is not None:
             self._expect(rank, record.owed, "owed")
-            return
-        record.distrust()
-        self._send(rank, "probe", min(2 * pause, _MOST_PAUSE))
+        else:
+            record.distrust()
+            self._send(rank, "probe")
 
     # Answers.
 
@@ -321,10 +316,10 @@ class AsCompleted:
         """Wait for an answer, for at most ``seconds``, or until something else is due."""
         if not self._out:
             if seconds is None:
-                time.sleep(_PAUSE)
+                time.sleep(_SLICE)
             return
         ends = [sent.end for sent in self._out.values() if sent.end is not None]
-        ends += [when for when, _ in self._lost.values()]
+        ends += [record.asks_again for rank in self._lost if (record := self.roster.get(rank))]
         begin = time.monotonic()
         if seconds is not None:
             ends.append(begin + seconds)
@@ -349,13 +344,14 @@ class AsCompleted:
         self._late.append(sent.rank)
         self._take_up_lost(sent.rank)
 
-    def _take_up_lost(self, rank: int, pause: float = _PAUSE) -> None:
+    def _take_up_lost(self, rank: int) -> None:
         """Ask ``rank`` to take the latest weights, once it has given its owed answer."""
         record = self.roster[rank]
         if record.owed is not None:
             self._expect(rank, record.owed, "owed")
         else:
-            self._lost[rank] = time.monotonic() + pause, pause
+            record.put_off()
+            self._lost.add(rank)
 
     def _arrive(self, sent: _Sent) -> None:
         record = sent.record
@@ -367,7 +363,7 @@ class AsCompleted:
             self._end_probe(sent)
         else:
             record.drop_owed()
-            self._take_up(sent.rank, time.monotonic())
+            self._take_up(sent.rank)
 
     def _end_probe(self, sent: _Sent) -> None:
         rank, record = sent.rank, sent.record
@@ -376,7 +372,7 @@ class AsCompleted:
         except Exception as error:
             record.settle(sent.answer)
             record.leave_out(error.with_traceback(None))
-            self._take_up_lost(rank, _PAUSE if is_restarting(error) else sent.pause)
+            self._take_up_lost(rank)
         else:
             record.settle(sent.answer, version=sent.version)
             record.readmit()
