@@ -122,7 +122,10 @@ def test_one_that_missed_a_single_call_applies_it(pool: Any) -> None:
     meeting = LocalMeeting(3)
     trainings = begin(meeting)
     together(pool, trainings)
-    together(pool, trainings[:2], timeout=0.01)
+    first = pool.submit(trainings[0].step, timeout=60.0)
+    meeting.until_asked(0)
+    trainings[1].step(timeout=0.01)  # the shortest of all members' counts
+    assert first.result(60).used == (0, 1)
     result = trainings[2].step()
     assert (result.late, result.healed) == ((2,), ())
     assert len({one.bits() for one in trainings}) == 1
@@ -186,9 +189,9 @@ def test_the_next_one_gives_if_the_giver_is_gone(pool: Any) -> None:
 def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> None:
     meeting = LocalMeeting(3)
     trainings = begin(meeting)
-    together(pool, trainings, timeout=0.2)
+    together(pool, trainings)
     trainings[2] = replaced(meeting, trainings[2])
-    healing = pool.submit(trainings[2].step, timeout=0.2)
+    healing = pool.submit(trainings[2].step, timeout=60.0)
     meeting.wait_until(lambda inside: len(inside._lacking) == 1)
     go_on = threading.Event()
 
@@ -199,7 +202,9 @@ def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> N
         go_on.wait(60)
 
     trainings[0].in_gather = do_not_give
-    first, second = (pool.submit(one.step, timeout=0.2) for one in trainings[:2])
+    first = pool.submit(trainings[0].step, timeout=60.0)
+    meeting.until_asked(0)
+    second = pool.submit(trainings[1].step, timeout=0.2)  # the shortest of all members' counts
     assert second.result(60).healed == (2,)
     if what == "raises":
         assert isinstance(first.exception(60), KeyError)

