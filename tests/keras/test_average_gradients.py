@@ -50,7 +50,7 @@ def test_members_take_the_steps_of_one_process(
 ) -> None:
     for model in ("dense", "convolutional", "embedding", "lazy"):
         for loop in LOOPS:
-            if model == "lazy" and not loop.startswith("fit"):
+            if model == "lazy" and (not loop.startswith("fit") or loop == "fit, eager"):
                 continue  # it has to be built first
             # If a row occurs twice, Keras clips each occurrence; ours are added first.
             if model != "embedding" or "clipped" not in optimizer:
