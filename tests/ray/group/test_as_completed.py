@@ -206,7 +206,8 @@ def test_stale_results_are_left_out_and_counted(group: WorkerGroup) -> None:
             publications.publish()
     assert rounds == 20
     assert stale
-    assert kept == {0, 1}
+    assert 1 in kept
+    assert kept <= {0, 1}
     assert found.record()["stale"] == [*found.stale]
 
 
