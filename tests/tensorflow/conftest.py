@@ -8,6 +8,15 @@ from tf_forks import Forks
 from tf_models import BUILDERS, Model
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what runs twice: TF1's ref variables are moved by operations, whatever the path."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if (params.get("build"), params.get("path")) == ("ref-graph", "ops"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> None:
     """Exclude imported objects, above all TensorFlow's, from garbage collections in tests."""
