@@ -644,10 +644,7 @@ class WorkerGroup:
 
     def _take_back(self, timeout: float | None) -> list[int]:
         """Send the latest weights to unhealthy workers that can be reached; return their ranks."""
-        if not self._roster.unhealthy():
-            return []
-        patience = _PROBE if timeout is None else min(_PROBE, timeout)
-        return self._roster.restore(Deadline.after(patience), patient=False, sparing=True)
+        return self._roster.take_back(_PROBE if timeout is None else min(_PROBE, timeout))
 
     def _report(self, result: Round) -> None:
         report(result, already_named=self.unhealthy if result.failed or result.late else ())

@@ -18,6 +18,7 @@ import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, WorkerError, WorkerGroup
 from flatweights.ray.lanes import _driver_lane
+from flatweights.ray.rounds import _as_completed
 
 SIZE = 3_000
 
@@ -140,6 +141,13 @@ def test_each_result_is_a_round_of_the_weights_that_it_names(group: WorkerGroup)
     assert found.record()["staleness"].keys() == {str(found.used[0])}
 
 
+@pytest.fixture
+def fair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops wait for the oldest call, however slow load makes a worker."""
+    monkeypatch.setattr(_as_completed, "_MOMENT", 60.0)
+
+
+@pytest.mark.usefixtures("fair")
 def test_a_fast_worker_does_not_starve_the_others(group: WorkerGroup) -> None:
     publications = Publications(group)
     most = 0
@@ -448,6 +456,7 @@ def test_results_that_the_caller_keeps_stay_as_they_are(make: Make) -> None:
     assert all(same_bits(weights.buffer, before) for weights, before in kept)
 
 
+@pytest.mark.usefixtures("fair")
 def test_more_workers_than_once_had_windows_all_go_by_lanes(make: Make, way: str) -> None:
     count = 20
     group = make(count)

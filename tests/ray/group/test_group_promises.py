@@ -179,6 +179,29 @@ def test_weights_that_all_refused_are_sent_to_nobody(
 
 
 @pytest.mark.parametrize("how", ["broadcast", "step", "average"])
+@pytest.mark.parametrize("missed", ["a call of others", "a publication"])
+@pytest.mark.parametrize("size", ["wire", "plain"])
+def test_a_subset_changes_the_latest_weights_of_ranks_that_missed_these_too(
+    three: WorkerGroup, wired: WorkerGroup, size: str, missed: str, how: str
+) -> None:
+    group = wired if size == "wire" else three
+    elements = LARGE if group is wired else 5
+    heal(group)
+    group.broadcast(start_of(1.0, elements))
+    group.broadcast(start_of(1.25, elements))
+    latest = start_of(1.5, elements) | {"n": np.int64(7)}
+    if missed == "a publication":
+        group.publish(latest)
+    else:
+        group.step("ping", broadcast=latest, ranks=[0, 1])
+    send(group, how, {"w": start_of(2.0, elements)["w"]})
+    assert group.healthy_actor_ids() == [0, 1, 2]
+    for weights in group.step("get_weights").values():
+        assert weights["n"] == 7
+        assert set(weights["w"]) == {2.0}
+
+
+@pytest.mark.parametrize("how", ["broadcast", "step", "average"])
 @pytest.mark.parametrize("size", ["wire", "plain"])
 def test_where_no_worker_is_healthy_weights_bring_those_back_that_take_them(
     three: WorkerGroup, wired: WorkerGroup, size: str, how: str
@@ -545,9 +568,7 @@ def test_run_gives_restore_no_more_time_than_it_has(
 ) -> None:
     given: list[float | None] = []
     with monkeypatch.context() as patched:
-        patched.setattr(
-            group._roster, "restore", lambda deadline, **_: given.append(deadline.timeout)
-        )
+        patched.setattr(group._roster, "take_back", given.append)
         for timeout in (2.0, 60.0, None):
             without_rank_0(group)
             list(group.run(1, "get_weights", timeout=timeout))

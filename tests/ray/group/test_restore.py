@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import ray
 from ray_pool import Lend, only_late
-from ray_workers import PlainWorker, weights_of
+from ray_workers import PlainWorker, wait_for, weights_of
 from reference import assert_same
 
+from flatweights.ray import WorkerGroup
 from flatweights.ray.peers._wait import wait_any
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
@@ -66,6 +67,36 @@ def test_weights_that_are_sent_bring_a_late_rank_back(lend: Lend, tmp_path: Path
         assert (found.used, found.failed) == ((0, 1, 2), {})
     for weights in group.step("get_weights").values():
         assert_same(weights, weights_of(4.0))
+
+
+class Gated(PlainWorker):
+    """Is built again only once there is a file."""
+
+    def __init__(self, rank: int, gate: str) -> None:
+        super().__init__(rank)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            wait_for(Path(gate))
+
+
+def test_rounds_do_not_wait_for_a_process_that_starts_again(tmp_path: Path) -> None:
+    gate = tmp_path / "go on"
+    remote: Any = ray.remote(num_cpus=0, max_restarts=-1)(Gated)
+    with WorkerGroup([remote.remote(rank, str(gate)) for rank in range(2)]) as group:
+        group.broadcast(weights_of(1.0))
+        assert group.average("act", {1: "die before"}, min_results=1).used == (0,)
+        rounds, end = 0, time.monotonic() + 2.5
+        while time.monotonic() < end:
+            rounds += 1
+            found = group.average("get_weights", broadcast=weights_of(rounds), min_results=1)
+            assert found.used == (0,)
+        assert rounds > 10, "not one in each of Ray's timeouts, which are some 2 s"
+        gate.touch()
+        while found.used != (0, 1):
+            assert time.monotonic() < end + 60
+            rounds += 1
+            found = group.average("get_weights", broadcast=weights_of(rounds), min_results=1)
+            assert_same(found.weights, weights_of(rounds))
+        assert found.failed == {}
 
 
 def test_rounds_ask_a_dead_rank_ever_less_often(

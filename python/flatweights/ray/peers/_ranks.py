@@ -52,6 +52,7 @@ class Record:
     kept: Callable[[], None] | None = None
     asks_again: float = 0.0
     _pause: float = 0.0  # seconds before that
+    _probe: tuple[Answer, Stamp | None] | None = None  # the last answer, and the weights it is on
 
     def send(self, call: Call) -> Answer:
         """Make a call; the worker owes the answer from then on."""
@@ -128,6 +129,33 @@ class Record:
         """Count the worker as healthy again."""
         self.why = None
         self.asks_again = self._pause = 0.0
+
+    def probe(self, call: Call) -> Answer:
+        """Make a call that asks an unhealthy worker to take weights."""
+        answer = self.send(call)
+        self._probe = answer, call.head[1]
+        return answer
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether the worker owes the answer to `probe`."""
+        return self._probe is not None and self.owed is self._probe[0]
+
+    def end_probe(self) -> bool:
+        """Read the answer to `probe`, which has arrived; return whether the worker is back."""
+        assert self._probe is not None
+        (answer, version), self._probe = self._probe, None
+        try:
+            answer.take()
+        except Exception as error:
+            self.settle(answer)
+            self.leave_out(error.with_traceback(None))
+            self.put_off()
+            return False
+        finally:
+            answer.let_go()
+        self.settle(answer, version=version)
+        return True
 
     def put_off(self) -> None:
         """Ask the worker, which is not back, only after a pause, ever longer if it is dead."""

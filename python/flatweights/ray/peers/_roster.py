@@ -56,6 +56,7 @@ from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
 Outcome = TypeVar("Outcome")
 
 _PAUSE = 0.05  # seconds until it asks an actor again that Ray is restarting
+_MOMENT = 0.02  # seconds in which a process that Ray has started again answers
 
 _log = logging.getLogger("flatweights")
 
@@ -129,9 +130,9 @@ class Roster(Ranks):
         """Return the ranks in ``ranks`` to call, and the weights that these calls must bring.
 
         It waits for answers that healthy ranks owe to broken-off calls. The first calls bring the
-        initial weights. If later calls bring no weights, ranks that may lack the latest weights are
-        sent them. If no rank is healthy, ``weights`` are sent at once to ranks that can be reached;
-        then it returns these ranks, and None.
+        initial weights. If later calls bring no weights, or only changes of the latest ones, ranks
+        that may lack these are sent them. If no rank is healthy, ``weights`` are sent at once to
+        ranks that can be reached; then it returns these ranks, and None.
 
         Args:
             weights: The weights to bring; None, if workers use the weights that they have.
@@ -150,18 +151,21 @@ class Roster(Ranks):
         if self._initial is not None and starts and self.healthy():
             weights = self._start(weights, timeout)
         called, version = self.healthy(ranks), self.latest.version
-        if weights is None:
-            behind = [rank for rank in called if self._records[rank].version != version]
-        else:
-            if not called and not self.healthy():
-                took = self._send_to_unhealthy(weights, Deadline.after(timeout))
-                return [rank for rank in took if ranks is None or rank in ranks], None
-            # These weights may be a difference from the latest, or a subset of them.
-            behind = [rank for rank in called if self._records[rank].is_new]
+        if weights is not None and not called and not self.healthy():
+            took = self._send_to_unhealthy(weights, Deadline.after(timeout))
+            return [rank for rank in took if ranks is None or rank in ranks], None
+        behind = [rank for rank in called if self._records[rank].version != version]
+        if behind and weights is not None and not self._needs_latest(weights):
+            behind = [rank for rank in behind if self._records[rank].is_new]
         if behind and version is not None:
             self._send_latest(behind, Deadline.after(timeout))
             called = self.healthy(ranks)
         return called, weights
+
+    def _needs_latest(self, weights: Any) -> bool:
+        """Whether ``weights`` change the latest ones: a subset of them, or on a wire."""
+        model = weights.weights if isinstance(weights, Round) else weights
+        return self.latest.wire is not None or is_subset(model, self.latest.names)
 
     def call(
         self,
@@ -360,32 +364,68 @@ class Roster(Ranks):
             self._prepare([rank], payload)
         return self.call(method, args, kwargs, payload)
 
+    def take_back(self, seconds: float) -> list[int]:
+        """Bring back unhealthy ranks that can be reached; return these ranks.
+
+        A dead rank, which Ray may be restarting, is asked by a call that later rounds look at: its
+        answer may take seconds.
+
+        Args:
+            seconds: The longest wait for ranks that are alive.
+        """
+        unhealthy = self.unhealthy()
+        if not unhealthy or self._is_shut_down:
+            return []
+        dead = [
+            rank for rank, why in unhealthy.items() if isinstance(why, ray.exceptions.RayActorError)
+        ]
+        alive = [rank for rank in unhealthy if rank not in dead]
+        back = self.restore(Deadline.after(seconds), alive, patient=False) if alive else []
+        return [*back, *self._probe(dead)]
+
+    def _probe(self, ranks: Sequence[int]) -> list[int]:
+        """Ask dead ranks to take the latest weights; return those that have."""
+        self.check_open()
+        now, sent, back = time.monotonic(), list[Answer](), list[int]()
+        records = [self._records[rank] for rank in ranks]
+        for record in records:
+            if record.owed is not None and not record.is_probed:  # from before its death
+                self._drop_owed([record.worker.rank], 0.0)
+            if record.owed is None and record.asks_again <= now:
+                record.distrust()
+                call = self.call_on_latest(record.worker.rank, None, (), {})
+                sent.append(record.probe(call))
+        if sent:
+            wait_any(sent, now + _MOMENT, len(sent))
+        for record in records:
+            if record.owed is not None and wait_any([record.owed], now) and record.end_probe():
+                back.append(record.worker.rank)
+        return self._welcome(back)
+
     def restore(
-        self, deadline: Deadline, *, patient: bool = True, sparing: bool = False
+        self, deadline: Deadline, ranks: Iterable[int] | None = None, *, patient: bool = True
     ) -> list[int]:
         """Send unhealthy ranks the latest weights; return the ranks that have them.
 
         Args:
             deadline: The time at which to stop.
+            ranks: The ranks; all that are unhealthy, if None.
             patient: Whether to wait for owed answers, and for actors that Ray restarts, instead of
                 asking each rank once.
-            sparing: Whether to ask dead ranks ever less often: a call that fails takes longer than
-                a small round.
         """
         if self._is_shut_down:
             return []
         self.check_open()
-        now = time.monotonic() if sparing else float("inf")
-        asked = [rank for rank in self.unhealthy() if self._records[rank].asks_again <= now]
+        asked = [*self.unhealthy(ranks)]
         self._drop_owed(asked, 0.0)
-        back = sorted(self._send_latest(asked, deadline, patient=patient)) if asked else []
-        for rank in back:
+        return self._welcome(sorted(self._send_latest(asked, deadline, patient=patient)))
+
+    def _welcome(self, ranks: list[int]) -> list[int]:
+        """Count ``ranks`` as healthy, and return them."""
+        for rank in ranks:
             self._records[rank].readmit()
             _log.warning("rank %d is back", rank)
-        for rank in asked:
-            if isinstance(self._records[rank].why, ray.exceptions.RayActorError):
-                self._records[rank].put_off()
-        return back
+        return ranks
 
     def shut_down(self) -> None:
         """End all workers; none is called any more."""
