@@ -6,6 +6,7 @@ Nor does it wait in a call of Ray, which then ends the process silently, with co
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -104,13 +105,17 @@ def test_a_group_of_an_earlier_session_says_so() -> None:
 
 
 def output_of(program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(HELPERS)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    # A folder of its own, since the Ray of other tests may be in theirs.
+    with tempfile.TemporaryDirectory(
+        prefix="fw-", dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONPATH": str(HELPERS), "RAY_TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     assert done.returncode == 0, (done.returncode, done.stderr)
     return done.stdout
