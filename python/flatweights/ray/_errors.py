@@ -139,9 +139,12 @@ def reason_of(error: Exception) -> str:
     shown = _shown(error)
     if isinstance(shown, _UNSERIALIZABLE):  # a traceback, which ends with the method's error
         return shortened(str(shown).strip().splitlines()[-1])
-    reason = f"{type(shown).__name__}: {shortened(str(shown))}"
     cause = _cause_in_constructor(_lines_of(shown))
-    return f"{type(shown).__name__}: {cause}\n{reason}" if cause else reason
+    if not cause:
+        return f"{type(shown).__name__}: {shortened(str(shown))}"
+    traceback = _COLOURS.sub("", str(shown)).splitlines()
+    readable = "\n".join(line for line in traceback if line.strip(" ^~"))
+    return f"{type(shown).__name__}: {cause}\n{shortened(readable)}"
 
 
 def reason_in_a_line(error: Exception) -> str:

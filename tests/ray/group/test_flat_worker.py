@@ -234,3 +234,4 @@ def test_a_worker_without_a_model_says_so(cls: Any, message: str) -> None:
     first, *traceback = str(WorkerError({3: caught.value})).splitlines()
     assert re.match(f"rank 3: ActorDiedError: its constructor raised {message}", first)
     assert any("_worker.py" in line for line in traceback)
+    assert all(line.strip(" ^~\x1b") and "\x1b" not in line for line in traceback)
