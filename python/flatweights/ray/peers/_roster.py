@@ -163,9 +163,10 @@ class Roster(Ranks):
         return called, weights
 
     def _needs_latest(self, weights: Any) -> bool:
-        """Whether ``weights`` change the latest ones: a subset of them, or on a wire."""
+        """Whether ``weights`` may change the latest ones: a subset of them, or on a wire."""
         model = weights.weights if isinstance(weights, Round) else weights
-        return self.latest.wire is not None or is_subset(model, self.latest.names)
+        is_unknown = isinstance(model, ray.ObjectRef) or self.latest.wire is not None
+        return is_unknown or is_subset(model, self.latest.names)
 
     def call(
         self,
