@@ -323,14 +323,20 @@ def read_weights(
     if weights is None:
         return [1.0] * count
     expected = "weights: expected numbers in the order of the sources"
+    in_one_list = "; pass all models in one list, as in average([a, b])"
     if isinstance(weights, (Mapping, Set, str, bytes)):
-        raise TypeError(f"{expected}, got a {type(weights).__name__}")
+        hint = in_one_list if isinstance(weights, Mapping) else ""
+        raise TypeError(f"{expected}, got a {type(weights).__name__}{hint}")
     try:
         rest = iter(weights)
     except TypeError as error:
         raise TypeError(f"{expected}, got {type(weights).__name__}") from error
     # One more than needed, but not all of an endless iterator.
-    factors = [read_weight(w, f"weight {k}") for k, w in enumerate(islice(rest, count + 1))]
+    given: list[Any] = list(islice(rest, count + 1))
+    if given and isinstance(given[0], np.ndarray) and given[0].ndim > 0:
+        got = f"an array of shape {given[0].shape}{in_one_list}"
+        raise TypeError(f"weight 0: expected a real number, got {got}")
+    factors = [read_weight(w, f"weight {k}") for k, w in enumerate(given)]
     if len(factors) != count:
         got = f"{len(factors)}{' or more' if len(factors) > count else ''}"
         raise ValueError(f"expected {count} weights, one per source, got {got}")

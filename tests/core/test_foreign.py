@@ -147,6 +147,8 @@ WEIGHTS: dict[str, tuple[Any, type[Exception], str]] = {
     "no number": (object(), TypeError, "weights: expected numbers .* got object"),
     "text": ("12", TypeError, "weights: expected numbers .* got a str"),
     "a set": ({1, 2}, TypeError, "weights: expected numbers .* got a set"),
+    "another model": ({"w": 1}, TypeError, r"got a dict; pass all models in one list"),
+    "its arrays": ([np.ones((8, 4)), np.ones(4)], TypeError, r"\(8, 4\); pass all models in one"),
     "a column": (np.ones((2, 1)), TypeError, r"weight 0: .* an array of shape \(1,\)"),
     "strings": (["1", 2], TypeError, "weight 0: expected a real number, got str"),
     "NumPy's strings": (np.array(["1", "2"]), TypeError, "weight 0: expected a real number"),

@@ -646,7 +646,8 @@ def test_a_result_that_is_no_model_of_the_workers_is_named(group: WorkerGroup) -
         "parts of the names 'x', 'y'": FlatWeights({"x": np.ones(2), "y": np.ones(2)}),
         r"2 parts of the shapes \[\(5,\), \(5,\)\]": [np.ones(5), np.ones(5)],
         r"an array of the shape \(7,\)": np.ones(7),
-        r"an array of the shape \(\)": np.float64(3),
+        "float64": np.float64(3),
+        "float": 0.3,
         "NoneType": None,
         "PosixPath": Path(),
     }

@@ -137,6 +137,12 @@ def test_a_group_is_of_flat_workers() -> None:
         WorkerGroup([Stranger.remote()])  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="rank 0: expected an actor of a FlatWorker class, got int"):
         WorkerGroup([1])
+    classes: list[Any] = [PlainWorker, [PlainWorker, PlainWorker], ray.remote(PlainWorker)]
+    for wrong in classes:
+        with pytest.raises(
+            TypeError, match=r"handles of actors, got a class; .*create\(PlainWorker, n\)"
+        ):
+            WorkerGroup(wrong)
 
 
 def test_actors_may_be_given_and_change_groups(group: WorkerGroup) -> None:

@@ -20,7 +20,15 @@ from ray_workers import wait_for
 
 import flatweights as fw
 from flatweights import robust
-from flatweights.ray import Member, MemberDiedError, MemberError, WorkerError, _failpoints, join
+from flatweights.ray import (
+    Member,
+    MemberDiedError,
+    MemberError,
+    NotInTrainError,
+    WorkerError,
+    _failpoints,
+    join,
+)
 from flatweights.ray.members._host import Host
 
 pytestmark = pytest.mark.ray
@@ -730,6 +738,11 @@ def test_an_event_loop_is_not_blocked() -> None:
 
     with pytest.raises(RuntimeError, match="would block the event loop"):
         asyncio.run(wait())
+
+
+def test_join_without_arguments_is_for_ray_train() -> None:
+    with pytest.raises(NotInTrainError, match=r"^outside of Ray Train expected join"):
+        join()
 
 
 def test_a_member_that_has_left_gives_its_windows_back(puppets: Puppets) -> None:

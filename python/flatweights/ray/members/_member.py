@@ -110,7 +110,7 @@ def join(
             name, rank, size = worker
     if size is None:
         raise NotInTrainError(
-            "size: outside of Ray Train expected join(name, rank=..., size=...), got no size"
+            "outside of Ray Train expected join(name, rank=..., size=...), got no size"
         )
     terms = Terms.of(size, sums, min_size, grace)
     if rank is not None:

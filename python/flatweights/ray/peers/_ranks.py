@@ -209,6 +209,7 @@ class Ranks:
 
     def _checked(self, handles: Iterable[ray.actor.ActorHandle]) -> list[ray.actor.ActorHandle]:
         """Return the actors, checked to be at least one, of a right class, and not in the group."""
+        _refuse_class(handles)
         if not isinstance(handles, Iterable) or isinstance(handles, Mapping):
             hint = "; pass list(actors.values())" if isinstance(handles, Mapping) else ""
             got = type(handles).__name__
@@ -220,6 +221,7 @@ class Ranks:
         ranks = {record.worker.handle._actor_id: rank for rank, record in there.items()}
         classes = {_class_of(record.worker.handle) for record in there.values()}
         for rank, actor in enumerate(actors, self._span):
+            _refuse_class(actor)
             if not isinstance(actor, ray.actor.ActorHandle) or not hasattr(actor, "call_version"):
                 is_actor = isinstance(actor, ray.actor.ActorHandle)
                 got = f"one of {_class_of(actor)[1]}" if is_actor else type(actor).__name__
@@ -405,6 +407,16 @@ class Ranks:
                 if self._records[rank].why is None:
                     _log.warning("rank %d is left out: %s", rank, reason_in_a_line(error))
                 self._records[rank].leave_out(error)
+
+
+def _refuse_class(actor: Any) -> None:
+    """Raise `TypeError` if ``actor``, or all of them, is a class."""
+    if isinstance(actor, (type, ray.actor.ActorClass)):
+        plain = actor if isinstance(actor, type) else actor.__ray_actor_class__
+        raise TypeError(
+            "actors: expected handles of actors, got a class; use "
+            f"WorkerGroup.create({plain.__name__}, n)"
+        )
 
 
 def _class_of(actor: ray.actor.ActorHandle) -> tuple[str, str]:

@@ -64,8 +64,7 @@ def check_result(layout: Layout, method: str, model: Any, where: str) -> None:
         got = f"{len(model)} parts of the shapes {shortened(str(shapes))}"
         is_theirs = not Counter(shapes) - Counter(slot.shape for slot in layout.slots)
     else:
-        is_number = np.shape(model) != () or isinstance(model, (float, int, np.generic, np.ndarray))
-        got = f"an array of the shape {np.shape(model)}" if is_number else type(model).__name__
+        got = _text_of(model)
         is_theirs = np.ndim(model) > 0 and math.prod(np.shape(model)) <= layout.size
     if not is_theirs:
         raise TypeError(
@@ -91,9 +90,15 @@ def check_settable(layout: Layout, method: str, model: Any, where: str) -> None:
     elif np.shape(model) == (layout.size,):
         return
     else:
-        got = f"an array of the shape {np.shape(model)}"
+        got = _text_of(model)
     raise TypeError(
         f"{where}: expected weights by name from {method!r}, or one vector of {layout.size} "
         f"elements, since run sends the average to all workers; got {got}: should it return "
         "self.get_weights()?"
     )
+
+
+def _text_of(result: Any) -> str:
+    """Return how errors name ``result``, which is no container: its shape, or its type."""
+    shape = np.shape(result)
+    return f"an array of the shape {shape}" if shape else type(result).__name__
