@@ -121,8 +121,8 @@ def read(path: str | os.PathLike[str]) -> Saved:
         with _open(path) as file:
             return _read(file)
     except SafetensorError as error:
-        message = f"{os.fspath(path)}: expected a whole safetensors file, got: {error}"
-        raise ValueError(message) from error
+        expected = "expected a whole safetensors file, as save() writes"
+        raise ValueError(f"{os.fspath(path)}: {expected}, got: {error}") from error
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from error
 

@@ -39,6 +39,22 @@ def as_array(value: Any, where: str) -> NDArray[Any]:
     return array
 
 
+def as_vector(value: Any, size: int, where: str) -> NDArray[Any]:
+    """Return ``value`` as `as_array` does, checked to be a vector of ``size`` elements.
+
+    Raises:
+        TypeError: As `as_array`.
+        ValueError: As `as_array`; or if it has another shape.
+    """
+    if type(value) is not np.ndarray and isinstance(value, Mapping):
+        hint = "set_weights takes weights by name, and flatweights.flatten makes a vector of them"
+        raise TypeError(f"{where}: expected an array, got {type(value).__name__}; {hint}")
+    flat = as_array(value, where)
+    if flat.shape != (size,):
+        raise ValueError(f"{where}: expected shape ({size},), got {flat.shape}")
+    return flat
+
+
 def _converted(value: Any) -> NDArray[Any]:
     # Only if NumPy finds no other way: TensorFlow's string tensors have `__dlpack__`, too, and
     # calling it aborts the process.

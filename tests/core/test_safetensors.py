@@ -308,7 +308,7 @@ def changed_layout(header: dict[str, Any], **change: Any) -> None:
         (lambda h: changed_layout(h, offset=64), "not a layout"),
         (lambda h: changed_layout(h, name="x"), "not a layout"),
         (lambda h: h["a"].update(data_offsets=[0, 2**63]), "whole safetensors file"),
-        (lambda h: h["a"].update(data_offsets=[8, 56]), "whole safetensors file"),
+        (lambda h: h["a"].update(data_offsets=[8, 56]), r"file, as save\(\) writes, got: "),
         (lambda h: h["a"].update(shape=[2**33, 2**33]), "whole safetensors file"),
     ],
 )

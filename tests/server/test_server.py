@@ -516,6 +516,7 @@ def test_altered_states_are_refused(change: Callable[[Any], None], match: str) -
     [
         (lambda w: dict(w), TypeError, "expected FlatWeights, got a mapping"),
         (lambda w: w["bias"], TypeError, "expected FlatWeights, got an array"),
+        (lambda w: [w, w], TypeError, "got a sequence of arrays; pass their average"),
         (lambda w: None, TypeError, "expected an array, FlatWeights"),
         (lambda w: fw.FlatWeights({**w, "more": np.ones(1)}), ValueError, "expected 12 slots"),
         (
@@ -524,7 +525,7 @@ def test_altered_states_are_refused(change: Callable[[Any], None], match: str) -
             "slot 4: expected 'bias' float64",
         ),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_wrong_models_change_nothing(
     name: str,
@@ -547,7 +548,8 @@ def test_wrong_arrays_change_nothing(name: str) -> None:
         (np.ones(6, np.float32), ValueError, r"expected float32 \(2, 3\), got float32 \(6,\)"),
         (np.ones((2, 3)), TypeError, r"expected float32 \(2, 3\), got float64"),
         (np.ones((2, 3), int), TypeError, "expected float32"),
-        ([np.ones((2, 3), np.float32)], TypeError, "expected an array, got a sequence"),
+        ([np.ones((2, 3), np.float32)], TypeError, "expected an array, got a sequence .* average"),
+        (fw.FlatWeights({"w": np.ones(6)}), TypeError, "got FlatWeights; .* made from an array"),
     ):
         with refuses(error, match, optimizer.state.buffer):
             optimizer.step(bad)

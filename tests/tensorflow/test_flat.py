@@ -183,6 +183,7 @@ def test_what_was_read_does_not_alias_the_model(build: Any) -> None:
         ),
         (np.zeros(4, "U1"), TypeError, r"expected float32 \(3,\), got <U1 \(3,\)"),
         (np.zeros(4, object), TypeError, r"expected float32 \(3,\), got object \(3,\)"),
+        ({"w": np.zeros(3)}, TypeError, "got dict; set_weights takes weights by name"),
     ],
 )
 def test_a_wrong_vector_changes_nothing(build: Any, flat: Any, error: Any, message: Any) -> None:

@@ -12,7 +12,7 @@ from flatweights._core import move_parts
 from flatweights._flatten import flatten
 from flatweights._layout import Layout, cast_for_slot
 from flatweights._match import match_slots
-from flatweights._trees import as_array
+from flatweights._trees import as_vector
 from flatweights._weights import FlatWeights
 
 
@@ -58,6 +58,18 @@ class Variables(Protocol):
         """
 
 
+def text_of(value: Any) -> str:
+    """Return how errors name ``value``, which is no `Variables`: its type, and members it lacks."""
+    name = type(value).__name__
+    arrays = list(value.values()) if isinstance(value, Mapping) else value
+    if isinstance(arrays, (list, tuple)):
+        is_of_arrays = bool(arrays) and all(isinstance(array, np.ndarray) for array in arrays)
+        return f"a {name} of NumPy arrays" if is_of_arrays else f"a {name}"
+    members = ("layout", "gather_into", "scatter")
+    lacking = [member for member in members if not hasattr(value, member)]
+    return name if len(lacking) == len(members) else f"{name}, which lacks {', '.join(lacking)}"
+
+
 def get_weights(variables: Variables) -> FlatWeights:
     """Return the weights of ``variables`` by name."""
     own = getattr(variables, "get_weights", None)
@@ -99,9 +111,7 @@ def set_flat(variables: Variables, new_weights: ArrayLike, *, share: bool = Fals
         return
     _refuse_sharing(variables, share)
     layout = variables.layout
-    flat = as_array(new_weights, "new_weights")
-    if flat.shape != (layout.size,):
-        raise ValueError(f"new_weights: expected shape ({layout.size},), got {flat.shape}")
+    flat = as_vector(new_weights, layout.size, "new_weights")
     views = layout.vector_views(np.ascontiguousarray(flat))
     _scatter(variables, {i: cast_for_slot(layout, i, view) for i, view in enumerate(views)})
 

@@ -114,9 +114,16 @@ class FlatWorker:
             Exception: As `TensorFlowVariables`.
         """
         built = self.build(*args, **kwargs)
+        where = f"{type(self).__name__}.build()"
         if built is None:
-            raise TypeError(f"{type(self).__name__}.build() returned None: return the model")
-        self.variables = built if isinstance(built, Variables) else holder_of(built)
+            raise TypeError(f"{where} returned None: return the model")
+        holder = built if isinstance(built, Variables) else holder_of(built)
+        if holder is None:
+            raise TypeError(
+                f"{where} returned {_variables.text_of(built)}: expected an object with layout, "
+                "gather_into and scatter (flatweights.ray.Variables), or a model of TensorFlow"
+            )
+        self.variables = holder
 
     @functools.cached_property
     def variables(self) -> Any:

@@ -395,7 +395,13 @@ class ServerOptimizer(ABC, Generic[Model]):
     def _step(self, model: Any, where: str, integers: Mapping[str, NDArray[Any]]) -> Model:
         """Take a step by ``model``, which errors call ``where``; ``integers`` take its values."""
         self._check_whole()
-        self._template.match(model, where)
+        try:
+            self._template.match(model, where)
+        except TypeError as error:
+            hint = self._hint(model)
+            if hint:
+                raise TypeError(f"{error}{hint}") from None
+            raise
         memory = self._bytes_of(model, where)
         self.check(model)
         whole = self._wants_whole
@@ -410,6 +416,15 @@ class ServerOptimizer(ABC, Generic[Model]):
         self._numbers[_STEPS][...] += 1
         self._is_whole = True
         return self.weights
+
+    def _hint(self, model: Any) -> str:
+        """Return a clause about ``model``, which is of another kind; it may be empty."""
+        expected = Mapping if self._template.packed else np.ndarray
+        if isinstance(model, (list, tuple)) and model and isinstance(model[0], expected):
+            return "; pass their average, flatweights.average(models)"
+        if isinstance(model, Mapping) and not self._template.packed:
+            return "; the optimizer was made from an array"
+        return ""
 
     def _bytes_of(self, model: Any, where: str) -> NDArray[np.uint8]:
         (array,) = self._template.read(model, where)

@@ -20,7 +20,7 @@ from flatweights._layout import Layout, cast_for_slot, place_of
 from flatweights._match import match_slots
 from flatweights._numbers import finite
 from flatweights._safetensors import read
-from flatweights._trees import as_array
+from flatweights._trees import as_array, as_vector
 from flatweights._weights import FlatWeights
 from flatweights.tensorflow._apply import Steps
 from flatweights.tensorflow._buckets import Operations, make_buckets
@@ -339,9 +339,7 @@ class TensorFlowVariables:
             self._mover.set_vector(flat, share=share)
 
     def _vector(self, value: ArrayLike, argument: str) -> NDArray[Any]:
-        flat = as_array(value, argument)
-        if flat.shape != (self._layout.size,):
-            raise ValueError(f"{argument}: expected shape ({self._layout.size},), got {flat.shape}")
+        flat = as_vector(value, self._layout.size, argument)
         return flat if flat.flags.c_contiguous else np.ascontiguousarray(flat)
 
     def add_flat(self, delta: ArrayLike, scale: float = 1.0) -> None:

@@ -100,7 +100,10 @@ def test_large_weights_count_by_rank(way: str) -> None:
 
 def test_a_member_averages_them_in_place() -> None:
     held = Arrays(new_arrays())
+    half: Any = type("Half", (), {"layout": held.layout, "gather_into": held.gather_into})()
     with join("variables", rank=0, size=1) as member:
+        with pytest.raises(TypeError, match=r"^variables: .* got Half, which lacks scatter$"):
+            member.average_variables(half)
         assert member.average_variables(held, rule=lambda models: average([*models] * 3)).used
     for name, expected in new_arrays().items():
         assert same_bits(held.arrays[name], expected)
@@ -146,6 +149,9 @@ def test_wrong_weights_change_nothing() -> None:
         with pytest.raises((ValueError, TypeError, AssertionError), match=message):
             set_(held, new)
         assert all(same_bits(held.arrays[name], array) for name, array in new_arrays().items())
+    by_name: Any = _variables.get_weights(held)
+    with pytest.raises(TypeError, match="expected an array, got FlatWeights; set_weights takes"):
+        _variables.set_flat(held, by_name)
 
 
 def test_memory_is_not_shared_with_who_does_not_know_how() -> None:
@@ -200,13 +206,22 @@ def test_what_is_no_model_is_refused_by_name() -> None:
     program = """
 from flatweights.ray import FlatWorker
 
-class Worker(FlatWorker):
-    def build(self):
-        return {"w": 1.0}
+import numpy as np
 
-try:
-    Worker()
-except TypeError as error:
-    print(error)
+class Half:
+    layout = gather_into = None
+
+class Worker(FlatWorker):
+    def build(self, built):
+        return built
+
+for built in {"w": 1.0}, {"w": np.ones(1)}, Half(), 3:
+    try:
+        Worker(built)
+    except TypeError as error:
+        print(error)
 """
-    assert "expected an object with layout, gather_into and scatter" in run_python(program)
+    gots = ["a dict", "a dict of NumPy arrays", "Half, which lacks scatter", "int"]
+    lines = run_python(program).splitlines()
+    for line, got in zip(lines, gots, strict=True):
+        assert line.startswith(f"Worker.build() returned {got}: expected an object with layout, ")

@@ -25,7 +25,7 @@ from flatweights._trees import as_array
 from flatweights._weights import sealed
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
-from flatweights.ray._variables import Variables
+from flatweights.ray._variables import Variables, text_of
 from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.members._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
 from flatweights.ray.members._door import Ticket
@@ -530,12 +530,13 @@ def _gathered(host: HostEnd, state: Variables) -> NDArray[np.uint8]:
 
 
 def _layout_of(variables: Any, name: str) -> Layout:
-    """Return the layout of ``variables``; raise `TypeError` if they have none."""
+    """Return the layout of ``variables``; raise `TypeError` unless they are a `Variables`."""
     layout = getattr(variables, "layout", None)
-    if not isinstance(layout, Layout):
+    moves = hasattr(variables, "gather_into") and hasattr(variables, "scatter")
+    if not (isinstance(layout, Layout) and moves):
         raise TypeError(
             f"{name}: expected an object with layout, gather_into and scatter, such as "
-            f"TensorFlowVariables(model), got {type(variables).__name__}"
+            f"TensorFlowVariables(model), got {text_of(variables)}"
         )
     return layout
 
