@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flatweights._average import read_weight
 from flatweights._layout import Layout
 from flatweights._sources import Template
 from flatweights._weights import FlatWeights
@@ -37,6 +38,32 @@ def split(result: Any) -> tuple[Any, Any]:
     """
     is_pair = isinstance(result, tuple) and len(result) == 2
     return result if is_pair else (result, None)
+
+
+def weight_of(function: Callable[[Any], Any], result: Any, where: str) -> float:
+    """Return the weight of ``result`` by a user's ``function`` of it.
+
+    Args:
+        function: The function that was passed as ``weights``.
+        result: What the method returned.
+        where: How errors name the worker.
+
+    Raises:
+        TypeError: If ``result`` is not of the form that the function expects, or the function does
+            not return a number.
+        ValueError: If the weight is negative or not finite.
+        Exception: As the function raises.
+    """
+    try:
+        weight = function(result)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        is_pair = split(result)[1] is not None
+        form = "a tuple (weights, extras)" if is_pair else type(result).__name__
+        raise TypeError(
+            f"weight of {where}: the function of weights= gets the method's result, {form}, and "
+            f"raised {type(error).__name__}: {error}"
+        ) from error
+    return read_weight(weight, f"weight of {where}")
 
 
 def with_weights(result: Any, change: Callable[[Any], Any]) -> Any:

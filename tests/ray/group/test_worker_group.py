@@ -295,6 +295,11 @@ def test_average_is_in_the_ranks_of_the_group(group: WorkerGroup, max_inflight: 
     group.broadcast(start)
     found = group.average("train_counted", weights=lambda result: result[1]["samples"])
     assert_same(found.weights, mean_of(start, range(3), [1, 2, 3]))
+    is_a_pair = r"^weight of rank 0: .* a tuple \(weights, extras\), and raised TypeError: "
+    with pytest.raises(TypeError, match=is_a_pair):
+        group.average("train_counted", weights=lambda result: result["samples"])
+    with pytest.raises(TypeError, match=r"^weight of rank 0: .* FlatWeights, and raised KeyError"):
+        group.average("get_weights", weights=lambda result: result["samples"])
 
 
 def test_weights_and_ranks_belong_together_when_some_are_gone(make: Make) -> None:

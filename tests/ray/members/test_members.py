@@ -595,7 +595,7 @@ def test_a_rule_takes_the_place_of_the_mean(puppets: Puppets) -> None:
         raise LongError("x" * 200_000, 1)
 
     for error in errors_of(met, hostile, fail):
-        assert str(error).startswith("LongError: xxx")
+        assert str(error).startswith("rule fail: LongError: xxx")
         assert len(str(error)) < 2000
 
     def different(member: Member) -> None:

@@ -206,6 +206,7 @@ def failing_calls() -> dict[str, tuple[type[Exception], dict[str, Any], list[Any
         "nonfinite": (ValueError, {}, [*good, nan]),
         "layout": (ValueError, {}, [*good, shape]),
         "weigh": (LookupError, {"weights": weigh}, [*good, good[0]]),
+        "weigh what is not there": (TypeError, {"weights": lambda value: value[1]}, good),
         "out": (ValueError, {"out": [np.zeros(LARGE + 1)]}, [*good, good[0]]),
         "all skipped": (WorkerError, {"nonfinite": "skip", "min_results": 4}, [*good, nan]),
     }
@@ -217,7 +218,7 @@ def test_errors_hold_no_result(
     desk: Any, counted: type[Counted], case: str, max_inflight: int
 ) -> None:
     error, options, values = failing_calls()[case]
-    out = range(3) if case == "late" else range(4)
+    out = range(3) if case == "late" else range(len(values))
     refs = ask(desk, values, out)
     with pytest.raises(error) as caught:
         average(refs, max_inflight=max_inflight, **options)

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
@@ -402,6 +402,8 @@ class Member:
         """Return the ask, after checking its values."""
         check_nonfinite(nonfinite)
         checked = None if rule is None else Rule.of(rule)
+        if checked is not None and rule is not None and not isinstance(rule, Rule):
+            checked = Rule.of(_NamedRule(checked.name, rule))
         if checked is not None and weight != 1.0 and not checked.takes_weights:
             raise TypeError(f"weight: {checked.name} has no weights, all ranks count alike")
         if min_results is not None:
@@ -500,6 +502,22 @@ def _line_of(error: BaseException) -> str:
     if isinstance(error, Exception):
         return reason_in_a_line(error)[:_MOST_TOLD]
     return type(error).__name__
+
+
+class _NamedRule:
+    """A user's function as a rule, whose errors name it: the host calls it for all members."""
+
+    def __init__(self, name: str, function: Callable[[list[Any]], Any]) -> None:
+        """Take the function."""
+        self.__name__ = name
+        self._function = function
+
+    def __call__(self, models: list[Any]) -> Any:
+        """Return the function's model; raise `RuntimeError` if it raises."""
+        try:
+            return self._function(models)
+        except Exception as error:
+            raise RuntimeError(f"rule {self.__name__}: {_line_of(error)}") from error
 
 
 def _name_of(rule: Rule) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flatweights._average import read_weight
 from flatweights._sources import Template
 from flatweights._trees import Tree
 from flatweights.ray._errors import portable
-from flatweights.ray._result import split
+from flatweights.ray._result import split, weight_of
 from flatweights.ray._wire import nbytes_of, widen
 from flatweights.ray.nodes._pieces import Bytes, canonical, packed_bytes
 from flatweights.ray.nodes._rounding import Coding
@@ -73,7 +72,7 @@ def read_into(models: dict[int, Bytes], rank: int, result: Any, reading: Reading
             model, containers = canonical(widen(received))
         where = f"rank {rank}"
         template = Template.of(model, where)
-        weight = reading.weigh and read_weight(reading.weigh(result), f"weight of {where}")
+        weight = reading.weigh and weight_of(reading.weigh, result, where)
         spoiled = None
         if reading.screen:
             spoiled = template.find_nonfinite(template.read(model, where), where)

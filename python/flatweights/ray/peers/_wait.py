@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flatweights._average import Nonfinite, check_nonfinite, read_weight, read_weights
+from flatweights._average import Nonfinite, check_nonfinite, read_weights
 from flatweights._numbers import check_count
 from flatweights.ray._errors import FULL, WorkerError, late_error, too_small
+from flatweights.ray._result import weight_of
 from flatweights.ray._wire import nbytes_of
 from flatweights.ray.peers._contract import Answer
 from flatweights.robust import AnyRule, Rule
@@ -75,10 +76,10 @@ class Request(NamedTuple):
         """Return the weight of a rank that returned ``result``.
 
         Raises:
-            ValueError: If a function returned a weight that is negative or not finite.
+            Exception: As `weight_of`, if weights are a function.
         """
         if callable(self.weights):
-            return read_weight(self.weights(result), f"weight of rank {rank}")
+            return weight_of(self.weights, result, f"rank {rank}")
         return self.number_of(rank)
 
     def number_of(self, rank: int) -> float:
