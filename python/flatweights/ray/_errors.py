@@ -32,15 +32,21 @@ class WorkerError(RuntimeError):
         failed: By rank, the exception of each of them.
     """
 
-    def __init__(self, failed: Mapping[int, Exception]) -> None:
-        """Say which ranks failed, and why."""
+    def __init__(self, failed: Mapping[int, Exception], remedy: str = "") -> None:
+        """Say which ranks failed, and why; then the ``remedy``, a line, if there is one."""
         self.failed = dict(sorted(failed.items()))
-        reasons = [error_of_rank(rank, error) for rank, error in self.failed.items()]
-        super().__init__("\n".join(reasons))  # Ray's own errors have several lines
+        self._remedy = remedy
+        lines = [error_of_rank(rank, error) for rank, error in self.failed.items()]
+        lines += [remedy] if remedy else []
+        super().__init__("\n".join(lines))  # Ray's own errors have several lines
+
+    def _and(self, failed: Mapping[int, Exception]) -> WorkerError:
+        """Return this error with more ranks that failed."""
+        return WorkerError({**self.failed, **failed}, self._remedy)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments of the constructor."""
-        return type(self), (self.failed,)
+        return type(self), (self.failed, self._remedy)
 
 
 class StaleWorkerError(RuntimeError):

@@ -516,13 +516,15 @@ def test_a_late_answer_is_never_averaged(group: WorkerGroup, tmp_path: Path) -> 
     assert_same(group.average("train").weights, mean_of(found.weights, range(3)))
 
 
+@pytest.mark.parametrize(("need", "remedy"), [(3, "$"), (None, "\npass min_results=2 to average")])
 def test_too_few_in_time_is_an_error_and_they_are_late_all_the_same(
-    group: WorkerGroup, tmp_path: Path
+    group: WorkerGroup, tmp_path: Path, need: int | None, remedy: str
 ) -> None:
     group.broadcast(weights_of(1.0))
     out = weights_of(7.0)
-    with refuses(WorkerError, r"^rank 1: TimeoutError: no result after 0\.05 s$", out.buffer):
-        late_round(group, tmp_path, min_results=3, out=out)
+    late = rf"^rank 1: TimeoutError: no result after 0\.05 s{remedy}"
+    with refuses(WorkerError, late, out.buffer):
+        late_round(group, tmp_path, min_results=need, out=out)
     assert group.healthy_actor_ids() == [0, 2]
     with pytest.raises(WorkerError, match=r"^rank 1: TimeoutError"):
         group.average("train", min_results=3)

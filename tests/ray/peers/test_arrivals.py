@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import pickle
 import threading
 import time
 import weakref
@@ -321,6 +322,10 @@ def test_too_few_in_time_names_every_rank(desk: Any, max_inflight: int) -> None:
         out,
     ):
         average(refs, timeout=0.1, min_results=2, max_inflight=max_inflight, out=out)
+    remedy = r"^rank 0: .* after 0\.1 s\npass min_results=1 to average the ranks that answer"
+    with pytest.raises(WorkerError, match=remedy) as caught:
+        average(ask(desk, [np.zeros(2)] * 2, [1]), timeout=0.1, max_inflight=max_inflight)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @BOTH

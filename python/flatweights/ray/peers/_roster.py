@@ -271,7 +271,7 @@ class Roster(Ranks):
                     break
                 for rank in came:
                     arrivals.take(rank)
-            raise WorkerError(error.failed | refused) from error.__cause__
+            raise error._and(refused) from error.__cause__
         finally:
             # Even if the round was broken off by something else than a rank's failure.
             if payload is None:

@@ -348,7 +348,10 @@ class Arrivals:
         full = [rank for rank, error in errors.items() if isinstance(error, FULL)]
         if full:
             errors = errors | dict.fromkeys(full, too_small(len(self.answers), nbytes_of(sample())))
-        raise WorkerError(errors) from first
+        remedy = ""
+        if self.late and left > 0 and request.min_results is None:
+            remedy = f"pass min_results={left} to average the ranks that answer in time"
+        raise WorkerError(errors, remedy) from first
 
     def let_go(self) -> None:
         """Let go of all answers except those that are still owed; a second call does nothing."""

@@ -71,7 +71,7 @@ def average_of(
     try:
         result = roster.round(broadcast, called, arrivals, average)
     except WorkerError as error:
-        raise WorkerError(before | error.failed) from error.__cause__
+        raise error._and(before) from error.__cause__
     if before:
         result.failed = dict(sorted((before | result.failed).items()))
     return result
