@@ -311,7 +311,7 @@ def list_of(sources: Iterable[Any]) -> list[Any]:
     if type(sources) is not list and isinstance(sources, Mapping) and sources:
         raise TypeError(
             f"sources: expected a list of models, got {type(sources).__name__}; pass "
-            "list(models.values()), or [model] for one model"
+            "list(models.values()), or the models in one list, [a, b]"
         )
     return list(sources)
 

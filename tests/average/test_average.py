@@ -690,6 +690,7 @@ def test_no_sources_are_refused(sources: Any) -> None:
         (["a", "b"], "got str"),
         ([None], "got NoneType"),
         ([b"ab"], "got bytes"),
+        ({"w": np.ones(1)}, r"expected a list of models, got dict; .* in one list, \[a, b\]"),
         ([{1}], "got set"),
         ([np.ones(1), [np.ones(1)]], "source 1: expected an array, got a sequence of arrays"),
         ([[np.ones(1)], {"0": np.ones(1)}], "source 1: expected a sequence .* got a mapping"),
