@@ -42,7 +42,7 @@ def test_the_average_is_that_of_the_ranks_that_it_names_whatever_happens(
     )
     print(record.events, record.rates, Counter(fault.kind for fault in record.faults))
     assert not record.wrong + record.hangs
-    assert record.checked > 20 * seconds
+    assert record.checked > 5 * seconds
     assert any(fault.seconds for fault in record.faults)  # on a busy machine, not after each
     assert {faults.KILLED, faults.STOPPED} <= {fault.kind for fault in record.faults}
     assert ("by lane" in record.events) == (way == "")

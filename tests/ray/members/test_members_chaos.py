@@ -38,7 +38,7 @@ def test_each_outcome_is_the_average_of_what_its_ranks_gave(seconds: int, seed: 
     )
     print(record.events, record.rates, record.faults)
     assert not record.wrong + record.hangs
-    assert record.checked > 20 * seconds
+    assert record.checked > 5 * seconds
     assert any(fault.seconds for fault in record.faults)  # on a busy machine, not after each
     assert {faults.KILLED, faults.STOPPED} <= {fault.kind for fault in record.faults}
 
