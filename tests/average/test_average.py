@@ -669,7 +669,7 @@ def test_weights_without_the_order_of_the_sources_are_refused(weights: Any) -> N
 def test_results_by_rank_are_refused_with_what_to_pass(results: Any) -> None:
     total = fw.RunningAverage()
     calls: list[Callable[[Any], Any]] = [fw.average, median, distances, total.add_all]
-    hint = r"^sources: expected a list .* list\(models\.values\(\)\), or \[model\]"
+    hint = r"^sources: expected a list .* list\(models\.values\(\)\), or the models in one list"
     for call in calls:
         with pytest.raises(TypeError, match=hint):
             call(results)
