@@ -252,7 +252,12 @@ def test_a_member_that_sleeps_for_epochs_meets_the_others_again(pool: ThreadPool
 
     late.at[1, 4] = sleep
     first.goes_on_without(1, 4)
-    first.at[4, 2] = slept.set
+
+    def wake() -> None:
+        slept.set()
+        meeting.wait_until(lambda inside: inside._lacking)  # it is healed in this epoch
+
+    first.at[4, 2] = wake
     first.at[4, 19] = lambda: meeting.wait_until(lambda inside: inside._lacking)
     whole: list[int] = []  # the epochs of which the late one has more than a first batch
     for epoch in range(2, MORE):
