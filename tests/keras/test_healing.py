@@ -58,7 +58,7 @@ class Fit:
         self.compile: dict[str, Any] = {}
         self.logs = AverageLogs()
         self.more: list[Any] = []
-        self.optimizer: Any = keras.optimizers.SGD(0.01, momentum=0.9)
+        self.optimizer: Any = keras.optimizers.Adam(0.01)
         self.patience = PATIENCE  # seconds, at the start
         self.done: Future[Any] = Future()
 
@@ -408,12 +408,18 @@ def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> Non
 def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
     pool: ThreadPoolExecutor,
 ) -> None:
-    meeting, go_on = LocalMeeting(2), threading.Event()
+    meeting, there, go_on = LocalMeeting(2), threading.Event(), threading.Event()
     first, dead = fits(meeting, "dense", epochs=3)
     dead.at[1, 3] = dies(dead)
-    first.at[2, -1] = lambda: go_on.wait(LIMIT)
+
+    def wait() -> None:
+        there.set()
+        assert go_on.wait(LIMIT)
+
+    first.at[2, -1] = wait
     for fit in (first, dead):
         fit.start(pool)
+    assert there.wait(LIMIT)  # a replacement that came earlier would miss the last epoch
     new = replacement(meeting, dead, kind="dense", epochs=3)
     new.at[2, 3] = dies(new)
     new.start(pool)
