@@ -152,15 +152,19 @@ def test_errors_name_the_ranks_of_the_group(group: WorkerGroup, plan: str) -> No
 # A broadcast happened, or it did not.
 
 
+def begin_twice(group: WorkerGroup, elements: int) -> None:
+    """Send weights in full, and then as changes, if the group has a wire."""
+    heal(group)
+    group.broadcast(start_of(1.0, elements))
+    group.broadcast(start_of(1.25, elements))
+
+
 @pytest.mark.parametrize("size", ["wire", "plain"])
 def test_weights_that_all_refused_are_sent_to_nobody(
     three: WorkerGroup, wired: WorkerGroup, size: str
 ) -> None:
-    group = wired if size == "wire" else three
-    elements = LARGE if group is wired else 5
-    heal(group)
-    group.broadcast(start_of(1.0, elements))
-    group.broadcast(start_of(1.25, elements))
+    group, elements = (wired, LARGE) if size == "wire" else (three, 5)
+    begin_twice(group, elements)
     before = bits(group)
     without_rank_0(group)  # as if it had died
     with pytest.raises(WorkerError, match="rank 1: ValueError: too large"):
@@ -184,11 +188,8 @@ def test_weights_that_all_refused_are_sent_to_nobody(
 def test_a_subset_changes_the_latest_weights_of_ranks_that_missed_these_too(
     three: WorkerGroup, wired: WorkerGroup, size: str, missed: str, how: str
 ) -> None:
-    group = wired if size == "wire" else three
-    elements = LARGE if group is wired else 5
-    heal(group)
-    group.broadcast(start_of(1.0, elements))
-    group.broadcast(start_of(1.25, elements))
+    group, elements = (wired, LARGE) if size == "wire" else (three, 5)
+    begin_twice(group, elements)
     latest = start_of(1.5, elements) | {"n": np.int64(7)}
     if missed == "a publication":
         group.publish(latest)
@@ -206,11 +207,8 @@ def test_a_subset_changes_the_latest_weights_of_ranks_that_missed_these_too(
 def test_where_no_worker_is_healthy_weights_bring_those_back_that_take_them(
     three: WorkerGroup, wired: WorkerGroup, size: str, how: str
 ) -> None:
-    group = wired if size == "wire" else three
-    elements = LARGE if group is wired else 5
-    heal(group)
-    group.broadcast(start_of(1.0, elements))
-    group.broadcast(start_of(1.25, elements))
+    group, elements = (wired, LARGE) if size == "wire" else (three, 5)
+    begin_twice(group, elements)
     before = bits(group)
     without_any(group)
     with pytest.raises(WorkerError, match=r"rank 0: ValueError: too large\nrank 1: Value"):

@@ -393,15 +393,20 @@ class Roster(Ranks):
             if record.owed is not None and not record.is_probed:  # from before its death
                 self._drop_owed([record.worker.rank], 0.0)
             if record.owed is None and record.asks_again <= now:
-                record.distrust()
-                call = self.call_on_latest(record.worker.rank, None, (), {})
-                sent.append(record.probe(call))
+                sent.append(self.probe(record.worker.rank)[1])
         if sent:
             wait_any(sent, now + _MOMENT, len(sent))
         for record in records:
             if record.owed is not None and wait_any([record.owed], now) and record.end_probe():
                 back.append(record.worker.rank)
-        return self._welcome(back)
+        return self.welcome(back)
+
+    def probe(self, rank: int) -> tuple[Call, Answer]:
+        """Ask a worker that was lost to take the latest weights; see `Record.end_probe`."""
+        record = self._records[rank]
+        record.distrust()
+        call = self.call_on_latest(rank, None, (), {})
+        return call, record.probe(call)
 
     def restore(
         self, deadline: Deadline, ranks: Iterable[int] | None = None, *, patient: bool = True
@@ -419,9 +424,9 @@ class Roster(Ranks):
         self.check_open()
         asked = [*self.unhealthy(ranks)]
         self._drop_owed(asked, 0.0)
-        return self._welcome(sorted(self._send_latest(asked, deadline, patient=patient)))
+        return self.welcome(sorted(self._send_latest(asked, deadline, patient=patient)))
 
-    def _welcome(self, ranks: list[int]) -> list[int]:
+    def welcome(self, ranks: list[int]) -> list[int]:
         """Count ``ranks`` as healthy, and return them."""
         for rank in ranks:
             self._records[rank].readmit()

@@ -264,10 +264,11 @@ class AsCompleted:
         if kind == "work":
             more = work.arguments_of([rank]).get(rank, ())
             call = roster.call_on_latest(rank, work.method, (*work.args, *more), work.kwargs)
+            answer = roster[rank].send(call)
         else:
-            call = roster.call_on_latest(rank, None, (), {})
+            call, answer = roster.probe(rank)
             timeout = None
-        self._expect(rank, roster[rank].send(call), kind, timeout)
+        self._expect(rank, answer, kind, timeout)
         if call.payload is not None:
             self._nbytes_sent += call.payload.nbytes
         reach("called")
@@ -300,7 +301,6 @@ class AsCompleted:
         elif record.owed is not None:
             self._expect(rank, record.owed, "owed")
         else:
-            record.distrust()
             self._send(rank, "probe")
 
     # Answers.
@@ -366,19 +366,11 @@ class AsCompleted:
             self._take_up(sent.rank)
 
     def _end_probe(self, sent: _Sent) -> None:
-        rank, record = sent.rank, sent.record
-        try:
-            sent.answer.take()
-        except Exception as error:
-            record.settle(sent.answer)
-            record.leave_out(error.with_traceback(None))
-            self._take_up_lost(rank)
+        if sent.record.end_probe():
+            self.roster.welcome([sent.rank])
+            self._idle.append(sent.rank)
         else:
-            record.settle(sent.answer, version=sent.version)
-            record.readmit()
-            _log.warning("rank %d is back", rank)
-            self._idle.append(rank)
-        sent.answer.let_go()
+            self._lost.add(sent.rank)
 
     def _keep(self, answer: Answer, before: Callable[[], None] | None) -> None:
         """Keep the value of an answer that another call of the group waited for.
