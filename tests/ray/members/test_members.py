@@ -443,8 +443,8 @@ def test_a_process_that_dies_or_gives_up_while_it_joins_leaves_nothing(puppets: 
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(first.run.remote(try_to_join, name, point, "die"), timeout=60)
         fresh = Puppet.remote("lanes")  # type: ignore[attr-defined]
-        assert ray.get(fresh.join.remote(name, rank=0, size=2), timeout=60) == (0, 2)
-        assert ray.get(other, timeout=60) == (1, 2)
+        joined = ray.get([fresh.join.remote(name, rank=0, size=2), other], timeout=60)
+        assert joined == [(0, 2), (1, 2)]
         used = [record["used"] for _, record in all_of([fresh, second], average_of)]
         assert used == [[0, 1]] * 2
         ray.kill(fresh)
@@ -464,6 +464,35 @@ def wait_for_the_end_of(name: str, patience: float) -> None:
     while host_of(name) is not None:
         assert time.monotonic() < end, "the host is still there"
         time.sleep(0.05)
+
+
+@BY_ONE_WAY
+def test_a_process_joins_although_the_host_that_another_starts_meanwhile_ends_at_once(
+    puppets: Puppets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [other] = puppets.idle(1)
+    name = next(NAMES)
+    get_actor = ray.get_actor
+    looks = itertools.count(1)
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        """Look for the host: Ray does so twice before, and once after, it tries to start one."""
+        number = next(looks)
+        if number == 3:
+            ray.get(other.leave.remote(), timeout=60)
+            monkeypatch.setattr(ray, "get_actor", get_actor)
+            wait_for_the_end_of(name, 50.0)
+            monkeypatch.setattr(ray, "get_actor", look)
+        try:
+            return get_actor(*args, **kwargs)
+        finally:
+            if number == 2:
+                ray.get(other.join.remote(name, size=1), timeout=60)
+
+    monkeypatch.setattr(ray, "get_actor", look)
+    with join(name, size=1, timeout=60.0) as member:
+        assert member.rank == 0
+    assert next(looks) > 4  # it has looked again
 
 
 @BY_ONE_WAY

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
@@ -30,6 +29,7 @@ from flatweights.ray.members._ended import seconds_since_end
 from flatweights.ray.members._host import Host
 from flatweights.ray.members._seats import as_array
 from flatweights.ray.members._terms import Terms
+from flatweights.ray.peers._shared_actor import shared_actor
 from flatweights.ray.peers._wait import seconds_left
 
 _ABSENT = 5.0  # seconds in which a host has to name the missing ranks
@@ -277,21 +277,9 @@ def enter(
         TimeoutError: If not all have joined in time.
         ValueError: If the host refuses ``rank`` or ``terms``.
     """
-    context = ray.get_runtime_context()
-    node = context.get_node_id()
-    host = (
-        ray.remote(Host)
-        .options(
-            name=f"flatweights:{name}",
-            namespace=f"flatweights-{context.get_job_id()}",
-            get_if_exists=True,
-            lifetime="detached",  # it ends with the last member, not with its creator
-            num_cpus=0,
-            max_concurrency=_CALLS * terms.size + 64,  # coroutines, not threads
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote(name, terms)
-    )
+    node = ray.get_runtime_context().get_node_id()
+    concurrency = _CALLS * terms.size + 64  # coroutines, not threads
+    host = shared_actor(Host, name, node, concurrency, name, terms)
     wants_lane = ray_setting() != "store"
     pass_ = Pass.of(host)
     ticket: Ticket | None = None

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights._settings import ray_setting
 from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.peers._shared_actor import shared_actor
 from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._board import Board, BoardAddress, FullError
 from flatweights.ray.publishing._names import Record, find, is_superseded, this_node
@@ -73,30 +73,18 @@ def connect(name: str, record: Record, end: float) -> Source:
     return PulledSource("store", record.number, record.layout, outlet)
 
 
-def outlet_of(name: str, record: Record) -> Any:
+def outlet_of(name: str, record: Record) -> ray.actor.ActorHandle:
     """Return the actor on the publisher's node that reads for others."""
-    outlet = _actor(Outlet, f"outlet:{name}:{record.number}", record.node, 64)
-    return outlet.remote(name, tuple(record))
+    outlet = f"outlet:{name}:{record.number}"
+    return shared_actor(Outlet, outlet, record.node, 64, name, tuple(record))
 
 
 def _relay_board(name: str, node: str, end: float) -> tuple[bytes, BoardAddress]:
     """Return layout and address of the board of the relay of this ``node``."""
-    relay = _actor(Relay, f"relay:{name}:{node}", node, 16).remote(name)
+    relay = shared_actor(Relay, f"relay:{name}:{node}", node, 16, name)
     seconds = max(0.0, end - time.monotonic())
     layout, address = answer_of(relay.board.remote(seconds), seconds + _LOOK)
     return layout, BoardAddress(*address)
-
-
-def _actor(cls: type, name: str, node: str, concurrency: int) -> Any:
-    return ray.remote(cls).options(
-        name=f"flatweights:{name}",
-        namespace=f"flatweights-{ray.get_runtime_context().get_job_id()}",
-        get_if_exists=True,
-        lifetime="detached",  # it ends when nobody needs it, not with its creator
-        num_cpus=0,
-        max_concurrency=concurrency,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-    )
 
 
 class Outlet:

@@ -1,0 +1,50 @@
+"""Actors that all processes of a Ray job find by a name; the first one that asks starts them."""
+
+from __future__ import annotations
+
+import time
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+_TRIES = 10
+_PAUSE = 0.05  # seconds between two tries
+
+
+def shared_actor(
+    cls: type, name: str, node: str, concurrency: int, *args: object
+) -> ray.actor.ActorHandle:
+    """Find the actor ``name``; if there is none, start it on ``node``, without CPUs.
+
+    The actor outlives the process that starts it, so it has to end by itself.
+
+    Args:
+        cls: The class of the actor.
+        name: Its name.
+        node: The id of the node, as a text.
+        concurrency: The number of calls that it runs at a time.
+        *args: The arguments of its constructor.
+
+    Raises:
+        ValueError: If, again and again, another process starts it meanwhile and it ends at once.
+    """
+    options = ray.remote(cls).options(
+        name=f"flatweights:{name}",
+        namespace=f"flatweights-{ray.get_runtime_context().get_job_id()}",
+        get_if_exists=True,
+        lifetime="detached",
+        num_cpus=0,
+        max_concurrency=concurrency,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+    )
+    tries = _TRIES
+    while True:
+        try:
+            return options.remote(*args)
+        except ValueError:
+            # Ray finds no actor, loses against another process that starts it, and looks again. By
+            # then, it may have ended.
+            tries -= 1
+            if not tries:
+                raise
+        time.sleep(_PAUSE)
