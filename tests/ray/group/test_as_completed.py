@@ -396,7 +396,7 @@ def test_a_worker_that_dies_is_named_once_and_comes_back(make: Make) -> None:
 def test_a_late_worker_is_named_and_its_past_is_not_yielded(make: Make, tmp_path: Path) -> None:
     group = make(2)
     publications, late = Publications(group), list[int]()
-    rounds = group.as_completed("work_once", 1, str(tmp_path), timeout=3)
+    rounds = group.as_completed("work_once", 1, str(tmp_path), timeout=6)
     for found in rounds:
         assert found.used == (0,)
         publications.check(found)

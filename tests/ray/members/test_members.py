@@ -289,7 +289,7 @@ def test_a_late_member_is_given_the_latest_average_and_then_takes_part(
         def take_part(rank: int) -> list[Any]:
             with join(name, rank=rank, size=3) as member:
                 both.wait()
-                first = average_of(member, timeout=2.0, min_results=1)
+                first = average_of(member, timeout=5.0, min_results=1)
                 is_over.touch()
                 return [first, average_of(member, timeout=120.0, min_results=3)]
 
