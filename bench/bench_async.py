@@ -7,15 +7,17 @@ each gradient to the weights in place as it arrives, and gives the new weights t
 guide's loop uses ``ray.wait`` over plain actors that take and return dicts of arrays. "handles" is
 the same loop over this package's workers, with one vector each way. Ours uses
 `WorkerGroup.as_completed` and `WorkerGroup.publish`. The ways alternate; rows are medians, with the
-spread of the middle half. "publish" is a single call of it. "while adding" rows are rounds of `run`
-while two workers are added whose construction sleeps 5 s: the slowest round, and its ratio to the
-median.
+spread of the middle half. "publish" is a single call of it. The last rows are rounds of `run` while
+two workers are added: while their processes start and import TensorFlow, which takes two cores, and
+while their construction sleeps for 5 s.
 """
 
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -34,11 +36,13 @@ OURS = f"{runner.OURS}, as_completed"
 class Worker(FlatWorker):
     """Returns a gradient after a given time of work."""
 
-    def build(self, shapes: models.Shapes, seed: int, sleep: float = 0.0) -> Any:
-        """Make the variables and the gradient."""
+    def build(self, shapes: models.Shapes, seed: int, asleep: Path | None = None) -> Any:
+        """Make the variables and the gradient; sleep 5 s before, if a file is to be made then."""
         import tensorflow as tf
 
-        time.sleep(sleep)
+        if asleep is not None:
+            asleep.touch()
+            time.sleep(5.0)
         values = models.random_parts(shapes, seed=seed)
         self._named = {f"v{i}": tf.Variable(v, name=f"v{i}") for i, v in enumerate(values)}
         self._parts = {name: variable.numpy() for name, variable in self._named.items()}
@@ -172,31 +176,36 @@ def publish_case(name: str, workers: list[Any], budget: float) -> list[runner.Ro
 
 
 def adding_case(name: str) -> list[runner.Row]:
-    """Return rounds of four workers before and while two more are built, which takes 5 s."""
+    """Return rounds of four workers before and while two more are built."""
     group = WorkerGroup.create(Worker, 4, MODELS[name], arguments=lambda rank: (rank,), num_cpus=0)
     group.average("of_group", 0.0)  # all have started
-    before, adding = list[float](), list[float]()
+    before, starting, asleep = list[float](), list[float](), list[float]()
     begin = time.perf_counter()
-    for result in group.run(1_000_000, "of_group", 0.0):
-        if result.joined:
-            break
-        if adding or time.perf_counter() > begin + 2:
-            if not adding:
-                group.add(2, MODELS[name], arguments=lambda rank: (rank, 5.0))
-            adding.append(result.seconds["round"])
-        else:
-            before.append(result.seconds["round"])
+    with tempfile.TemporaryDirectory() as folder:
+        files = {rank: Path(folder) / str(rank) for rank in (4, 5)}
+        for result in group.run(1_000_000, "of_group", 0.0):
+            seconds = result.seconds["round"]
+            if result.joined:
+                break
+            if not starting and time.perf_counter() < begin + 2:
+                before.append(seconds)
+            elif not starting:
+                group.add(2, MODELS[name], arguments=lambda rank: (rank, files[rank]))
+                starting.append(seconds)
+            elif asleep or all(map(Path.exists, files.values())):
+                asleep.append(seconds)
+            else:
+                starting.append(seconds)
     group.shutdown()
-    adding.sort()
-    median, nbytes = statistics.median(before), 0
-    for text, times in (("before", sorted(before)), ("while adding", adding)):
+    ways = {OURS: before, "while two start": starting, "while two sleep": asleep}
+    rows = []
+    for way, times in ways.items():
+        times.sort()
         shares = [times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99, 1)]
-        print(text, "median, 99 %, slowest:", *(f"{1e3 * seconds:.2f} ms" for seconds in shares))
-    case = f"rounds of run, {name}, 4 workers"
-    return [
-        _row(case, OURS, before, nbytes, median),
-        _row(case, "while two are added", adding, nbytes, median),
-    ]
+        print(way, "median, 99 %, slowest:", *(f"{1e3 * seconds:.2f} ms" for seconds in shares))
+        case = f"rounds of run, {name}, 4 workers"
+        rows.append(_row(case, way, times, 0, statistics.median(before)))
+    return rows
 
 
 def _row(case: str, way: str, times: list[float], nbytes: int, ours: float) -> runner.Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,7 +197,7 @@ class Ranks:
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         self._records: dict[int, Record] = {}
-        self._joining: dict[int, tuple[Record, ray.ObjectRef]] = {}  # resolved once it is ready
+        self._joining: dict[int, tuple[Record, Future[None]]] = {}  # done once it is ready
         self._leaving: list[tuple[Record, bool]] = []  # owe an answer; whether to end then
         self.admitted: list[int] = []
         self._news: tuple[list[int], list[int]] = [], []  # the ranks that were added and removed
@@ -271,7 +272,7 @@ class Ranks:
         for record in records:
             record.is_new = True
             ready = record.worker.handle.ping.remote()
-            self._joining[record.worker.rank] = record, ready
+            self._joining[record.worker.rank] = record, ready.future()
         return [record.worker.rank for record in records]
 
     def check_open(self) -> None:
@@ -293,17 +294,13 @@ class Ranks:
             self._see_off()
         if not self._joining:
             return
-        refs = {ready: rank for rank, (_, ready) in self._joining.items()}
-        there, _ = ray.wait([*refs], num_returns=len(refs), timeout=0)
-        ranks = sorted(refs[ready] for ready in there)
-        for rank in ranks:
+        for rank in [rank for rank, (_, ready) in self._joining.items() if ready.done()]:
             record, ready = self._joining.pop(rank)
             self._records = dict(sorted({**self._records, rank: record}.items()))
             self._news[0].append(rank)
             self.admitted.append(rank)
-            try:
-                ray.get(ready)
-            except ray.exceptions.RayError as error:
+            error = ready.exception()
+            if isinstance(error, Exception):
                 self.note_lost({rank: error})
                 record.leave_out(record.why or error)
             else:
