@@ -292,6 +292,15 @@ def test_a_result_with_extras_that_the_worker_keeps_is_copied(one: Driver) -> No
     assert extras == "more"
 
 
+def test_extras_as_large_as_a_result_that_the_worker_keeps_are_their_own(one: Driver) -> None:
+    for value in range(6):  # from the third on, two windows are free
+        extras = np.full(LARGE, 100.0 + value)
+        ((kept, returned),) = one.values("get_and_keep_with", float(value), extras)
+        assert (kept["w"] == value).all()
+        assert (returned == extras).all()
+        del kept, returned
+
+
 def test_a_result_that_the_driver_keeps_is_not_overwritten(one: Driver) -> None:
     (worker,) = one.workers
     kept = [one.values("get", float(value))[0] for value in range(4)]

@@ -162,10 +162,13 @@ def make_message(
         box.clear()
         return Message(join_message(kind, body), [])
     extents = [windows.find(b) if b.readonly or not frozen else None for b in buffers]
+    filled: int | None = None  # the window of the copies, which nobody holds yet
     if None in extents:
         outside = {i: buffers[i] for i, extent in enumerate(extents) if extent is None}
-        if not _copy_in(windows, extents, outside):
+        copied = _copy_in(windows, extents, outside)
+        if not copied:
             return None
+        filled = copied[0].window
         del outside
     # From here on nothing in this function keeps the value alive.
     del buffers
@@ -173,7 +176,7 @@ def make_message(
     whole = [extent for extent in extents if extent is not None]
     if not frozen:
         kept = {i: extent for i, extent in enumerate(whole) if windows.is_taken(extent)}
-        if kept and not _copy_in(windows, whole, kept):
+        if kept and not _copy_in(windows, whole, kept, besides=filled):
             copies = [*map(windows.copy_of, whole)]
             box.append(pickle.loads(body, buffers=copies))
             return None
@@ -181,12 +184,15 @@ def make_message(
 
 
 def _copy_in(
-    windows: Windows, extents: list[Any], sources: Mapping[int, memoryview | Extent]
-) -> bool:
-    """Copy the ``sources`` into a window, and note their extents; return whether one was free."""
-    copied = windows.copy_in([*sources.values()])
-    if copied is None:
-        return False
-    for i, extent in zip(sources, copied, strict=True):
-        extents[i] = extent
-    return True
+    windows: Windows,
+    extents: list[Any],
+    sources: Mapping[int, memoryview | Extent],
+    *,
+    besides: int | None = None,
+) -> list[Extent] | None:
+    """Copy the ``sources`` into a window, and note their extents; see `Windows.copy_in`."""
+    copied = windows.copy_in([*sources.values()], besides=besides)
+    if copied is not None:
+        for i, extent in zip(sources, copied, strict=True):
+            extents[i] = extent
+    return copied

@@ -88,14 +88,17 @@ class Windows:
         """Whether an array of this process is over the window of ``extent``."""
         return self._windows[extent.window].is_taken
 
-    def copy_in(self, buffers: Sequence[memoryview | Extent]) -> list[Extent] | None:
+    def copy_in(
+        self, buffers: Sequence[memoryview | Extent], *, besides: int | None = None
+    ) -> list[Extent] | None:
         """Copy ``buffers`` into a free window; None if there is none.
 
         Args:
             buffers: Memory of this process, or extents in other windows.
+            besides: The index of a window that is not free, although nothing shows it yet.
         """
         ends = np.cumsum([-(-buffer.nbytes // _LINE) * _LINE for buffer in buffers]).tolist()
-        index = self._free(ends[-1])
+        index = self._free(ends[-1], besides)
         if index is None:
             return None
         starts = [0, *ends[:-1]]
@@ -118,14 +121,18 @@ class Windows:
         memory = self._windows[extent.window].memory()
         return memory[extent.offset : extent.offset + extent.nbytes]
 
-    def _free(self, nbytes: int) -> int | None:
+    def _free(self, nbytes: int, besides: int | None = None) -> int | None:
         """Return the index of a free window of ``nbytes`` or more; make one if necessary."""
         for index, window in enumerate(self._windows):
             # A window that is much too large was made for another model.
-            fits = nbytes <= window.nbytes <= 4 * nbytes + 4096
+            fits = nbytes <= window.nbytes <= 4 * nbytes + 4096 and index != besides
             if fits and not window.is_taken and not self._holds(index):
                 return index
-        free = [i for i, w in enumerate(self._windows) if not (w.is_taken or self._holds(i))]
+        free = [
+            i
+            for i, w in enumerate(self._windows)
+            if i != besides and not (w.is_taken or self._holds(i))
+        ]
         is_full = len(self._windows) >= self._most
         if not free and is_full:
             return None
