@@ -396,13 +396,17 @@ def test_another_layout_or_nan_leaves_actors_healthy(group: WorkerGroup) -> None
         ("die during", -1, LARGE),
     ],
 )
-def test_a_worker_that_dies_is_left_out(make: Make, action: str, restarts: int, size: int) -> None:
+def test_a_worker_that_dies_is_left_out(
+    make: Make, way: str, action: str, restarts: int, size: int
+) -> None:
     group = make(3, size, max_restarts=restarts)
     start = weights_of(1.0, size)
     group.broadcast(start)
     found = group.average("act", {1: action}, min_results=2)
     assert found.used == (0, 2)
     assert isinstance(found.failed[1], ray.exceptions.RayActorError)
+    if restarts and way == "lanes":  # Ray says it a second later
+        assert "its process has ended; Ray may be starting it again" in str(found.failed[1])
     assert_same(found.weights, mean_of(start, [0, 2]))
     assert group.healthy_actor_ids() == [0, 2]
     back = 1 in group.broadcast(found)
@@ -440,18 +444,24 @@ def test_who_died_after_its_answer_is_in_this_round_and_not_in_the_next(
     assert_all_have(group, again.weights)
 
 
+def assert_restarted(error: Exception) -> None:
+    """Ray itself calls the restarted actor again; over a lane nobody waits for that for long."""
+    if not isinstance(error, ray.exceptions.ActorUnavailableError):
+        assert isinstance(error, StaleWorkerError)
+        assert "restarted since" in str(error)
+
+
 def test_a_retried_call_never_answers_with_lost_weights(make: Make, tmp_path: Path) -> None:
-    """Ray itself calls the restarted actor again, which has its first weights."""
+    """The restarted actor has its first weights."""
     group = make(3, max_task_retries=-1)
     start = weights_of(1.0)
     group.broadcast(start)
     found = group.average("act", {1: "die once"}, str(tmp_path), min_results=2)
     assert found.used == (0, 2)
-    assert isinstance(found.failed[1], StaleWorkerError)
-    assert "restarted since" in str(found.failed[1])
+    assert_restarted(found.failed[1])
     assert_same(found.weights, mean_of(start, [0, 2]))
     assert group.healthy_actor_ids() == [0, 2]
-    assert group.broadcast(found) == [0, 1, 2]
+    assert 1 in group.broadcast(found) or restored(group) == [1]
     assert_same(group.average("train").weights, mean_of(found.weights, range(3)))
 
 
@@ -477,11 +487,11 @@ def test_before_any_broadcast_a_restarted_worker_does_not_come_back(
     start = weights_of(2.0)
     group.step("set_weights", start)  # the group does not know of it
     found = group.average("act", {2: "die once"}, str(tmp_path), min_results=2)
-    assert isinstance(found.failed[2], StaleWorkerError)
+    assert_restarted(found.failed[2])
     assert_same(found.weights, mean_of(start, [0, 1]))
     assert group.restore() == []
     assert group.healthy_actor_ids() == [0, 1]
-    assert group.broadcast(found) == [0, 1, 2]
+    assert 2 in group.broadcast(found) or restored(group) == [2]
     assert_all_have(group, found.weights)
 
 

@@ -5,7 +5,9 @@ go into the worker's mailbox. If the worker is in no call of `FlatWorker.serve_l
 makes one, through Ray, so that the command is taken. That call also returns errors, and results
 that are too large for the lane or refer to objects of Ray. References, messages of the wire
 and large arguments go through Ray's calls from the start. A worker that died counts as having
-answered: its Ray call raises the error that describes the death.
+answered: its Ray call raises the error that describes the death. For an actor that Ray restarts,
+that takes a second or more, and the error says no more than what the lane shows at once; so nobody
+waits for it longer than for the death of any other actor.
 """
 
 import logging
@@ -35,6 +37,7 @@ from flatweights.ray.peers._store import RayAnswer, argument_of, call_actor, sen
 
 _MOST_OFFERED = 3  # windows for averages that the user keeps
 _INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=lanes
+_DEATH = 0.5  # seconds in which Ray has to say why a worker died
 _SLICE = 1.0  # seconds between two checks of the Ray calls that serve lanes
 _MISSING: Any = object()  # a placeholder for a value
 
@@ -170,6 +173,7 @@ class LaneAnswer(Answer):
         self._lane = lane
         self._call = call
         self._by_ray: RayAnswer | None = None  # the Ray call's answer, to wait for instead
+        self._until: float | None = None  # the end of that wait, since the worker died
         self._value: Any = _MISSING
         self._error: Exception | None = None
 
@@ -202,8 +206,10 @@ class LaneAnswer(Answer):
                     by_ray.setdefault(answer._by_ray.ref, []).append(answer)
             if by_ray:
                 ready, _ = ray.wait(list(by_ray), num_returns=len(by_ray), timeout=0)
-                there |= {answer: None for ref in ready for answer in by_ray[ref]}
-                is_enough = is_enough or bool(ready)
+                came = [answer for ref in ready for answer in by_ray.pop(ref)]
+                came += [a for rest in by_ray.values() for a in rest if a._is_given_up_as_dead()]
+                there |= dict.fromkeys(came)
+                is_enough = is_enough or bool(came)
             more = enough - len(there)
             if is_enough or more <= 0:
                 return [*there]
@@ -248,7 +254,17 @@ class LaneAnswer(Answer):
         if lane.is_closed:
             self._worker.give_up(lane, "the worker died")
             self._by_ray = RayAnswer(lane.latest_call())
+            self._until = time.monotonic() + _DEATH
         return False
+
+    def _is_given_up_as_dead(self) -> bool:
+        """Whether the worker died, and Ray has had its time to say why."""
+        if self._until is None or time.monotonic() < self._until:
+            return False
+        why = "its process has ended; Ray may be starting it again"
+        actor = self._worker.handle._actor_id.binary()
+        self._error, self._by_ray = ray.exceptions.ActorUnavailableError(why, actor), None
+        return True
 
     def _ask_ray(self, kind: int, value: Any) -> None:
         """Wait for a Ray call, since the answer in the mailbox is not the result."""
