@@ -4,6 +4,7 @@ import logging
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -152,6 +153,90 @@ def test_an_outer_optimizer_steps_once_for_each_average(together: Together) -> N
         assert all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
 
 
+def in_threads(function: Callable[[Place, Any, Any], Any]) -> list[Any]:
+    """Return the results of ``function(place, member, model)`` in two members."""
+    models = [build("dense", seed=rank) for rank in range(2)]  # a thread would take another's seed
+
+    def call(member: Any) -> Any:
+        with member:
+            return function(Place("", member.rank, 2), member, models[member.rank])
+
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(call, LocalMeeting(2).join_all())]
+
+
+def test_an_outer_optimizer_that_was_given_goes_on_in_the_next_fit() -> None:
+    import keras
+
+    from flatweights.keras import AverageWeights
+    from flatweights.tensorflow import TensorFlowVariables
+
+    def weights_after(fits: int, place: Place, member: Any, model: Any) -> Any:
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        start = TensorFlowVariables(list(model.trainable_variables)).get_weights()
+        outer = FedAvgM(start, momentum=0.5)
+        averaging = AverageWeights(member=member, outer=outer)
+        for _ in range(fits):
+            options = {"epochs": 4 // fits, "shuffle": False, "verbose": 0}
+            model.fit(*part(place), BATCH, callbacks=[averaging], **options)
+        return model.get_weights()
+
+    one, two = (in_threads(partial(weights_after, fits)) for fits in (1, 2))
+    for weights in (one[1], *two):
+        assert all(map(np.array_equal, one[0], weights))
+
+
+def test_members_end_with_the_average_of_their_moving_averages() -> None:
+    import keras
+
+    from flatweights.keras import AverageWeights
+
+    def trained(place: Place, model: Any, callbacks: Any) -> Any:
+        model.compile(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5), "mse")
+        model.fit(*part(place), BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+        return model.get_weights()
+
+    def member_trained(every: int, place: Place, member: Any, model: Any) -> Any:
+        return trained(place, model, [AverageWeights(every, member=member)])
+
+    alone = [trained(Place("", rank, 2), build("dense", seed=0), []) for rank in range(2)]
+    expected = fw.average(alone, [2.0, 3.0])
+    for every in (1, 2):  # with an average after the epoch, or none
+        replies = in_threads(partial(member_trained, every))
+        assert all(map(np.array_equal, *replies))
+        pairs = zip(replies[0], expected, strict=True)
+        assert all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
+
+
+def test_weights_that_one_member_gets_between_build_and_fit_reach_all() -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs, average_gradients
+
+    def trained(place: Place, member: Any, model: Any) -> Any:
+        model.compile(average_gradients(keras.optimizers.SGD(0.0), member=member), "mse")
+        model.optimizer.build(model.trainable_variables)
+        if member.rank == 0:
+            model.set_weights([weights + 1 for weights in model.get_weights()])
+        x, y = map(place.part, images("dense"))
+        model.fit(x, y, BATCH // 2, verbose=0, callbacks=[AverageLogs()])
+        return model.get_weights()
+
+    expected = [weights + 1 for weights in build("dense", seed=0).get_weights()]
+    for weights in in_threads(trained):
+        assert all(map(np.array_equal, weights, expected))
+
+
+def test_logs_that_are_no_numbers_are_left_as_they_are() -> None:
+    texts = {"text": "a", "bytes": b"1", "nothing": None, "list": [1], "complex": 1j}
+    models = [compiled(Place()) for _ in range(3)]
+    logs: Any = {"loss": 1.0, "count": 2, "flag": True, **texts}
+    with ThreadPoolExecutor(3) as pool:
+        members = LocalMeeting(3).join_all()
+        replies = pool.map(logged, members, models, [logs] * 3, [False] * 3, [{}] * 3)
+        assert [*replies] == [(logs, False)] * 3
+
+
 def unequal(place: Place, way: str) -> Any:
     import keras
 
@@ -220,6 +305,7 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
             """Ray Train is not here."""
 
     early = keras.callbacks.EarlyStopping("loss")
+    restores = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
     best = keras.callbacks.ModelCheckpoint("best.keras", "loss", save_best_only=True)
     last = keras.callbacks.ModelCheckpoint("last.keras")
     wrong: list[tuple[list[Any], str]] = [
@@ -228,6 +314,7 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
         ([AverageLogs(), AverageLogs()], "expected one in the list of callbacks, got several"),
         ([ReportElsewhere(), AverageLogs()], "expected before ReportElsewhere in the list"),
         ([last, AverageWeights()], "AverageWeights: expected before ModelCheckpoint"),
+        ([restores, AverageWeights()], "AverageWeights: expected before EarlyStopping"),
         ([early], "expected the callback AverageLogs or AverageWeights in fit"),
     ]
     model = compiled(Place())
@@ -274,6 +361,24 @@ def test_members_that_train_alone_are_warned(caplog: pytest.LogCaptureFixture) -
             for one in done:
                 one.result(300)
         assert ("each member trains alone" in caplog.text) == (not others)
+
+
+def test_best_weights_that_may_be_of_one_member_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    import keras
+
+    from flatweights.keras import AverageWeights
+
+    (member,) = LocalMeeting(1).join_all()
+    for every in (1, 2):
+        for restores in (False, True):
+            caplog.clear()
+            early = keras.callbacks.EarlyStopping("loss", restore_best_weights=restores)
+            callbacks = [AverageWeights(every, member=member), early]
+            compiled(Place()).fit(*images("dense"), verbose=0, callbacks=callbacks)
+            warns = restores and every > 1
+            assert ("these are the member's own" in caplog.text) == warns
 
 
 def test_a_model_that_is_built_by_its_first_step_is_refused_by_name() -> None:

@@ -120,7 +120,7 @@ class AverageLogs(MemberCallback):
         logs = {} if logs is None else logs
         # A user's own train_step may count no samples.
         counts = {"": self._samples.read() or 1.0, "val_": self._samples.tested or 1.0}
-        own = {name: np.float64(value) for name, value in logs.items() if np.ndim(value) == 0}
+        own = {name: one for name, value in logs.items() if (one := _number(value)) is not None}
         samples = {n: np.float64(counts["val_" if n.startswith("val_") else ""]) for n in own}
         if self._rule is not None:
             samples = dict.fromkeys(own, np.float64(1))
@@ -150,6 +150,17 @@ class AverageLogs(MemberCallback):
         with np.errstate(invalid="ignore"):  # 0 / 0, if all members were left out
             logs.update({name: float(mean["logs"][name] / mean["samples"][name]) for name in own})
         self.model.stop_training = bool(mean["stops"])
+
+
+def _number(value: Any) -> np.float64 | None:
+    """Return a log as a number; None if it is something else, such as a text."""
+    if np.ndim(value) or isinstance(value, str | bytes):
+        return None
+    try:
+        number: np.float64 = np.float64(float(value))
+    except (TypeError, ValueError):
+        return None
+    return number
 
 
 def _over_members(rule: Rule) -> Callable[[list[FlatWeights]], FlatWeights]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from flatweights._numbers import real_number
 from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.keras._progress import State, callbacks_beside, check_before
+from flatweights.keras._progress import State, callbacks_beside, check_before, keepers_among
 from flatweights.keras._report import Report
 from flatweights.keras._settings import check_alike
 from flatweights.ray import Member, Round
@@ -29,6 +30,8 @@ Outer = ServerOptimizer[FlatWeights] | Callable[[FlatWeights], ServerOptimizer[F
 Unit = Literal["epoch", "batch"]
 Weight = Literal["samples"] | float
 
+_log = logging.getLogger("flatweights")
+
 
 class AverageWeights(MemberCallback):
     """Averages the model's weights over the members of a meeting, every few epochs or batches.
@@ -36,7 +39,7 @@ class AverageWeights(MemberCallback):
     All members start from the weights of rank 0. Each then trains by itself. After ``every``
     epochs or batches, and at the end of training, all continue from the average. An average after
     an epoch is taken before its validation, so the validation tests the weights that are saved. Put
-    this callback before callbacks that save the model.
+    this callback before callbacks that save the model or keep its best weights.
 
     With ``outer``, the members do not continue from the average itself: an optimizer of
     `flatweights.server` takes a step with it. Each member steps its own copy of the optimizer, all
@@ -142,6 +145,7 @@ class AverageWeights(MemberCallback):
         self._weight = weight
         self._includes_optimizer = include_optimizer
         self._given_outer = outer
+        self._stepped: Any = None  # the model that `outer` has stepped
         self._options: dict[str, Any] = {"nonfinite": nonfinite, "rule": rule}
         self.round = None
         self.outer = None
@@ -150,14 +154,22 @@ class AverageWeights(MemberCallback):
         """Make all members start from rank 0's weights.
 
         Raises:
-            ValueError: If a callback before this one saves the model: it would save this member's
-                own weights.
+            ValueError: If a callback before this one saves the model, or keeps its best weights: it
+                would keep this member's own weights.
         """
-        check_before(self, callbacks_beside(self), _saves, "save the weights of its own member")
+        callbacks = callbacks_beside(self)
+        check_before(self, callbacks, _keeps, "keep the weights of its own member")
+        if keepers_among(callbacks) and (self._every > 1 or self._unit == "batch"):
+            _log.warning(
+                "AverageWeights: EarlyStopping(restore_best_weights=True) sets the weights of the "
+                "best epoch at the end. If no average is taken after that epoch, these are the "
+                "member's own. With AverageWeights(every=1), all members end with the same"
+            )
         self._counted = 0.0  # samples of this epoch that are already in `_since`
         self._since = 0.0  # samples since the last average
         self._steps = 0  # epochs or batches since the last average
         self._trained = False  # whether there were batches since then
+        self._last_weight = 0.0  # in the last average, if samples are counted
         self._batch = -1  # the number of the last batch
         super().on_train_begin()
         self._is_started = False
@@ -200,6 +212,10 @@ class AverageWeights(MemberCallback):
     def on_train_end(self, logs: Any = None) -> None:
         """Average once more, if a member has trained since; leave, if no member was given."""
         self._count()
+        ends = _ends_with_own_averages(self.model.optimizer)
+        if ends and self._is_started and not self._trained:
+            # Keras has just set the weights to this member's own moving averages.
+            self._trained, self._since = True, self._last_weight
         trained, lease = self._trained, self._lease
         # Members that have been late are not at the same call as the others.
         if lease.timeout is None or lease.min_results is None:
@@ -238,6 +254,8 @@ class AverageWeights(MemberCallback):
             model.optimizer.build(model.trainable_variables)
         optimizers = [model.optimizer] if self._includes_optimizer else []
         outer, self._learned = self._given_outer, None
+        if isinstance(outer, ServerOptimizer) and self._stepped is model:
+            outer = self.outer  # it has stepped since: the given one has the weights of the start
         # Seeds stay each member's own, or all would drop the same units.
         weights = list(model.weights)
         if outer is not None:
@@ -265,6 +283,7 @@ class AverageWeights(MemberCallback):
             settings = json.dumps({"outer": type(self.outer).__name__, **numbers}).encode()
             expected = "outer: expected an optimizer with the same settings in all members"
             check_alike(self._lease, expected, settings)
+            self._stepped = model
         self._is_started = True
 
     def _average(self, at: Literal["batch", "epoch"]) -> None:
@@ -283,6 +302,7 @@ class AverageWeights(MemberCallback):
                 plain = functools.partial(self._average_plain, self._plain, weight)
                 result = self._average_at(plain, at=at)
                 self.round = self.round if result is None else result
+        self._last_weight = self._since
         self._since, self._steps, self._trained = 0.0, 0, False
 
     def _average_plain(
@@ -324,5 +344,13 @@ def _check_outer(outer: Any, learned: TensorFlowVariables) -> None:
         )
 
 
-def _saves(callback: Any) -> bool:
+def _ends_with_own_averages(optimizer: Any) -> bool:
+    """Whether Keras sets the weights to moving averages of ``optimizer`` at the end of `fit`."""
+    return bool(getattr(getattr(optimizer, "inner_optimizer", optimizer), "use_ema", False))
+
+
+def _keeps(callback: Any) -> bool:
+    """Whether ``callback`` keeps weights: in a file, or to set them at the end."""
+    if isinstance(callback, keras.callbacks.EarlyStopping):
+        return bool(callback.restore_best_weights)
     return isinstance(callback, keras.callbacks.ModelCheckpoint | Report)

@@ -139,7 +139,7 @@ class Averaging:
         self._optimizer = optimizer
         self._options = options
         self._is_started = False
-        self._has_stepped = False  # since the last start
+        self._params: Any = None  # of the last `fit` that has begun, by which it is recognised
         self._steps_before = int(optimizer.iterations)  # without averages
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
@@ -165,17 +165,16 @@ class Averaging:
     def begin_fit(self, callback: Any) -> None:
         """Give all members the same start; make the model raise the errors of steps."""
         model = callback.model
-        if self.progress is not None and self.progress.params is callback.params:
+        if self._params is callback.params is not None:  # another callback has begun it
             return
-        self.progress = None
+        self._params, self.progress = callback.params, None
         if not model.built and self.lease.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
         callbacks = callbacks_beside(callback)
-        if model.built and self._has_stepped:  # even if the last training did not end
-            self._is_started = False
-        if not self._is_started:
-            self._callbacks = callbacks
+        self._callbacks = callbacks
         if model.built:
+            # Even if the last training did not end, or a member has other weights since `build`.
+            self._is_started = False
             self._optimizer.build(model.trainable_variables)
             if self.lease.min_results is not None:
                 state = self._state_of(model.weights, keepers_among(callbacks))
@@ -318,7 +317,7 @@ class Averaging:
         callbacks, self._callbacks = self._callbacks, None
         member = self.lease.take()
         if self.lease.min_results is not None and member.lacks_state:  # it will be healed
-            self._is_started, self._has_stepped = True, False
+            self._is_started = True
             return
         state = self._variables_with_slots(variables)
         try:
@@ -345,7 +344,7 @@ class Averaging:
             _check_in_time(started, "the start of training")
         elif member.rank in started.late:  # the others train already
             member.lacks_state = True
-            self._is_started, self._has_stepped = True, False
+            self._is_started = True
             return
         rows = np.rint(started.weights["the start of training"] * len(started.used))
         root = min(started.used)
@@ -366,7 +365,7 @@ class Averaging:
                 )
             with calls_are_equal(member, "start"):
                 member.broadcast_variables(state, root, timeout=self.lease.timeout)
-        self._is_started, self._has_stepped = True, False
+        self._is_started = True
 
     def _variables_with_slots(self, variables: Sequence[Any]) -> TensorFlowVariables:
         """Return ``variables`` and the optimizer's slots, in the same order in all members."""
@@ -416,7 +415,6 @@ class Averaging:
             return
         try:
             self._start(exchange.variables, in_step=True)
-            self._has_stepped = True
             exchange.grads, exchange.averages = grads, averages
             with calls_are_equal(self.lease.take(), "step"):
                 if progress is not None:
