@@ -7,6 +7,8 @@ import gc
 import itertools
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -259,11 +261,11 @@ def test_what_leaves_a_with_is_named_in_all_others(
 
 
 class TheState:
-    """The state of a training: one number."""
+    """The state of a training: one number, unless there are ``count`` of them."""
 
-    def __init__(self, value: float) -> None:
-        self.layout = Layout.of([np.zeros(1)])
-        self.value = np.array([value])
+    def __init__(self, value: float, count: int = 1) -> None:
+        self.layout = Layout.of([np.zeros(count)])
+        self.value = np.full(count, value)
 
     def gather_into(self, buffer: Any) -> None:
         self.layout.packed_views(buffer)[0][:] = self.value
@@ -307,6 +309,25 @@ def test_the_log_names_ranks_that_are_lost_and_those_that_are_back_once(
     ]
 
 
+def test_a_late_member_gets_no_average_of_a_call_with_another_state(
+    threads: ThreadPoolExecutor,
+) -> None:
+    local = LocalMeeting(2)
+    first, late = members = local.join_all()
+    one, other = TheState(1.0, count=1), TheState(2.0, count=2)
+    options: dict[str, Any] = {"min_results": 1, "timeout": PATIENCE}
+    call_all(threads, members, [10.0, 10.0], state=one, **options)
+    call_all(threads, members, [11.0, 11.0], state=other, **options)
+    options["timeout"] = 0.01
+    assert mean_of(first, 12.0, state=other, **options)[1].late == (1,)
+    assert mean_of(first, 13.0, state=one, **options)[1].late == (1,)
+    value, result = mean_of(late, 99.0, state=other, **options)
+    assert (value, result.late, result.healed) == (12.0, (1,), ())
+    value, result = mean_of(late, 99.0, state=one, **options)
+    assert (value, result.late, result.healed) == (13.0, (1,), ())
+    finish(local, first, late)
+
+
 def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     local = LocalMeeting(2)
     first, second = local.join_all()
@@ -321,6 +342,45 @@ def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     with pytest.raises(WorkerError, match=r"^rank 1 left with KeyboardInterrupt"):
         first.average(np.ones(1))
     finish(local, first)
+
+
+def test_a_member_whose_leave_is_interrupted_is_waited_for_no_longer(
+    threads: ThreadPoolExecutor,
+) -> None:
+    local = LocalMeeting(2)
+    first, second = local.join_all()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    second._host.leave = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        second.leave()
+    local.wait_until(lambda meeting: meeting.door.seats[1].state is State.DEAD)
+    finish(local, first)
+
+
+def test_a_signal_handler_in_a_call_is_told_to_leave_later(threads: ThreadPoolExecutor) -> None:
+    local = LocalMeeting(2)
+    first, second = local.join_all()
+
+    def handle(*args: Any) -> None:
+        first.leave()
+
+    def send() -> None:
+        local.until_asked(0)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        sent = threads.submit(send)
+        with pytest.raises(RuntimeError, match="In a signal handler, set a flag"):
+            first.average(np.ones(1))
+        sent.result(PATIENCE)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    local.wait_until(lambda meeting: meeting.door.seats[0].state is State.DEAD)
+    finish(local, second)
 
 
 def test_members_that_end_with_their_training_are_no_deaths(

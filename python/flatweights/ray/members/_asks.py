@@ -90,6 +90,7 @@ class Ask(NamedTuple):
         return (
             self.operation == other.operation
             and self.root == other.root
+            and self.state == other.state
             and (None in (self.digest, other.digest) or self.digest == other.digest)
         )
 
@@ -100,7 +101,6 @@ class Ask(NamedTuple):
             and self.min_results == other.min_results
             and self.nonfinite == other.nonfinite
             and self.rule_name == other.rule_name
-            and self.state == other.state
         )
 
     def __str__(self) -> str:

@@ -144,7 +144,8 @@ class Member:
     latest average of the others, with its own rank in `Round.late`, and its next call takes part
     again. A process that is restarted joins again under its rank, and is late at first.
 
-    Calls may come from any thread, one at a time. A call that is interrupted ends this member.
+    Calls may come from any thread, one at a time. A call that is interrupted ends this member. A
+    signal handler that runs within a call cannot make another one.
 
     Attributes:
         name: The name of the meeting.
@@ -169,6 +170,7 @@ class Member:
         self.raises_elsewhere = False
         self._host = host
         self._turn = threading.Lock()
+        self._caller = 0  # the thread that holds it
         self._over: str = ""
         self._process = os.getpid()
         self._finalizer = weakref.finalize(self, _close, host, self._process)
@@ -356,12 +358,14 @@ class Member:
     def leave(self) -> None:
         """Leave the meeting: the others continue without this member, and see no failure."""
         self._check_process()
-        with self._turn:
+        with self._alone():
             if not self._over:
                 self._over = "this member has left the meeting"
-                with contextlib.suppress(HostDiedError, ray.exceptions.RayError):
-                    self._host.leave()
-                self._finalizer()
+                try:
+                    with contextlib.suppress(HostDiedError, ray.exceptions.RayError):
+                        self._host.leave()
+                finally:  # if it was interrupted, the others see a member that has died
+                    self._finalizer()
 
     def __enter__(self) -> Member:
         """Return the member itself."""
@@ -449,7 +453,7 @@ class Member:
     def _call(self) -> Iterator[HostEnd]:
         """Run one call; if anything interrupts it, this member ends."""
         _check_thread()
-        with self._turn:
+        with self._alone():
             if self._over:
                 raise MemberError(f"meeting {self.name!r}: {self._over}")
             self._host.is_asking = False
@@ -465,6 +469,26 @@ class Member:
                 if self._host.is_asking:  # a later call would receive this outcome
                     self._break_off(f"a call was broken off by {type(error).__name__}", error)
                 raise
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep the calls of other threads waiting.
+
+        Raises:
+            RuntimeError: If this thread is in a call already, for which it would wait for ever.
+        """
+        own = threading.get_ident()
+        if self._caller == own and self._turn.locked():
+            raise RuntimeError(
+                "this thread is in a call of the member already. In a signal handler, set a flag, "
+                "and make the call, such as leave(), later"
+            )
+        with self._turn:
+            self._caller = own
+            try:
+                yield
+            finally:
+                self._caller = 0
 
     def _check_process(self) -> None:
         """Raise in a fork of the member's process: before any lock, which it may have inherited."""
