@@ -5,6 +5,7 @@ It checks its results against an oracle, bit for bit, and prints the values that
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -102,6 +103,26 @@ def close_streams(member: Member) -> None:
     ray.get(agent.__ray_call__.remote(lambda agent: agent.end._streams.close()))
 
 
+def lacks_the_state(member: Member, lacks: bool) -> None:
+    member.lacks_state = lacks
+
+
+def die_in_give(member: Member) -> None:
+    """Have the agent of this node die when it is asked for a state: the weights are smaller."""
+    most = 4 * LARGE
+
+    def patch(agent: Any) -> None:
+        def give(rank: int) -> Any:
+            model = agent.end.models[rank]
+            if model.nbytes > most:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return model
+
+        agent._result = give
+
+    ray.get(member._host._actor.__ray_call__.remote(patch))
+
+
 def alive() -> dict[int, tuple[str, str]]:
     """Return class and node of all actors that are alive, by process."""
     actors = ray._private.state.actors().values()
@@ -192,15 +213,13 @@ def meet_on_nodes() -> None:
     left = [puppet for rank, puppet in enumerate(puppets) if rank != 2]
     os.kill(ray.get(puppets[2].pid.remote()), signal.SIGKILL)
 
-    # The agent of a node dies: its members cannot go on, those of other nodes can.
-    away = ray.get(puppets[4].run.remote(lambda m: ray.get_runtime_context().get_node_id()))
-    agents = alive()
-    pid = next(pid for pid, (kind, node) in agents.items() if (kind, node) == ("BranchAgent", away))
-    os.kill(pid, signal.SIGKILL)
-    orphan = puppets[4].run.remote(averaged)
+    # The agent of a node dies while it gives a state: its members cannot go on, others can.
+    ray.get([p.run.remote(lacks_the_state, True) for p in left[:3]])
+    ray.get(puppets[4].run.remote(die_in_give))
+    lost = ray.get([p.run.remote(heal) for p in left])
+    ray.get([p.run.remote(lacks_the_state, False) for p in left[:3]])
     rest = ray.get([p.run.remote(lambda m: averaged(m, min_results=3)) for p in left[:3]])
     check(rest, fw.average([models[k] for k in (0, 1, 3)]), (0, 1, 3))
-    alone = ray.get(orphan)
 
     ray.get([puppet.run.remote(lambda m: m.leave()) for puppet in left[:3]])
     deadline = time.monotonic() + 30
@@ -208,7 +227,7 @@ def meet_on_nodes() -> None:
     while names & {"Host", "BranchAgent"} and time.monotonic() < deadline:
         time.sleep(0.2)
         names = {kind for kind, _ in alive().values()}
-    said = [large.ways, small_ways, spoiled[0], sorted(died), alone, sorted(names), broken]
+    said = [large.ways, small_ways, spoiled[0], sorted(died), lost, sorted(names), broken]
     print(json.dumps(said))
     ray.shutdown()
     cluster.shutdown()
@@ -238,7 +257,10 @@ def test_an_error_is_that_of_all_members_on_all_nodes(said: list[Any]) -> None:
 
 def test_a_dead_member_and_a_dead_agent_take_only_their_own_along(said: list[Any]) -> None:
     assert said[3] == ["MemberDiedError"]
-    assert said[4].startswith("MemberError"), said[4]
+    *others, orphan = said[4]
+    assert orphan.startswith("MemberError"), orphan
+    for other in others:
+        assert re.match("WorkerError.*: no member is left that has the state", other), other
 
 
 def test_nothing_is_left_when_the_last_member_has_left(said: list[Any]) -> None:

@@ -34,7 +34,7 @@ from flatweights import _core
 from flatweights._average import Nonfinite
 from flatweights._sources import first_difference
 from flatweights._weights import FlatWeights
-from flatweights.ray._errors import WorkerError, error_of_rank, portable
+from flatweights.ray._errors import WorkerError, error_of_rank, portable, reason_in_a_line
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._result import Packed
@@ -280,8 +280,13 @@ class Meeting:
                 healing.waiting.append(seat)
             return
         healing = next((one for one in self._healings if one.giver is seat), None)
-        seat.answer.bring()
-        state = seat.answer.take()
+        try:
+            seat.answer.bring()
+            state = seat.answer.take()
+        except Exception as error:  # its node or the agent there has died, or lost the state
+            why = f"{seat.who}: its state could not be read: {reason_in_a_line(error)}"
+            self._lose(seat, MemberDiedError(why))
+            return
         self._answer([seat])  # the giver goes on while its state is copied
         if healing is not None and healing.is_waited_for and state is not None:
             healing.state = self._copied(state)
