@@ -481,7 +481,8 @@ class WorkerGroup:
             updates: The number of rounds; no limit, if None.
             buffer: The number of results in a round: the next ones, of different workers, are
                 averaged, as in FedBuff. No round has two results of one worker: while a worker's
-                second result waits for the next round, the worker is not called.
+                second result waits for the next round, the worker is not called. If fewer workers
+                are left, because others died, are late or were removed, a round has fewer results.
             max_staleness: Results staler than this are left out; `Round.stale` lists their ranks.
                 Their workers continue with the latest weights.
             weights: See `average`.

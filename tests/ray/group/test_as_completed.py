@@ -1,9 +1,11 @@
 """`WorkerGroup.as_completed` and `publish`: results as they arrive, and the versions they name."""
 
 import itertools
+import os
 import re
+import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, WorkerError, WorkerGroup
 from flatweights.ray.lanes import _driver_lane
+from flatweights.ray.peers._wait import wait_any
 from flatweights.ray.rounds import _as_completed
 
 SIZE = 3_000
@@ -110,6 +113,17 @@ class Publications:
             for rank in found.used
         ]
         assert same_bits(found.weights.buffer, fw.average(results).buffer), found
+
+
+def ranks_of(rounds: Iterable[Round], publications: Publications, count: int) -> set[int]:
+    """The ranks of the next rounds, until there are ``count``: a busy machine may delay one."""
+    ranks = set[int]()
+    for found in itertools.islice(rounds, 1000):
+        publications.check(found)
+        ranks |= {*found.used}
+        if len(ranks) == count:
+            break
+    return ranks
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +272,28 @@ def test_other_calls_in_the_body_lose_no_result(group: WorkerGroup) -> None:
     calls = sum(group.step("how_often").values())
     assert used == 12
     assert calls <= 12 + 3
+
+
+def test_other_calls_in_the_body_lose_no_worker(group: WorkerGroup) -> None:
+    publications, used = Publications(group), Counter[int]()
+    for found in group.as_completed("work", updates=30):
+        publications.check(found)
+        used.update(found.used)
+        assert len(group.step("ping")) == 3
+    assert used == {0: 10, 1: 10, 2: 10}
+
+
+def test_loops_that_take_turns_and_end_share_the_workers(group: WorkerGroup) -> None:
+    publications = Publications(group)
+    for _ in range(6):
+        loops = [group.as_completed("work", buffer=buffer) for buffer in (1, 2, 1)]
+        for number in range(30):
+            publications.check(next(loops[number % 7 % len(loops)]))
+            if number % 5 == 4:
+                publications.publish()
+            if number in (15, 25):
+                loops.pop(0).close()  # others may wait for the answers to its calls
+        assert ranks_of(loops[0], publications, 3) == {0, 1, 2}
 
 
 def test_a_loop_after_a_loop_that_was_left_may_remove_who_still_works(
@@ -417,6 +453,69 @@ def test_a_late_worker_is_named_and_its_past_is_not_yielded(make: Make, tmp_path
             break
     rounds.close()
     assert group.average("work").used == (0, 1)
+
+
+def test_rounds_have_fewer_results_once_there_are_fewer_workers(make: Make) -> None:
+    group = make(3, max_restarts=0)
+    publications = Publications(group)
+    rounds = group.as_completed("work", buffer=3)
+    assert sorted(next(rounds).used) == [0, 1, 2]
+    group.remove(2)
+    for found in itertools.islice(rounds, 4):
+        publications.check(found)
+        publications.publish()
+        assert sorted(found.used) == [0, 1]
+    ray.kill(group.actors()[0])
+    found = next(found for found in rounds if found.failed)
+    assert found.failed.keys() == {0}
+    for found in itertools.islice(rounds, 4):
+        publications.check(found)
+        assert found.used == (1,)
+
+
+def test_a_loop_whose_ranks_were_removed_says_so(make: Make) -> None:
+    group = make(2)
+    rounds = group.as_completed("work", ranks=[1])
+    next(rounds)
+    group.remove(1)
+    refuses(WorkerError, "no worker of the loop is left", next, rounds)
+
+
+def test_restore_in_the_body_leaves_a_late_worker_to_the_loop(
+    group: WorkerGroup, tmp_path: Path
+) -> None:
+    publications = Publications(group)
+    rounds = group.as_completed("work_once", 1, str(tmp_path), timeout=3)
+    while not next(rounds).late:
+        pass
+    assert group.restore(timeout=0.0) == []
+    owed = group._roster[1].owed
+    assert owed is not None
+    (tmp_path / "go on").touch()
+    assert wait_any([owed], None)
+    assert group.restore() == [1]
+    assert ranks_of(rounds, publications, 3) == {0, 1, 2}
+
+
+def test_a_broadcast_in_the_body_may_bring_back_a_worker_that_the_loop_asks(make: Make) -> None:
+    group = make(2)
+    publications = Publications(group)
+    pid, record = group.step("pid")[1], group._roster[1]
+    rounds = group.as_completed("work")
+    while next(rounds).used != (1,):
+        pass
+    record.leave_out(ray.exceptions.ActorDiedError())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        while not record.is_probed:
+            publications.check(next(rounds))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert record.owed is not None
+    assert wait_any([record.owed], None)
+    publications.number += 1
+    assert group.broadcast(weights_of(float(publications.number), SIZE)) == [0, 1]
+    assert ranks_of(rounds, publications, 2) == {0, 1}
 
 
 def test_all_dead_or_late_is_an_error(make: Make, tmp_path: Path) -> None:

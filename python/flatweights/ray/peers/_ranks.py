@@ -39,8 +39,9 @@ class Record:
         version: The stamp of the last weights that it has taken, as far as is known.
         is_new: Whether it was added, and has not taken weights of the group yet.
         has_left: Whether it was removed from the group.
-        kept: A function that keeps a copy of the owed value, if it is needed after the answer is
-            let go of.
+        kept: A function of the loops that wait for the owed answer, too: called once, before it is
+            owed no more or is waited for anew. Its argument is whether the answer has arrived, so
+            that they can keep a copy of the value.
         asks_again: While it is unhealthy, the time from which it is asked again whether it is back.
     """
 
@@ -50,7 +51,7 @@ class Record:
     version: Stamp | None = None
     is_new: bool = False
     has_left: bool = False
-    kept: Callable[[], None] | None = None
+    kept: Callable[[bool], None] | None = None
     asks_again: float = 0.0
     _pause: float = 0.0  # seconds before that
     _probe: tuple[Answer, Stamp | None] | None = None  # the last answer, and the weights it is on
@@ -94,7 +95,8 @@ class Record:
         """
         if self.owed is not answer:
             return
-        self.kept = None
+        if self.kept is not None:
+            self._tell(is_there)
         if is_there:
             self.owed = None
         else:
@@ -110,7 +112,9 @@ class Record:
         for rank, answer in answers.items():
             record = records[rank]
             if record.owed is answer:
-                record.owed = record.kept = None
+                if record.kept is not None:
+                    record._tell(True)
+                record.owed = None
                 if version is not None:
                     record.version, record.is_new = version, False
 
@@ -164,9 +168,14 @@ class Record:
         self._pause = min(max(2 * self._pause, _PAUSE), _MOST_PAUSE) if is_dead else _PAUSE
         self.asks_again = time.monotonic() + self._pause
 
-    def keep_by(self, keep: Callable[[], None]) -> None:
-        """Let ``keep`` copy the owed value before another call drops it."""
+    def keep_by(self, keep: Callable[[bool], None]) -> None:
+        """Let ``keep`` know when another call drops the owed answer; see `kept`."""
         self.kept = keep
+
+    def _tell(self, is_there: bool) -> None:
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept(is_there)
 
     def end(self, why: Exception) -> None:
         """Note that the worker was ended, and owes nothing any more."""
@@ -174,11 +183,10 @@ class Record:
 
     def drop_owed(self) -> None:
         """Let go of an owed answer that has arrived; if its value is needed, keep it first."""
-        if self.kept is not None:
-            self.kept()
+        self._tell(True)
         if self.owed is not None:
             self.owed.let_go()
-        self.owed = self.kept = None
+        self.owed = None
 
 
 class Ranks:

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from flatweights import _core
@@ -65,6 +65,7 @@ class _Sent:
         end: The time after which it is late.
         patience: The time until which the loop waits for it while others have answered; None
             before.
+        is_free: Whether the worker may be called again, since the value was copied for its round.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class _Sent:
     rounds: int
     end: float | None
     patience: float | None = None
+    is_free: bool = False
 
 
 class _Kept(Answer):
@@ -195,9 +197,10 @@ class AsCompleted:
                 taken = {}
             elif self._idle:
                 continue
-            elif not (self._there or self._is_anyone_at_work()):
+            elif not self._is_anyone_at_work(taken):
                 if not taken:
-                    raise WorkerError(self.roster.unhealthy(self._asked_now()) | self._failed)
+                    errors = self.roster.unhealthy(self._asked_now()) | self._failed
+                    raise WorkerError(errors, "" if errors else "no worker of the loop is left")
                 result = self._round(taken)  # with fewer results: no other worker is left
                 if result is not None:
                     break
@@ -214,14 +217,13 @@ class AsCompleted:
 
     def close(self) -> None:
         """Wait for no more answers; workers owe their answers to the group."""
-        for answer, sent in self._out.items():
+        (out, self._out), (there, self._there) = (self._out, {}), (self._there, [])
+        for answer, sent in out.items():
             if sent.kind != "owed":
                 sent.record.settle(answer, is_there=False)
-        for sent in self._there:
+        for sent in there:
             sent.record.settle(sent.answer, version=sent.version)
             sent.answer.let_go()
-        self._out.clear()
-        self._there.clear()
         self.roster.lanes.done()
 
     # Calls.
@@ -305,11 +307,15 @@ class AsCompleted:
 
     # Answers.
 
-    def _is_anyone_at_work(self) -> bool:
-        """Whether a healthy worker, or one that is being added, may still answer."""
-        is_joining = self._asked is None and self.roster.is_joining
+    def _is_anyone_at_work(self, besides: Collection[int]) -> bool:
+        """Whether a healthy worker of another rank may answer, or one that is being added.
+
+        A round does not wait for the start of the latter if it has results.
+        """
+        is_joining = not besides and self._asked is None and self.roster.is_joining
         return is_joining or any(
-            sent.record.why is None and not sent.record.has_left for sent in self._out.values()
+            sent.record.why is None and not sent.record.has_left and sent.rank not in besides
+            for sent in self._out.values()
         )
 
     def _hear(self, seconds: float | None) -> None:
@@ -359,7 +365,7 @@ class AsCompleted:
             record.drop_owed()
         elif sent.kind == "work" and record.why is None:
             self._there.append(sent)
-        elif sent.kind == "probe":
+        elif sent.kind == "probe" or record.is_probed:  # by another loop or call
             self._end_probe(sent)
         else:
             record.drop_owed()
@@ -372,15 +378,19 @@ class AsCompleted:
         else:
             self._lost.add(sent.rank)
 
-    def _keep(self, answer: Answer, before: Callable[[], None] | None) -> None:
-        """Keep the value of an answer that another call of the group waited for.
+    def _keep(self, answer: Answer, before: Callable[[bool], None] | None, is_there: bool) -> None:
+        """Keep the value of an answer that another call of the group has waited for.
+
+        If that call or loop waits no longer, although the answer has not arrived, this loop begins
+        anew to wait for the worker.
 
         Args:
             answer: The answer.
             before: The same function of another loop, which waits for the same answer.
+            is_there: Whether it has arrived.
         """
         if before is not None:
-            before()
+            before(is_there)
         sent = self._out.pop(answer, None)
         if sent is None:
             sent = next((one for one in self._there if one.answer is answer), None)
@@ -390,7 +400,7 @@ class AsCompleted:
         record = sent.record
         if record.has_left:
             return
-        if sent.kind == "work" and record.why is None:
+        if sent.kind == "work" and record.why is None and is_there:
             self._there.append(dataclasses.replace(sent, answer=_Kept(answer)))
         else:
             self._idle.append(sent.rank)
@@ -429,12 +439,18 @@ class AsCompleted:
             if sent.rank in taken:
                 rest.append(sent)
                 continue
-            if not self._is_used(sent):
+            try:
+                is_used = self._is_used(sent)
+            except BaseException:
+                rest += there[k + 1 :]
+                raise
+            if not is_used:
                 continue
             taken[sent.rank] = sent
             if len(taken) < self._buffer:
                 sent.answer, answer = _Kept(sent.answer), sent.answer
                 answer.let_go()
+                sent.is_free = True
                 self._idle.append(sent.rank)
         return len(taken) == self._buffer
 
@@ -482,7 +498,7 @@ class AsCompleted:
     def _round(self, taken: Mapping[int, _Sent]) -> Round | None:
         """Return the average of the results; None, if all hold NaN or infinity."""
         roster, request = self.roster, self._request
-        self._idle += [rank for rank, sent in taken.items() if type(sent.answer) is not _Kept]
+        self._idle += [rank for rank, sent in taken.items() if not sent.is_free]
         roster.lanes.done()
         result = self._of_one(*taken.values()) if len(taken) == 1 else None
         if result is None:
