@@ -227,6 +227,28 @@ def test_weights_that_one_member_gets_between_build_and_fit_reach_all() -> None:
         assert all(map(np.array_equal, weights, expected))
 
 
+def test_callbacks_of_a_fit_do_nothing_in_an_evaluation_of_the_users() -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs, AverageWeights
+
+    def interrupt(batch: int, logs: Any) -> None:
+        raise KeyboardInterrupt
+
+    meeting = LocalMeeting(1)
+    (member,) = meeting.join_all()
+    model = compiled(Place())
+    stop = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
+    callbacks = [AverageWeights(member=member), AverageLogs(member=member), stop]
+    for _ in range(2):  # before a fit, and after one that was broken off in its epoch
+        before = meeting.meeting._number
+        model.evaluate(*images("dense"), verbose=0, callbacks=callbacks)
+        assert meeting.meeting._number == before
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(*images("dense"), verbose=0, callbacks=callbacks)
+    member.leave()
+
+
 def test_logs_that_are_no_numbers_are_left_as_they_are() -> None:
     texts = {"text": "a", "bytes": b"1", "nothing": None, "list": [1], "complex": 1j}
     models = [compiled(Place()) for _ in range(3)]

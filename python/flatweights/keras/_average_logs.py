@@ -104,7 +104,8 @@ class AverageLogs(MemberCallback):
 
     def on_test_end(self, logs: Any = None) -> None:
         """Read the number of samples of the validation."""
-        self._samples.end_test()
+        if self._is_in_fit:
+            self._samples.end_test()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the numbers in ``logs`` by their averages.

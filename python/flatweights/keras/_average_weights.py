@@ -202,7 +202,8 @@ class AverageWeights(MemberCallback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Average before the validation, if it is due."""
         super().on_test_begin()
-        self._end_epoch()
+        if self._is_in_fit:
+            self._end_epoch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average, if it is due and there was no validation."""

@@ -26,6 +26,7 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Average with the member of ``lease``, on its terms."""
         super().__init__()
         self._lease = lease
+        self._params_of_fit: Any = None
         with _lock:
             _callbacks.add(self)
 
@@ -45,6 +46,7 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Join, if necessary, and give all members the same start if gradients are averaged."""
+        self._params_of_fit = self.params
         averaging = averaging_of(self.model)
         # All callbacks of a `fit` have the same dictionary.
         with _lock:
@@ -74,6 +76,11 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._progress.end_epoch(self)
 
     @property
+    def _is_in_fit(self) -> bool:
+        """Whether `fit` calls this, rather than an `evaluate` that a user calls."""
+        return self.params is self._params_of_fit is not None
+
+    @property
     def _is_apart(self) -> bool:
         """Whether this member takes part in no calls, because the others are at another place."""
         return self._progress is not None and self._progress.is_apart
@@ -94,7 +101,8 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Read the number of samples of the training before the validation resets it."""
-        self._samples.begin_test()
+        if self._is_in_fit:
+            self._samples.begin_test()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the meeting, if no member was given."""
