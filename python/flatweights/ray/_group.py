@@ -516,16 +516,20 @@ class WorkerGroup:
     def _results(self, loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
         """Yield at most ``updates`` rounds of a loop; end it when the caller ends."""
         try:
-            loop.begin()
+            with self._turn:
+                loop.begin()
             number = 0
             while updates is None or number < updates:
                 number += 1
-                result = loop.next()
+                with self._turn:
+                    result = loop.next()
                 self._count += 1
                 yield result
                 del result  # before the next one is made
         finally:
-            loop.close()
+            # It changes nothing while another thread is in a call: the next call drops the answers.
+            with contextlib.suppress(RuntimeError), self._turn:
+                loop.close()
 
     @alone
     def restore(self, *, timeout: float | None = _PROBE) -> list[int]:

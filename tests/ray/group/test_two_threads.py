@@ -57,6 +57,33 @@ def test_a_call_while_another_thread_is_in_one_is_refused(lend: Lend, tmp_path: 
     assert len(group.healthy_actor_ids()) == 2
 
 
+def test_a_call_while_another_thread_waits_in_as_completed_is_refused(
+    lend: Lend, tmp_path: Path
+) -> None:
+    group = lend(Patient, 2)
+    group.broadcast({"w": np.zeros(5), "n": np.int64(0)})
+    go, begun, used = tmp_path / "go", threading.Event(), list[int]()
+
+    def arguments(rank: int) -> list[float]:
+        begun.set()
+        return [1.0]
+
+    def run() -> None:
+        for result in group.as_completed("wait", str(go), updates=4, arguments=arguments):
+            used.extend(result.used)
+
+    thread = threading.Thread(target=run, name="the first")
+    thread.start()
+    begun.wait()
+    for call in (lambda: group.step("ping"), lambda: next(group.as_completed("train"))):
+        with pytest.raises(RuntimeError, match=r"from one thread at a time.* while 'the first' is"):
+            call()
+    go.touch()
+    thread.join()
+    assert len(used) == 4
+    assert group.average("train").used == (0, 1)
+
+
 def test_a_function_that_a_round_calls_may_call_the_group(lend: Lend) -> None:
     group = lend(PlainWorker, 2)
     group.broadcast({"w": np.zeros(5), "n": np.int64(0)})
