@@ -81,6 +81,10 @@ def average(
             finite under ``"raise"``; or if ``"skip"`` leaves no source of positive weight.
     """
     if weights is None and nonfinite == "propagate":
+        if type(sources) is list:
+            # The core reads without the GIL. Another thread may replace models in the caller's list
+            # meanwhile, and the old ones must live on.
+            sources = sources[:]
         mean = _core.try_average(sources, out)  # as fast as NumPy for small arrays
         if mean is None:
             mean = _average_packed(sources, out)

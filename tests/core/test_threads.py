@@ -190,6 +190,42 @@ def test_the_caller_may_let_go_while_the_call_runs(use_threads: Callable[[int], 
         assert np.all(result.result() == 2)
 
 
+REPLACED = """
+import threading
+import time
+
+import numpy as np
+
+import flatweights as fw
+
+fw.set_num_threads(1)
+first, second = (np.full(4_000_000, 2, np.float32) for _ in range(2))
+sources = [first] + [second] * 99  # many, so that the call takes long
+del first, second
+means, begun = [], threading.Event()
+
+
+def average():
+    begun.set()
+    means.append(fw.average(sources))
+
+
+thread = threading.Thread(target=average)
+thread.start()
+begun.wait()
+time.sleep(0.01)
+sources.clear()  # the only references to the arrays, except for those of the call
+new = np.full(4_000_000, 7, np.float32)
+thread.join()
+assert means[0].min() == means[0].max() == 2
+"""
+
+
+def test_another_thread_may_change_the_list_while_the_call_runs() -> None:
+    # In a process of its own: reading memory that was freed ends it.
+    run_python(REPLACED)
+
+
 # How many threads.
 
 

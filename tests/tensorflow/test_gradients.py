@@ -755,6 +755,18 @@ def test_an_optimizer_is_let_go() -> None:
         assert gone() is None
 
 
+def test_another_thread_may_change_the_list_while_the_core_reads(monkeypatch: Any) -> None:
+    gradients = [tf.fill([2, 3], 2.0), tf.fill([], 3.0)]
+    gather = _core.gather
+
+    def with_another_thread(layout: Any, objects: Any, out: Any) -> bool:
+        gradients.clear()  # the core does not hold the tensors whose memory it reads
+        return gather(layout, objects, out)
+
+    monkeypatch.setattr(_core, "gather", with_another_thread)
+    np.testing.assert_array_equal(eager_pair().flatten_gradients(gradients), [2] * 6 + [3])
+
+
 def test_threads_share_one_trace() -> None:
     optimizer, weights = Assigning(), eager_pair()
     barrier = threading.Barrier(4)

@@ -63,7 +63,8 @@ class Gradients:
         """Return ``gradients`` as one vector, or as one tensor if they are of a graph."""
         most = None if clip_norm is None else _checked_norm(clip_norm, dtype)
         is_list = type(gradients) is list and len(gradients) == len(self._wrappers)
-        arranged = gradients if is_list else self._arranged(gradients)
+        # A copy, since the core reads without the GIL: another thread may change the caller's list.
+        arranged = gradients[:] if is_list else self._arranged(gradients)
         vector = None
         if tf.executing_eagerly() or not (
             tf.inside_function()
@@ -73,7 +74,7 @@ class Gradients:
             if _core.gather(self._layout.core, arranged, vector):
                 return _clip(vector, most)
         if is_list:  # it may hold pairs
-            arranged = self._arranged(gradients)
+            arranged = self._arranged(arranged)
         if any(_is_of_graph(gradient) for gradient in arranged):
             if out is not None:
                 raise TypeError("out: expected None for gradients of a graph, got an array")
