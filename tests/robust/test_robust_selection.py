@@ -235,6 +235,15 @@ def test_all_sources_equal_are_their_own_centre() -> None:
     assert same_bits(robust.krum(sources, 0), sources[0])
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e200])
+@pytest.mark.parametrize("place", range(5))
+def test_clipping_starts_from_no_infinitely_far_source(place: int, bad: float) -> None:
+    honest = [np.array([x]) for x in (1.0, 2.0, 3.0, 4.0)]
+    sources = [*honest[:place], np.array([bad]), *honest[place:]]
+    got = robust.centered_clipping(sources, radius=1.0)
+    assert 1.0 <= got[0] <= 4.0
+
+
 # Out, nonfinite, kinds, errors.
 
 RULES = [

@@ -58,6 +58,18 @@ def _near(squares: Distances, weights: NDArray[np.float64]) -> NDArray[np.bool_]
     return near if (weights * near).any() else np.ones_like(near)
 
 
+def _middle(squares: Distances) -> int:
+    """Return the source with the smallest sum of distances from the others.
+
+    One infinitely far source makes all sums infinite, so the number of infinite distances counts
+    first.
+    """
+    lengths = np.sqrt(squares)
+    is_finite = np.isfinite(lengths)
+    sums = np.where(is_finite, lengths, 0.0).sum(axis=1)
+    return int(np.lexsort((sums, (~is_finite).sum(axis=1)))[0])
+
+
 def _check_length(value: float, name: str) -> None:
     if not 0 < real_number(value, name) < math.inf:
         raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
@@ -138,7 +150,7 @@ class CenteredClipping(DistanceRule):
         count = len(present)
         near = _near(squares[:count, :count], np.ones(count))
         shares = np.zeros(len(squares))
-        shares[-1 if self.center is not None else int(np.sqrt(squares).sum(axis=1).argmin())] = 1.0
+        shares[-1 if self.center is not None else _middle(squares)] = 1.0
         distance = _from_center(squares, shares)
         for _ in range(self.steps):
             clip = np.minimum(1.0, self.radius / np.maximum(distance[:count], self.radius / 2))
