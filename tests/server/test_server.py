@@ -386,6 +386,28 @@ def test_averages_from_shared_memory_and_with_strides(rng: np.random.Generator) 
     packed.step(pickle.loads(pickle.dumps(average, protocol=5)))
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_strides_change_nothing(name: str, rng: np.random.Generator) -> None:
+    first, wide = rng.normal(size=(3, 4)), rng.normal(size=(4, 3))
+    optimizer, other = MAKERS[name](first), MAKERS[name](first)
+    for average in (wide.T, wide[::-1].T):
+        assert same_bits(optimizer.step(average), other.step(average.copy("C")))
+
+
+def test_a_model_is_converted_once() -> None:
+    # A second conversion could give other numbers than those that were checked.
+    class Growing:
+        value = 0.0
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+            self.value = self.value + 1.0
+            return np.full(2, self.value)
+
+    optimizer = server.GradientDescent(np.zeros(2), learning_rate=1.0)
+    weights = optimizer.step(Growing())  # type: ignore[arg-type]
+    assert optimizer.gradient_norm == np.linalg.norm(weights)
+
+
 def test_padding_stays_zero(rng: np.random.Generator) -> None:
     average = model(rng)
     dirty = np.full(average.layout.nbytes, 0xFF, np.uint8)

@@ -402,6 +402,9 @@ class ServerOptimizer(ABC, Generic[Model]):
             if hint:
                 raise TypeError(f"{error}{hint}") from None
             raise
+        if not self._template.packed:
+            # Read once: `check` sees the numbers of the step, and no strides, which `norm` refuses.
+            (model,) = self._template.read(model, where)
         memory = self._bytes_of(model, where)
         self.check(model)
         whole = self._wants_whole
