@@ -61,6 +61,7 @@ def match_slots(
         return known
     if (
         len(weights) == len(layout)
+        and all(isinstance(name, str) for name in names.values())
         and _layout_of(weights).signature == layout.signature
         and not _are_shuffled(list(names.values()), layout.names)
     ):

@@ -55,6 +55,15 @@ def test_position_needs_the_same_dtypes() -> None:
         match_slots(weights_named(names, np.float64), model_layout())
 
 
+def test_position_needs_names() -> None:
+    # Numbers would look like positions, which may disagree with the order of the items.
+    given = dict(enumerate(weights_named(SHAPES).values()))
+    with pytest.raises(
+        AssertionError, match=r"expected 'dense/kernel', .*, got 0, 1, 2 and 1 more"
+    ):
+        match_slots(given, model_layout())
+
+
 def test_position_needs_a_full_set() -> None:
     names = [f"actor/{name}" for name in SHAPES]
     given = weights_named(names)
