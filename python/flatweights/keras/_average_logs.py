@@ -34,8 +34,9 @@ class AverageLogs(MemberCallback):
     Each value is weighted by the number of samples that it was computed from: those of the
     training or, if its name begins with ``val_``, those of the validation. That is exact for means,
     such as losses and accuracies. For a metric that is not a mean over samples (AUC, precision),
-    the average of the members' values is close to the value over all samples, but not the same.
-    With a ``rule``, all members count equally.
+    or that ``weighted_metrics`` weights by ``sample_weight``, the average of the members' values is
+    close to the value over all samples, but not the same. With a ``rule``, all members count
+    equally.
 
     >>> import keras
     >>> import flatweights.ray
