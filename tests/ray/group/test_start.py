@@ -1,5 +1,6 @@
 """All workers start from the same weights, and none keeps weights that nobody sent."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from reference import assert_same
 
 import flatweights as fw
 from flatweights import FlatWeights
-from flatweights.ray import StaleWorkerError, WorkerError, WorkerGroup
+from flatweights.ray import Round, StaleWorkerError, WorkerError, WorkerGroup
 from flatweights.ray import _worker as worker_module
 
 pytestmark = pytest.mark.ray
@@ -106,6 +107,20 @@ def test_initial_weights_are_those_that_are_given(fresh: Fresh) -> None:
     assert_same(group.average("train").weights, mean_of(own(5)))
     starts = [after_training(own(rank), rank) for rank in range(3)]
     assert_same(fresh(initial=None).average("train").weights, fw.average(starts))
+
+
+def test_initial_weights_of_any_kind_complete_a_subset(fresh: Fresh) -> None:
+    start = own(5)
+    kinds = [start, OrderedDict(start), Round(start, [0]), ray.put(start), ray.put(dict(start))]
+    for initial in kinds:
+        group = fresh(initial=initial)
+        group.broadcast({"n": np.int64(9)})
+        for weights in group.step("get_weights").values():
+            assert_same(weights, FlatWeights({**start, "n": np.int64(9)}))
+    mine = OrderedDict(own(5).copy())
+    group = fresh(initial=mine)
+    mine["w"] += 1
+    assert_same(group.average("train").weights, mean_of(own(5)))
 
 
 def test_to_read_weights_changes_none(fresh: Fresh) -> None:

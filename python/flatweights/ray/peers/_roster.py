@@ -95,6 +95,10 @@ class Roster(Ranks):
         self.latest = Latest(wire)
         self.layout: Layout | None = None
         self._nbytes = 0  # of the last average that was made in this process
+        if isinstance(initial, Round):
+            initial = initial.weights
+        if isinstance(initial, Mapping) and not isinstance(initial, FlatWeights):
+            initial = dict(initial)
         self._initial = copied(initial)  # the caller's weights may change before the first call
         self._name, self._count = secrets.token_hex(8), 0
 
@@ -470,6 +474,8 @@ class Roster(Ranks):
                     raise
                 return weights
         model = weights.weights if isinstance(weights, Round) else weights
+        if isinstance(initial, ray.ObjectRef) and isinstance(model, Mapping):
+            initial = ray.get(initial, timeout=timeout)  # the model may be a subset
         if isinstance(initial, Mapping):
             self.latest.names = tuple(initial)
             self.layout = initial.layout if isinstance(initial, FlatWeights) else Layout.of(initial)
