@@ -57,7 +57,7 @@ def test_position_needs_the_same_dtypes() -> None:
 
 def test_position_needs_names() -> None:
     # Numbers would look like positions, which may disagree with the order of the items.
-    given = dict(enumerate(weights_named(SHAPES).values()))
+    given: Any = dict(enumerate(weights_named(SHAPES).values()))
     with pytest.raises(
         AssertionError, match=r"expected 'dense/kernel', .*, got 0, 1, 2 and 1 more"
     ):
