@@ -113,7 +113,7 @@ class WorkerGroup:
         self._count = 0  # of rounds
         self._in_round = False  # in run(): workers may have trained since the latest weights
         self._recipe: _Recipe | None = None  # for the actors, from `create`
-        self._arguments: list[Sequence[Any]] = []  # of the actors, kept for restarts
+        self._arguments: dict[int, Any] = {}  # of the actors by rank, kept for restarts
 
     @classmethod
     def create(
@@ -170,7 +170,7 @@ class WorkerGroup:
             for actor in actors:
                 ray.kill(actor)
             raise
-        group._recipe, group._arguments = made_by, kept
+        group._recipe, group._arguments = made_by, dict(enumerate(kept))
         return group
 
     def actors(self) -> dict[int, ray.actor.ActorHandle]:
@@ -224,8 +224,9 @@ class WorkerGroup:
         recipe = self._recipe.with_more(args, arguments, ray_options)
         first = self._roster.span
         made, kept = recipe.start(range(first, first + n))
-        self._arguments += kept
-        return self._roster.add(made)
+        ranks = self._roster.add(made)
+        self._arguments.update(zip(ranks, kept, strict=True))
+        return ranks
 
     @alone
     def remove(self, ranks: Iterable[int] | int, *, kill: bool = True) -> None:
@@ -243,7 +244,11 @@ class WorkerGroup:
             ValueError: If a rank is not in the group, is given twice, or no worker that is ready
                 would be left.
         """
+        before = self.actors().keys()
         self._roster.remove(ranks, kill=kill)
+        if kill:  # they are not started again
+            for rank in before - self.actors().keys():
+                self._arguments.pop(rank, None)
 
     def healthy_actor_ids(self) -> list[int]:
         """Return the ranks that are called."""
@@ -740,7 +745,7 @@ class _Recipe:
             return _Recipe(self.remote, args, arguments, {**self.options, **options})
         return dataclasses.replace(self, options={**self.options, **options})
 
-    def start(self, ranks: Iterable[int]) -> tuple[list[Any], list[Sequence[Any]]]:
+    def start(self, ranks: Iterable[int]) -> tuple[list[Any], list[Any]]:
         """Start an actor for each rank; return them, and the arguments that restarts need."""
         remote = self.remote.options(**self.options) if self.options else self.remote
         args = self.args
@@ -760,7 +765,7 @@ class _Recipe:
             for actor in actors:
                 ray.kill(actor)
             raise
-        return actors, [args, *arguments_of]
+        return actors, [(args, own) for own in arguments_of]
 
 
 def _by_reference(arguments: Sequence[Any]) -> tuple[Any, ...]:

@@ -2,10 +2,12 @@
 
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -281,3 +283,24 @@ def test_who_joins_has_the_latest_weights(lend: Lend, wire_dtype: Any) -> None:
     found = until_joined(group.run(1_000_000, "get_weights"))
     assert found.used == (0, 1, 2)
     assert (found.weights["w"] == 4.0).all()
+
+
+class WithData(PlainWorker):
+    def __init__(self, rank: int, data: Any) -> None:
+        super().__init__(rank)
+
+
+def test_a_group_keeps_no_arguments_of_workers_that_it_has_ended() -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    def arguments(rank: int) -> list[Any]:
+        data = np.zeros(1000)
+        kept.append(weakref.ref(data))
+        return [rank, data]
+
+    with WorkerGroup.create(WithData, 1, arguments=arguments, num_cpus=0) as group:
+        group.add(1)
+        until_joined(group.run(1_000_000, "get_weights"))
+        assert [data() is not None for data in kept] == [True, True]
+        group.remove(1)
+        assert [data() is not None for data in kept] == [True, False]
