@@ -394,6 +394,27 @@ def test_strides_change_nothing(name: str, rng: np.random.Generator) -> None:
         assert same_bits(optimizer.step(average), other.step(average.copy("C")))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("beta1", [0.0, 0.5])
+def test_a_second_moment_that_keeps_nothing_is_the_last_square(beta1: float, dtype: Any) -> None:
+    # 1e-4 beside 1e6 leaves nothing: v + (square - v) is 0.
+    large, small = np.array([1e4], dtype), np.array([1e-4], dtype)
+    steps = {"learning_rate": 0.01, "beta1": beta1, "beta2": 0.0}
+    adam = server.Adam(np.zeros(1, dtype), **steps)
+    adam.step(large)
+    before = float(adam.weights[0])
+    adam.step(small)
+    first = (beta1 * (1 - beta1) * 1e4 + (1 - beta1) * 1e-4) / (1 - beta1**2)
+    assert adam.weights[0] == pytest.approx(before - 0.01 * first / (1e-4 + 1e-7), rel=2e-3)
+    fed = server.FedAdam(np.zeros(1, dtype), **steps, tau=1e-7)
+    fed.step(large)
+    before = float(fed.weights[0])
+    fed.step(np.array([before + 1e-4], dtype))
+    delta = float(dtype(before + 1e-4)) - before
+    first = beta1 * (1 - beta1) * 1e4 + (1 - beta1) * delta
+    assert fed.weights[0] == pytest.approx(before + 0.01 * first / (delta + 1e-7), rel=2e-3)
+
+
 def test_a_model_is_converted_once() -> None:
     # A second conversion could give other numbers than those that were checked.
     class Growing:
