@@ -292,6 +292,14 @@ def test_what_has_no_order_or_leaves_nothing_is_refused() -> None:
         robust.median([buffer[:4], np.ones(4)], out=buffer[2:6])
 
 
+def test_a_function_may_return_other_parts_of_the_source_that_is_out() -> None:
+    model = {"a": np.array([1.0, 2.0]), "b": np.array([3.0, 4.0])}
+    rule = robust.Rule.of(lambda models: {"a": models[0]["b"], "b": models[0]["a"]})
+    rule([model], out=model)
+    assert model["a"].tolist() == [3.0, 4.0]
+    assert model["b"].tolist() == [1.0, 2.0]
+
+
 @pytest.mark.parametrize("name", ["_centers", "_coordinates", "_rules", "_selection"])
 def test_examples_in_docstrings_are_right(name: str) -> None:
     module = importlib.import_module(f"flatweights.robust.{name}")

@@ -140,7 +140,11 @@ class Calling(Rule):
         # A copy: the function may return one of its sources, or keep the model that it returns.
         made = self._function([job.models[k] for k in used])
         job.template.match(made, "the result of the rule")
-        _core.move_parts(job.written, job.template.read(made, "the result of the rule"))
+        parts = job.template.read(made, "the result of the rule")
+        if len(parts) > 1 and _core.shares_slots(job.written, job.parts):
+            # The function may return other parts of the source that is overwritten.
+            parts = [part.copy() for part in parts]
+        _core.move_parts(job.written, parts)
         return used, None
 
 
