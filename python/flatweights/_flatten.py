@@ -110,11 +110,16 @@ def unflatten_into(parts: Parts, flat: NDArray[Any]) -> None:
         flat: Contiguous vector of the parts' total size.
 
     Raises:
-        TypeError: If a part is not a NumPy array, or has another dtype.
+        TypeError: If a part is not a NumPy array, or has another dtype; or if there are Python
+            objects in ``flat``.
         ValueError: If the lengths differ, a part is strided or read-only, or overlaps
             ``flat`` or another part.
     """
     arrays = list(parts.values() if hasattr(parts, "values") else parts)
+    if (
+        isinstance(flat, np.ndarray) and flat.dtype.hasobject
+    ):  # the core moves bytes, not references
+        raise TypeError(f"flat: expected numbers without Python objects, got {flat.dtype}")
     _core.unflatten_into(arrays, flat)
 
 

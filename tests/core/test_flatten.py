@@ -368,3 +368,11 @@ def test_mixed_floats_are_flattened_into_the_widest() -> None:
     flat = fw.flatten([np.asarray(part) for part in parts])
     assert flat.dtype == np.float64
     assert flat.tolist() == [1.5, -0.0, 0, 1, 2, 3.25]
+
+
+@pytest.mark.parametrize("dtype", ["O", [("name", "O"), ("number", "f4")]], ids=str)
+def test_unflatten_into_refuses_python_objects(dtype: Any) -> None:
+    # Moved as bytes, references would not be counted.
+    part, flat = np.zeros(2, dtype), np.zeros(2, dtype)
+    with pytest.raises(TypeError, match="flat: expected numbers without Python objects, got"):
+        fw.unflatten_into([part], flat)
