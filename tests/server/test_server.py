@@ -415,6 +415,17 @@ def test_a_second_moment_that_keeps_nothing_is_the_last_square(beta1: float, dty
     assert fed.weights[0] == pytest.approx(before + 0.01 * first / (delta + 1e-7), rel=2e-3)
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_may_take_a_vector_of_the_state(name: str) -> None:
+    optimizer, other = (MAKERS[name](np.arange(4.0)) for _ in range(2))
+    for taken in (optimizer, other):
+        taken.step(np.ones(4))
+    for vector in optimizer.vectors():
+        own = optimizer.state[vector]
+        copied = own.copy()
+        assert same_bits(optimizer.step(own), other.step(copied))
+
+
 def test_a_model_is_converted_once() -> None:
     # A second conversion could give other numbers than those that were checked.
     class Growing:

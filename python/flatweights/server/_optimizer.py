@@ -406,6 +406,8 @@ class ServerOptimizer(ABC, Generic[Model]):
             # Read once: `check` sees the numbers of the step, and no strides, which `norm` refuses.
             (model,) = self._template.read(model, where)
         memory = self._bytes_of(model, where)
+        if model is not self._weights and np.may_share_memory(memory, self._state.buffer):
+            memory = memory.copy()  # another vector of the state, which the step changes
         self.check(model)
         whole = self._wants_whole
         silence = nullcontext() if whole else np.errstate(all="ignore")
