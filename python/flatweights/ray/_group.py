@@ -426,9 +426,11 @@ class WorkerGroup:
         """Make a copy of ``weights`` the latest; return at once.
 
         Each worker gets the latest weights with its next call, and skips those that were published
-        in between; no worker gets a mixture of two publications. Use it in loops of `as_completed`;
-        it may be called at any time, in the body or elsewhere. Workers of other calls get these
-        weights before their next call. Each byte moves once, in the calling thread.
+        in between; no worker gets a mixture of two publications. Use it with loops of
+        `as_completed`: in the body, or in another thread, which may be one that optimizes while the
+        loop waits for results. Workers of other calls get these weights before their next call.
+        Each byte moves once, in the calling thread; and once more for each worker, in the thread of
+        the loop, if that was waiting.
 
         Args:
             weights: Arrays by name, a vector, a `Round`, or a reference to one of the first two. A
@@ -438,9 +440,11 @@ class WorkerGroup:
         Raises:
             TypeError: If they are anything else.
             ValueError: If a subset follows a vector.
+            RuntimeError: If another thread is in a call of the group, other than `as_completed`.
         """
         self._roster.check_open()
-        self._roster.publish(weights)
+        with self._turn.beside() as is_alone:
+            self._roster.publish(weights, in_window=is_alone)
 
     def as_completed(
         self,
@@ -521,19 +525,19 @@ class WorkerGroup:
     def _results(self, loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
         """Yield at most ``updates`` rounds of a loop; end it when the caller ends."""
         try:
-            with self._turn:
+            with self._turn.briefly():
                 loop.begin()
             number = 0
             while updates is None or number < updates:
                 number += 1
-                with self._turn:
+                with self._turn.of_loop():
                     result = loop.next()
                 self._count += 1
                 yield result
                 del result  # before the next one is made
         finally:
             # It changes nothing while another thread is in a call: the next call drops the answers.
-            with contextlib.suppress(RuntimeError), self._turn:
+            with contextlib.suppress(RuntimeError), self._turn.briefly():
                 loop.close()
 
     @alone

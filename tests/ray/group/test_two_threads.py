@@ -1,5 +1,6 @@
 """A group that two threads call at once: it refuses, and works as before."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -96,3 +97,65 @@ def test_a_function_that_a_round_calls_may_call_the_group(lend: Lend) -> None:
     for _ in group.run(1, "train", round_arguments=arguments):
         pass
     assert seen == [0.0]
+
+
+def test_another_thread_publishes_while_a_loop_waits(lend: Lend) -> None:
+    """Each result is of one publication, the one that its round names."""
+    group = lend(PlainWorker, 3, 40_000)
+    weights = {"w": np.zeros(40_000), "n": np.int64(0)}
+    group.publish(weights)  # as number 1, with its number as values
+    begun = ended = 1
+    is_over = threading.Event()
+
+    def publish() -> None:
+        nonlocal begun, ended
+        while not is_over.is_set():
+            begun += 1
+            group.publish({"w": np.full(40_000, float(begun - 1)), "n": np.int64(begun - 1)})
+            ended += 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        rounds = group.as_completed("get_weights", updates=1500)
+        while True:
+            fewest = ended
+            result = next(rounds, None)
+            if result is None:
+                break
+            (staleness,) = result.staleness.values()
+            values = result.weights["w"]
+            assert (values == values[0]).all()
+            assert result.weights["n"] == values[0]
+            assert fewest - 1 <= values[0] + staleness <= begun - 1
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert ended > 50
+    group.broadcast(weights)
+    assert group.average("get_weights").weights["w"].max() == 0.0
+
+
+def test_a_publication_by_another_thread_is_refused_within_a_round(
+    lend: Lend, tmp_path: Path
+) -> None:
+    group = lend(Patient, 2)
+    group.broadcast({"w": np.zeros(5), "n": np.int64(0)})
+    go, begun = tmp_path / "go", threading.Event()
+
+    def arguments(rank: int) -> list[float]:
+        begun.set()
+        return [1.0]
+
+    thread = threading.Thread(target=lambda: group.step("wait", str(go), arguments=arguments))
+    thread.start()
+    begun.wait()
+    with pytest.raises(RuntimeError, match="from one thread at a time"):
+        group.publish({"w": np.ones(5), "n": np.int64(0)})
+    go.touch()
+    thread.join()
+    group.publish({"w": np.ones(5), "n": np.int64(0)})
+    assert group.average("get_weights").weights["w"].tolist() == [1.0] * 5

@@ -112,7 +112,7 @@ class GroupLanes:
         if self.made is not None and nbytes:
             self.made.windows.offer(nbytes, most_taken=_MOST_OFFERED)
 
-    def copy_of(self, value: Any) -> Any:
+    def copy_of(self, value: Any, *, in_window: bool = True) -> Any:
         """Return a read-only copy of arrays, if possible in a window; a dict becomes one buffer."""
         layout = None
         if isinstance(value, np.ndarray):
@@ -120,7 +120,7 @@ class GroupLanes:
         else:
             layout = value.layout if isinstance(value, FlatWeights) else Layout.of(value)
             nbytes = layout.nbytes
-        if self.made is not None:
+        if in_window and self.made is not None:
             self.made.windows.offer(nbytes)
         try:
             if layout is None:

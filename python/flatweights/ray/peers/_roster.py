@@ -16,6 +16,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import secrets
 import time
@@ -100,7 +102,7 @@ class Roster(Ranks):
         if isinstance(initial, Mapping) and not isinstance(initial, FlatWeights):
             initial = dict(initial)
         self._initial = copied(initial)  # the caller's weights may change before the first call
-        self._name, self._count = secrets.token_hex(8), 0
+        self._name, self._counts = secrets.token_hex(8), itertools.count(1)
 
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> None:
         """Remove ``ranks`` from all later rounds, and the agents of nodes without workers."""
@@ -354,20 +356,28 @@ class Roster(Ranks):
         for record in self._records.values():
             record.distrust()
 
-    def publish(self, weights: Any) -> None:
-        """Make a copy of ``weights`` the latest; workers get them with a later call."""
-        self.latest = self.latest.published(weights, self._next_stamp(), self.lanes.copy_of)
+    def publish(self, weights: Any, *, in_window: bool = True) -> None:
+        """Make a copy of ``weights`` the latest; workers get them with a later call.
+
+        Another thread may be in a loop of `as_completed`, but not if the copy is ``in_window``.
+        """
+        copy_of = functools.partial(self.lanes.copy_of, in_window=in_window)
+        self.latest = self.latest.published(weights, self._next_stamp(), copy_of)
 
     def call_on_latest(
         self, rank: int, method: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Call:
-        """Return a call for one worker, which brings it the latest weights if it lacks them."""
+    ) -> tuple[Call, Latest]:
+        """Return a call for one worker, and the latest weights, which it brings if it lacks them.
+
+        Another thread may `publish` meanwhile.
+        """
         record, latest, payload = self._records[rank], self.latest, None
         if latest.version is not None and record.version != latest.version:
             payload = latest.in_full()
             assert payload is not None
             self._prepare([rank], payload)
-        return self.call(method, args, kwargs, payload)
+        head = self._next_stamp(), latest.version, None
+        return Call(head, method, args, kwargs, payload), latest
 
     def take_back(self, seconds: float) -> list[int]:
         """Bring back unhealthy ranks that can be reached; return these ranks.
@@ -397,7 +407,7 @@ class Roster(Ranks):
             if record.owed is not None and not record.is_probed:  # from before its death
                 self._drop_owed([record.worker.rank], 0.0)
             if record.owed is None and record.asks_again <= now:
-                sent.append(self.probe(record.worker.rank)[1])
+                sent.append(self.probe(record.worker.rank)[0])
         if sent:
             wait_any(sent, now + _MOMENT, len(sent))
         for record in records:
@@ -405,12 +415,12 @@ class Roster(Ranks):
                 back.append(record.worker.rank)
         return self.welcome(back)
 
-    def probe(self, rank: int) -> tuple[Call, Answer]:
+    def probe(self, rank: int) -> tuple[Answer, Call, Latest]:
         """Ask a worker that was lost to take the latest weights; see `Record.end_probe`."""
         record = self._records[rank]
         record.distrust()
-        call = self.call_on_latest(rank, None, (), {})
-        return call, record.probe(call)
+        call, latest = self.call_on_latest(rank, None, (), {})
+        return record.probe(call), call, latest
 
     def restore(
         self, deadline: Deadline, ranks: Iterable[int] | None = None, *, patient: bool = True
@@ -451,8 +461,7 @@ class Roster(Ranks):
         self.latest = Latest()
 
     def _next_stamp(self) -> Stamp:
-        self._count += 1
-        return self._name, self._count
+        return self._name, next(self._counts)
 
     def _start(self, weights: Any, timeout: float | None) -> Any:
         """Return the first weights to send: all workers start from the same weights.

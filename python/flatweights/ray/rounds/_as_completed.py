@@ -37,6 +37,7 @@ from flatweights.ray._report import report
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
 from flatweights.ray.peers._contract import Answer, Stamp
+from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._ranks import Record
 from flatweights.ray.peers._roster import Roster
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
@@ -171,7 +172,7 @@ class AsCompleted:
         """Call ``rank`` once it has given its owed answer, and has the latest weights."""
         record = self.roster[rank]
         if record.owed is not None:
-            self._expect(rank, record.owed, "owed")
+            self._expect(rank, record.owed, "owed", self.roster.latest)
         elif record.why is None:
             self._idle.append(rank)
         else:
@@ -265,12 +266,13 @@ class AsCompleted:
         roster, work, timeout = self.roster, self._work, self._request.timeout
         if kind == "work":
             more = work.arguments_of([rank]).get(rank, ())
-            call = roster.call_on_latest(rank, work.method, (*work.args, *more), work.kwargs)
+            args = *work.args, *more
+            call, latest = roster.call_on_latest(rank, work.method, args, work.kwargs)
             answer = roster[rank].send(call)
         else:
-            call, answer = roster.probe(rank)
+            answer, call, latest = roster.probe(rank)
             timeout = None
-        self._expect(rank, answer, kind, timeout)
+        self._expect(rank, answer, kind, latest, timeout)
         if call.payload is not None:
             self._nbytes_sent += call.payload.nbytes
         reach("called")
@@ -280,9 +282,9 @@ class AsCompleted:
         rank: int,
         answer: Answer,
         kind: Literal["work", "probe", "owed"],
+        latest: Latest,
         timeout: float | None = None,
     ) -> None:
-        latest = self.roster.latest
         end = None if timeout is None else time.monotonic() + timeout
         record, rounds = self.roster[rank], self._rounds
         record.keep_by(functools.partial(self._keep, answer, record.kept))
@@ -301,7 +303,7 @@ class AsCompleted:
         if record.why is None:  # it was restored in the loop's body
             self._idle.append(rank)
         elif record.owed is not None:
-            self._expect(rank, record.owed, "owed")
+            self._expect(rank, record.owed, "owed", self.roster.latest)
         else:
             self._send(rank, "probe")
 
@@ -354,7 +356,7 @@ class AsCompleted:
         """Ask ``rank`` to take the latest weights, once it has given its owed answer."""
         record = self.roster[rank]
         if record.owed is not None:
-            self._expect(rank, record.owed, "owed")
+            self._expect(rank, record.owed, "owed", self.roster.latest)
         else:
             record.put_off()
             self._lost.add(rank)
