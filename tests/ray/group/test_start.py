@@ -184,6 +184,29 @@ def test_a_subset_that_is_sent_first_leaves_the_rest_to_the_lowest_rank(fresh: F
         assert_same(weights, FlatWeights({"w": np.full(5, 2.0), "n": np.int64(0)}))
 
 
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_subsets_that_are_published_first_leave_the_rest_to_the_lowest_rank(
+    fresh: Fresh, wire_dtype: Any
+) -> None:
+    whole = FlatWeights({"w": np.full(5, 2.0), "n": np.int64(0)})
+    group = fresh(wire_dtype=wire_dtype)
+    group.publish({"w": np.full(5, 1.0)})
+    group.publish({"w": np.full(5, 2.0)})
+    for weights in group.step("get_weights").values():
+        assert_same(weights, whole)
+    whole["n"][...] = 7
+    group = fresh(wire_dtype=wire_dtype)
+    group.publish({"w": np.full(5, 2.0)})
+    group.publish({"n": np.int64(7)})
+    for result in group.as_completed("get_weights", updates=6):
+        assert_same(result.weights, whole)
+    for weights in group.step("get_weights").values():
+        assert_same(weights, whole)
+    group = fresh(wire_dtype=wire_dtype, initial=own(4))
+    group.publish({"n": np.int64(7)})
+    assert group.average("get_weights").weights["w"].tolist() == [40.0] * 5
+
+
 def test_a_subset_follows_a_reference_and_no_vector(fresh: Fresh) -> None:
     group = fresh()
     group.broadcast(ray.put(own(3)))

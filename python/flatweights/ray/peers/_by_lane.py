@@ -410,17 +410,11 @@ class Worker:
                 self._lane.dismiss()
             self.give_up(self._lane, "it has left")
 
-    @property
-    def lanes(self) -> Lanes:
-        """The lanes of the group, which has had a lane to this worker."""
-        lanes = self._group.lanes
-        assert lanes is not None
-        return lanes
-
     def give_up(self, lane: DriverLane, why: str) -> None:
         """Give up ``lane``; the next call asks the worker to attach anew."""
         if self._lane is lane:
-            self.lanes.give_up(lane)
+            if self._group.made is not None:  # another thread may have shut the group down
+                self._group.made.give_up(lane)
             self._lane = None
             self.way = f"store: {why}"
 

@@ -99,9 +99,7 @@ class Latest:
             )
         if is_subset(value, names):
             self._base_for(value)  # raises unless the earlier weights are by name
-            before = self.in_full()
-            assert before is not None
-            value = merged(self.wire.weights if self.wire else sent_weights(before), value)
+            value = merged(self.model(), value)
         names = tuple(value) if isinstance(value, Mapping) else names
         if self.wire is not None:
             if isinstance(value, np.ndarray):
@@ -111,6 +109,14 @@ class Latest:
         payload = payload_of(copy_of(value))
         payload.is_frozen = True
         return Latest(None, payload, version, number, names)
+
+    def model(self) -> Any:
+        """Return all weights; there must be some."""
+        if self.wire is not None:
+            return self.wire.weights
+        full = self.in_full()
+        assert full is not None
+        return sent_weights(full)
 
     def in_full(self) -> Payload | None:
         """Return the weights for workers that may have missed earlier ones; None before the first.

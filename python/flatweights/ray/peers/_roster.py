@@ -102,6 +102,7 @@ class Roster(Ranks):
         if isinstance(initial, Mapping) and not isinstance(initial, FlatWeights):
             initial = dict(initial)
         self._initial = copied(initial)  # the caller's weights may change before the first call
+        self._first: Latest | None = None  # weights that were published before the first call
         self._name, self._counts = secrets.token_hex(8), itertools.count(1)
 
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> None:
@@ -120,6 +121,7 @@ class Roster(Ranks):
         self.admit()
         if not self.healthy():
             self.restore(Deadline.after(timeout), patient=False)
+        self._complete_published(timeout)
         if self.latest.version is None and self._initial is not None:
             self._await_owed(Deadline.after(timeout))
             self.publish(self._start(None, timeout))
@@ -152,6 +154,7 @@ class Roster(Ranks):
         """
         if [r for r in self._records.values() if r.owed is not None and r.why is None]:
             self._await_owed(Deadline.after(timeout))
+        self._complete_published(timeout)
         if self.latest.version is not None:
             self._initial = None  # not needed again
         if self._initial is not None and starts and self.healthy():
@@ -362,7 +365,13 @@ class Roster(Ranks):
         Another thread may be in a loop of `as_completed`, but not if the copy is ``in_window``.
         """
         copy_of = functools.partial(self.lanes.copy_of, in_window=in_window)
-        self.latest = self.latest.published(weights, self._next_stamp(), copy_of)
+        before, model = self.latest, weights.weights if isinstance(weights, Round) else weights
+        if before is self._first and isinstance(model, Mapping):
+            earlier = before.model()  # perhaps another subset, of names that are not known
+            weights = {**earlier, **model} if isinstance(earlier, Mapping) else model
+        self.latest = before.published(weights, self._next_stamp(), copy_of)
+        if self._initial is not None and (before.version is None or before is self._first):
+            self._first = self.latest
 
     def call_on_latest(
         self, rank: int, method: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -462,6 +471,15 @@ class Roster(Ranks):
 
     def _next_stamp(self) -> Stamp:
         return self._name, next(self._counts)
+
+    def _complete_published(self, timeout: float | None) -> None:
+        """Complete weights that were published before the first call, and may be a subset."""
+        if self.latest is self._first and self.healthy():
+            published = self.latest.model()
+            whole = self._start(published, timeout)
+            self._first = self._initial = None
+            if whole is not published:
+                self.publish(whole)
 
     def _start(self, weights: Any, timeout: float | None) -> Any:
         """Return the first weights to send: all workers start from the same weights.
