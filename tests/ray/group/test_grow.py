@@ -217,7 +217,7 @@ def test_a_worker_that_cannot_be_built_is_unhealthy(group: WorkerGroup) -> None:
     found = until_joined(group.run(1_000_000, "train", min_results=1))
     assert found.used == (0, 1)
     assert 2 in found.failed
-    group.remove(2)
+    group.remove(np.int64(2))
     assert group.average("train").used == (0, 1)
 
 

@@ -15,6 +15,7 @@ import ray
 
 import flatweights as fw
 from flatweights.ray import Publisher, StaleWeightsError, Subscriber, SupersededError
+from flatweights.ray.publishing import _ways
 
 pytestmark = [
     pytest.mark.ray,
@@ -295,6 +296,32 @@ def test_arrays_that_were_replaced_by_others_of_another_shape_are_named() -> Non
         assert (theirs["a"] == 2.0).all()
     with pytest.raises(TypeError, match="variables, slot 0 '0': expected a NumPy array, got float"):
         Subscriber("replaced", [1.0], timeout=1)
+
+
+def test_a_subscriber_that_is_closed_while_it_finds_a_new_publisher_reads_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = threading.Event()
+
+    def close_first(*args: Any) -> Any:
+        source = _ways.connect(*args)
+        subscriber.close()
+        found.set()
+        return source
+
+    first = Publisher("found", np.zeros(3))
+    first.publish()
+    subscriber = Subscriber("found", np.zeros(3))
+    assert subscriber.update()
+    monkeypatch.setattr("flatweights.ray.publishing._subscriber.connect", close_first)
+    first.close()
+    with Publisher("found", np.ones(3)) as publisher:
+        publisher.publish()
+        assert found.wait(60)
+        for _ in range(50):
+            with pytest.raises(RuntimeError, match="closed"):
+                subscriber.update()
+            time.sleep(0.01)
 
 
 def test_wrong_calls_are_refused() -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 
 from flatweights._numbers import as_integer
@@ -325,7 +326,7 @@ class Ranks:
         """
         self.admit()
         there = self._all()
-        checked = self._check_of(there, [ranks] if isinstance(ranks, int) else ranks)
+        checked = self._check_of(there, [ranks] if isinstance(ranks, (int, np.integer)) else ranks)
         if self._records.keys() <= {*checked}:
             raise ValueError("ranks: expected at least one worker that is ready to stay, got all")
         for rank in checked:

@@ -327,6 +327,8 @@ class _State:
                 check_layout(self._target.layout, self.layout, "variables")
             except ValueError as error:
                 self._mismatch = error
+        if self._is_closed:  # another thread has closed it since
+            self.refuse("it was closed")
 
     def close(self) -> None:
         """Make the thread close the source; nothing can be taken any more."""
