@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Container, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ class Actors:
     """Actors of `PlainWorker` classes, lent to groups.
 
     A group gets actors in the state in which they were built. An actor is lent again if it answers
-    when it is taken back, still in the same process.
+    when it is taken back, still in the same process, and nobody has killed it: Ray may take a while
+    to do so.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,11 @@ class Actors:
         `WorkerGroup`, and options of Ray.
         """
         lent: list[tuple[_Kind, Any, Any]] = []  # with a reference to the process
+        killed, kill = set[Any](), ray.kill
+
+        def noted(actor: Any, **options: Any) -> None:
+            killed.add(actor._actor_id)
+            kill(actor, **options)
 
         def lend(
             worker: type[PlainWorker],
@@ -62,10 +68,13 @@ class Actors:
                 actors, max_inflight=max_inflight, wire_dtype=wire_dtype, initial=initial
             )
 
-        try:
-            yield lend
-        finally:
-            self._take_back(lent)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(ray, "kill", noted)
+            try:
+                yield lend
+            finally:
+                patched.undo()
+                self._take_back(lent, killed)
 
     def stop(self) -> None:
         """End all actors that are not lent: a waiting process of Ray uses the processor, too."""
@@ -80,7 +89,11 @@ class Actors:
         remote: Any = ray.remote(kind.worker)
         return remote.options(num_cpus=0, **options).remote(kind.rank, kind.size)
 
-    def _take_back(self, lent: list[tuple[_Kind, Any, Any]]) -> None:
+    def _take_back(self, lent: list[tuple[_Kind, Any, Any]], killed: Container[Any]) -> None:
+        for _, actor, _ in lent:
+            if actor._actor_id in killed:  # perhaps Ray restarts it
+                ray.kill(actor)
+        lent = [one for one in lent if one[1]._actor_id not in killed]
         rebuilt = [actor.build_anew.remote() for _, actor, _ in lent]
         for (kind, actor, before), after in zip(lent, rebuilt, strict=True):
             try:
