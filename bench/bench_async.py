@@ -198,13 +198,12 @@ def adding_case(name: str) -> list[runner.Row]:
                 starting.append(seconds)
     group.shutdown()
     ways = {OURS: before, "while two start": starting, "while two sleep": asleep}
-    rows = []
+    case, median, rows = f"rounds of run, {name}, 4 workers", statistics.median(before), []
     for way, times in ways.items():
         times.sort()
         shares = [times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99, 1)]
         print(way, "median, 99 %, slowest:", *(f"{1e3 * seconds:.2f} ms" for seconds in shares))
-        case = f"rounds of run, {name}, 4 workers"
-        rows.append(_row(case, way, times, 0, statistics.median(before)))
+        rows.append(_row(case, way, times, 0, median))
     return rows
 
 

@@ -352,6 +352,5 @@ def _ends_with_own_averages(optimizer: Any) -> bool:
 
 def _keeps(callback: Any) -> bool:
     """Whether ``callback`` keeps weights: in a file, or to set them at the end."""
-    if isinstance(callback, keras.callbacks.EarlyStopping):
-        return bool(callback.restore_best_weights)
-    return isinstance(callback, keras.callbacks.ModelCheckpoint | Report)
+    is_saved = isinstance(callback, keras.callbacks.ModelCheckpoint | Report)
+    return is_saved or bool(keepers_among([callback]))

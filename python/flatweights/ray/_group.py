@@ -244,10 +244,9 @@ class WorkerGroup:
             ValueError: If a rank is not in the group, is given twice, or no worker that is ready
                 would be left.
         """
-        before = self.actors().keys()
-        self._roster.remove(ranks, kill=kill)
+        removed = self._roster.remove(ranks, kill=kill)
         if kill:  # they are not started again
-            for rank in before - self.actors().keys():
+            for rank in removed:
                 self._arguments.pop(rank, None)
 
     def healthy_actor_ids(self) -> list[int]:

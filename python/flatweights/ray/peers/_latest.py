@@ -87,7 +87,7 @@ class Latest:
             TypeError: If they are not arrays, or, with a wire, not weights by name.
             ValueError: If they are a subset, and the earlier weights are not known by name.
         """
-        value = weights.weights if isinstance(weights, Round) else weights
+        value = model_of(weights)
         names, number = self.names, self.number + 1
         if isinstance(value, ray.ObjectRef):
             value = ray.get(value)
@@ -143,6 +143,11 @@ class Latest:
                 "follow weights by name, and those sent before are not by name"
             )
         return base
+
+
+def model_of(weights: Any) -> Any:
+    """Return the weights of a `Round`, and other ``weights`` as they are."""
+    return weights.weights if isinstance(weights, Round) else weights
 
 
 def is_subset(weights: Any, names: Any) -> bool:

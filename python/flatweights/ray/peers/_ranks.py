@@ -315,8 +315,11 @@ class Ranks:
             else:
                 _log.info("rank %d has joined", rank)
 
-    def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> None:
+    def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> list[int]:
         """Remove ``ranks`` from all later rounds; if ``kill``, end them once they owe no answer.
+
+        Returns:
+            The ranks, in order.
 
         Raises:
             TypeError: If one is not an integer.
@@ -338,6 +341,7 @@ class Ranks:
             self._leaving.append((record, kill))
             _log.info("rank %d has left", rank)
         self._see_off()
+        return checked
 
     def _see_off(self) -> None:
         """Part with removed workers that owe no answer any more."""

@@ -49,7 +49,7 @@ from flatweights.ray.peers._agent import Agent
 from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
 from flatweights.ray.peers._by_lane import Worker
 from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
-from flatweights.ray.peers._latest import Latest, is_subset, merged
+from flatweights.ray.peers._latest import Latest, is_subset, merged, model_of
 from flatweights.ray.peers._ranks import Ranks, Record
 from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster, end_actor
 from flatweights.ray.peers._summary import Reading
@@ -97,18 +97,18 @@ class Roster(Ranks):
         self.latest = Latest(wire)
         self.layout: Layout | None = None
         self._nbytes = 0  # of the last average that was made in this process
-        if isinstance(initial, Round):
-            initial = initial.weights
+        initial = model_of(initial)
         if isinstance(initial, Mapping) and not isinstance(initial, FlatWeights):
             initial = dict(initial)
         self._initial = copied(initial)  # the caller's weights may change before the first call
         self._first: Latest | None = None  # weights that were published before the first call
         self._name, self._counts = secrets.token_hex(8), itertools.count(1)
 
-    def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> None:
+    def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> list[int]:
         """Remove ``ranks`` from all later rounds, and the agents of nodes without workers."""
-        super().remove(ranks, kill=kill)
+        removed = super().remove(ranks, kill=kill)
         self.agents.keep({record.worker.far_node for record in self._all().values()})
+        return removed
 
     def start(self, timeout: float | None) -> None:
         """Get the weights that all workers start from, unless some were sent; send nothing.
@@ -173,7 +173,7 @@ class Roster(Ranks):
 
     def _needs_latest(self, weights: Any) -> bool:
         """Whether ``weights`` may change the latest ones: a subset of them, or on a wire."""
-        model = weights.weights if isinstance(weights, Round) else weights
+        model = model_of(weights)
         is_unknown = isinstance(model, ray.ObjectRef) or self.latest.wire is not None
         return is_unknown or is_subset(model, self.latest.names)
 
@@ -365,7 +365,7 @@ class Roster(Ranks):
         Another thread may be in a loop of `as_completed`, but not if the copy is ``in_window``.
         """
         copy_of = functools.partial(self.lanes.copy_of, in_window=in_window)
-        before, model = self.latest, weights.weights if isinstance(weights, Round) else weights
+        before, model = self.latest, model_of(weights)
         if before is self._first and isinstance(model, Mapping):
             earlier = before.model()  # perhaps another subset, of names that are not known
             weights = {**earlier, **model} if isinstance(earlier, Mapping) else model
@@ -500,7 +500,7 @@ class Roster(Ranks):
                 if weights is None:
                     raise
                 return weights
-        model = weights.weights if isinstance(weights, Round) else weights
+        model = model_of(weights)
         if isinstance(initial, ray.ObjectRef) and isinstance(model, Mapping):
             initial = ray.get(initial, timeout=timeout)  # the model may be a subset
         if isinstance(initial, Mapping):
