@@ -218,15 +218,19 @@ def test_arguments_by_rank(group: WorkerGroup) -> None:
 
 
 def test_stale_results_are_left_out_and_counted(group: WorkerGroup) -> None:
-    publications, stale, kept, rounds = Publications(group), list[int](), set[int](), 0
-    for found in group.as_completed("work", updates=20, max_staleness=1):
-        publications.check(found)
-        kept |= {*found.staleness.values()}
-        stale += found.stale
-        rounds += 1
-        for _ in range(1 + rounds % 2):  # after two, results that others compute are too old
-            publications.publish()
-    assert rounds == 20
+    publications, stale, kept = Publications(group), list[int](), set[int]()
+    for _ in range(50):  # on a busy machine, all that others compute may be too old
+        rounds = 0
+        for found in group.as_completed("work", updates=20, max_staleness=1):
+            publications.check(found)
+            kept |= {*found.staleness.values()}
+            stale += found.stale
+            rounds += 1
+            for _ in range(1 + rounds % 2):  # after two, results that others compute are too old
+                publications.publish()
+        assert rounds == 20
+        if stale and 1 in kept:
+            break
     assert stale
     assert 1 in kept
     assert kept <= {0, 1}
