@@ -224,6 +224,30 @@ def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> N
         first.result(60)
 
 
+def test_only_those_that_need_the_state_are_told_that_there_is_no_memory_for_it(
+    pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> None:
+        raise MemoryError("no room")
+
+    meeting = LocalMeeting(3)
+    trainings = begin(meeting)
+    together(pool, trainings)
+    trainings[2] = replaced(meeting, trainings[2])
+    healing = pool.submit(trainings[2].step)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    monkeypatch.setattr(meeting.meeting, "_copied", fail)
+    together(pool, trainings[:2])
+    with pytest.raises(RuntimeError, match="the state could not be copied: MemoryError: no room"):
+        healing.result(60)
+    monkeypatch.undo()
+    healing = pool.submit(trainings[2].step)
+    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    together(pool, trainings[:2])
+    assert healing.result(60).healed == (2,)
+    assert len({one.bits() for one in trainings}) == 1
+
+
 def test_without_anybody_who_has_the_state_all_raise(pool: Any) -> None:
     meeting = LocalMeeting(2)
     trainings = begin(meeting)

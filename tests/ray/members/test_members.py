@@ -450,6 +450,27 @@ def test_a_process_that_dies_or_gives_up_while_it_joins_leaves_nothing(puppets: 
         ray.kill(fresh)
 
 
+@BY_ONE_WAY
+def test_a_cancelled_process_ends_no_meeting(puppets: Puppets, tmp_path: Path) -> None:
+    def take_the_rank_of_another(name: str, rank: int, enters: Path) -> None:
+        _failpoints.hook = lambda point: enters.touch() if point == "entering" else None
+        join(name, rank=rank, size=2, timeout=60.0)
+
+    first, second = puppets.idle(2)
+    name = next(NAMES)
+    joined = [p.join.remote(name, rank=rank, size=2) for rank, p in enumerate([first, second])]
+    assert ray.get(joined, timeout=60) == [(0, 2), (1, 2)]
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(take_the_rank_of_another)
+    entering = task.remote(name, 1, tmp_path / "enters")
+    wait_for(tmp_path / "enters")
+    time.sleep(0.5)  # the host knows of it, and waits whether the other one is about to end
+    ray.cancel(entering)
+    with pytest.raises(ray.exceptions.RayError):
+        ray.get(entering, timeout=60)
+    used = [record["used"] for _, record in all_of([first, second], average_of)]
+    assert used == [[0, 1]] * 2
+
+
 def host_of(name: str) -> Any:
     """Return the host of a meeting; None if there is none."""
     namespace = f"flatweights-{ray.get_runtime_context().get_job_id()}"

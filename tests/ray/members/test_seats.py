@@ -7,21 +7,32 @@ import gc
 import itertools
 import logging
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import ray
 from meetings import LocalMeeting, kill
 
-from flatweights import Layout
+from flatweights import FlatWeights, Layout
+from flatweights._sources import Template
 from flatweights.ray import MemberDiedError, MemberError, WorkerError
 from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
+from flatweights.ray.lanes._protocol import NUMBER
+from flatweights.ray.lanes._windows import Windows
+from flatweights.ray.members._asks import Ask
+from flatweights.ray.members._branch import Branch, BranchOutcome
 from flatweights.ray.members._member import Member
-from flatweights.ray.members._seats import State
+from flatweights.ray.members._seats import Letter, State
+from flatweights.ray.peers._by_lane import GroupLanes
 
 PATIENCE = 60.0
 
@@ -426,3 +437,123 @@ def test_all_calls_of_a_member_are_refused_in_a_fork(threads: ThreadPoolExecutor
     assert mean_of(second, 2.0)[0] == 1.5
     assert asked.result(PATIENCE)[0] == 1.5
     finish(local, first, second)
+
+
+def test_a_host_that_fails_tells_waiting_members_why(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room for the average")
+
+    local = LocalMeeting(2)
+    members = local.join_all()
+    call_all(threads, members, [1.0, 2.0])
+    monkeypatch.setattr(local.meeting, "_ways", fail)
+    for call in [threads.submit(mean_of, member, 1.0) for member in members]:
+        with pytest.raises(MemberError, match="host has failed: MemoryError: no room for the"):
+            call.result(PATIENCE)
+    local.thread.join(PATIENCE)
+    assert not local.thread.is_alive()
+
+
+def test_a_member_whose_outcome_cannot_be_put_into_the_store_is_told(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(_: Any) -> None:
+        raise ray.exceptions.ObjectStoreFullError("no room")
+
+    local = LocalMeeting(2)
+    entries = [local.enter(rank) for rank in range(2)]
+    tell, expect = local.meeting.news.tell, local.meeting.expect
+    started: Future[Any] = Future()  # of a member without a lane
+    assert entries[1].ticket.result(PATIENCE).rank == 1
+    tell(expect, entries[1].token, started)
+    other = local.member(entries[0], local.lane(entries[0]))
+    started.result(PATIENCE)
+    weights = FlatWeights({"w": np.ones(3)})
+    template = Template.of(weights, "weights")
+    monkeypatch.setattr(ray, "put", put)
+    average = threads.submit(other.average, weights)
+    local.until_asked(0)
+    ask = Ask("average", template.layout.digest)
+    body = pickle.dumps((tuple(ask), template.layout.pickled))
+    outcome: Future[Any] = Future()
+    tell(local.meeting.put, entries[1].token, Letter(body, weights.buffer, outcome))
+    assert average.result(PATIENCE).used == (0, 1)
+    with pytest.raises(MemberDiedError, match="ObjectStoreFullError: no room"):
+        outcome.result(PATIENCE)
+    finish(local, other)
+
+
+class TheHost:
+    """The host of a branch: it notes the calls of methods that the branch makes."""
+
+    def __init__(self) -> None:
+        self.calls: Queue[tuple[str, tuple[Any, ...]]] = Queue()
+        self.lanes = GroupLanes()  # they close with the last reference
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: self.calls.put((name, args)))
+
+    def next(self, name: str) -> tuple[Any, ...]:
+        called, args = self.calls.get(timeout=PATIENCE)
+        assert called == name
+        return args
+
+
+@pytest.fixture
+def branch() -> tuple[Branch, TheHost]:
+    host = TheHost()
+    end: Any = SimpleNamespace(models={})
+    return Branch(cast("Any", host), host.lanes, end, threading.Lock()), host
+
+
+def lane_of(branch: Branch, host: TheHost, rank: int) -> MemberLane:
+    """Return the lane of a member of the branch."""
+    token = b"%016d" % rank
+    lane = MemberLane(branch.news.ask(branch.enter, rank, f"process of rank {rank}", token), token)
+    branch.news.ask(branch.attach, token, lane.mailbox.nonce)
+    assert host.next("hand")[0] == token
+    return lane
+
+
+def test_members_of_a_branch_that_cannot_get_an_outcome_are_told(
+    branch: tuple[Branch, TheHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(_: Any) -> None:
+        raise ray.exceptions.ObjectLostError("11", "the host", "")
+
+    made, host = branch
+    lane = lane_of(made, host, 1)
+    monkeypatch.setattr(ray, "get", get)
+    outcome = BranchOutcome(3, b"outcome", [None], [b"%016d" % 1])
+    made.news.tell(made.post, outcome)
+    token, why = host.next("lose")
+    assert token == b"%016d" % 1
+    assert "process of rank 1: its outcome did not come: ObjectLostError" in str(why)
+    with pytest.raises(HostDiedError):
+        lane.outcome(PATIENCE)
+    lane.close()
+
+
+def test_an_answer_of_a_branch_replaces_no_outcome_that_another_has_still_to_fetch(
+    branch: tuple[Branch, TheHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, host = branch
+    lanes = [lane_of(made, host, rank) for rank in range(2)]
+    buffer = np.arange(5000, dtype=np.uint8)
+    monkeypatch.setattr(ray, "get", lambda _: buffer)
+    tokens = [b"%016d" % rank for rank in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Windows, "copy_in", lambda *_: None)  # no window is free
+        made.news.ask(made.post, BranchOutcome(3, b"average", [None], tokens))
+    assert lanes[0].outcome(PATIENCE)[0] == NUMBER.pack(3)
+    assert made.news.ask(made.fetch, 3) == (b"average", buffer)
+    lanes[0].ask(pickle.dumps((tuple(Ask("give")), None)), None, is_urgent=True)
+    host.next("hand")
+    made.news.ask(made.post, BranchOutcome(3, b"you missed a call", None, tokens[:1]))
+    assert lanes[0].outcome(PATIENCE)[0] == b"you missed a call"
+    assert lanes[1].outcome(PATIENCE)[0] == NUMBER.pack(3)
+    assert made.news.ask(made.fetch, 3) == (b"average", buffer)
+    for lane in lanes:
+        lane.close()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._sources import Kind, Template
+from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._news import News
@@ -129,19 +130,21 @@ class Branch:
 
     def post(self, outcome: BranchOutcome) -> None:
         """Give members an outcome."""
-        weights = outcome.weights
-        buffer: Any = None
-        if isinstance(weights, AverageOf):
-            buffer = self._end.weights(weights.number).buffer
-        elif weights is not None:
-            buffer = ray.get(weights[0])
-        self._outcomes[outcome.number] = outcome.body, buffer
+        told = [self._seats[token] for token in outcome.tokens if token in self._seats]
+        windows = self._lanes.windows
+        try:
+            buffer = self._buffer_of(outcome.weights)
+            message = outcome_message(outcome.number, outcome.body, buffer, windows)
+        except Exception as error:  # the store has lost them, or memory is short
+            why = f"its outcome did not come: {reason_in_a_line(error)}"
+            for seat in told:
+                self._lose(seat, MemberDiedError(f"{seat.who}: {why}"))
+            return
+        if buffer is not None:  # without weights it fits into a lane
+            self._outcomes[outcome.number] = outcome.body, buffer
         if len(self._outcomes) > _KEPT:
             del self._outcomes[next(iter(self._outcomes))]
-        windows = self._lanes.windows
-        message = outcome_message(outcome.number, outcome.body, buffer, windows)
         posted: list[_core.Mailbox] = []
-        told = [self._seats[token] for token in outcome.tokens if token in self._seats]
         ended = [sender for sender in self._senders.values() if not sender.is_present]
         for seat in (*told, *ended):  # no exchange uses these models any more
             if self._senders.get(seat.rank) is seat:  # not a successor of a dead member
@@ -155,6 +158,12 @@ class Branch:
             except Exception as error:  # the member died meanwhile
                 self._lose(seat, MemberDiedError(f"{seat.who}: {type(error).__name__}: {error}"))
         _core.Mailbox.wake(posted)
+
+    def _buffer_of(self, weights: Any) -> Any:
+        """Return the packed weights of an outcome; None if it has none."""
+        if isinstance(weights, AverageOf):
+            return self._end.weights(weights.number).buffer
+        return None if weights is None else ray.get(weights[0])
 
     def _run(self) -> None:
         while True:

@@ -37,7 +37,7 @@ class Healing:
     lacking: list[Seat]
     deadline: Deadline
     state: Packed | None = None
-    why: LacksStateError | None = None
+    why: Exception | None = None
     waiting: list[Seat] = field(default_factory=list)
 
     def lose(self, seat: Seat) -> None:
@@ -64,5 +64,9 @@ class Healing:
         """Whether there is an answer for the members that wait."""
         return bool(self.waiting) and not self.is_waited_for
 
+    def fail(self, why: Exception) -> None:
+        """Note that there will be no state."""
+        self.why = self.why or why
+
     def _fail(self, fault: str) -> None:
-        self.why = self.why or LacksStateError(f"rank {self.giver.rank}, which gives it, {fault}")
+        self.fail(LacksStateError(f"rank {self.giver.rank}, which gives it, {fault}"))

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -26,6 +26,8 @@ from flatweights.ray.members._ended import mark_end
 from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._seats import Letter
 from flatweights.ray.members._terms import Terms
+
+_Result = TypeVar("_Result")
 
 _LAST_REPLIES = 1.0  # seconds in which finished calls return their results
 
@@ -51,7 +53,7 @@ class Host:
 
     async def stay(self, token: bytes) -> None:
         """Return when a member is gone: its process owns the result, so Ray reports its death."""
-        await asyncio.wrap_future(self._ends[token])
+        await _until(self._ends[token])
 
     async def enter(
         self,
@@ -90,7 +92,7 @@ class Host:
         now = time.monotonic()
         entry = Entry(token, rank, terms, who, node, wants_lane, now, ticket, over)
         self._meeting.news.tell(self._meeting.door.enter, entry)
-        return await asyncio.wrap_future(ticket)
+        return await _until(ticket)
 
     async def attach(self, token: bytes, nonce: bytes) -> None:
         """Make the lane to a member that has connected.
@@ -112,7 +114,7 @@ class Host:
                 self._meeting.news.tell(self._meeting.expect, token, caller)
             else:
                 self._meeting.news.tell(self._meeting.put, token, Letter(body, buffer, caller))
-            return await asyncio.wrap_future(caller)
+            return await _until(caller)
         finally:
             self._running -= 1
 
@@ -149,7 +151,7 @@ class Host:
 
     async def _ask(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call ``method`` in the meeting's thread; return its result, or raise its exception."""
-        return await asyncio.wrap_future(self._meeting.news.asked(method, *args))
+        return await _until(self._meeting.news.asked(method, *args))
 
     async def _watch(self, token: bytes, who: str, stays: ray.ObjectRef) -> None:
         """Tell the meeting if the process that owns the result of `stay` dies."""
@@ -172,3 +174,12 @@ class Host:
             while self._running and time.monotonic() < end:
                 time.sleep(0.01)
             ray.kill(handle)
+
+
+async def _until(done: Future[_Result]) -> _Result:
+    """Wait until ``done``; return its result, or raise its exception.
+
+    If a member is cancelled (`ray.cancel`), Ray cancels its calls, too. The future is shielded from
+    that: the meeting's thread could not set it any more.
+    """
+    return await asyncio.shield(asyncio.wrap_future(done))

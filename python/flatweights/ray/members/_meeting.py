@@ -18,6 +18,7 @@ outcome for all. Its record of each member is a `Seat`, whose table lists the st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import pickle
@@ -41,6 +42,7 @@ from flatweights.ray._result import Packed
 from flatweights.ray._round import Round, facts_of
 from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.lanes._message import Message
 from flatweights.ray.members._asks import (
     Ask,
@@ -139,8 +141,9 @@ class Meeting:
         try:
             while self.door.is_in_use:
                 self._step()
-        except Exception:
+        except Exception as error:
             _log.exception("the host of meeting %r has failed", self._name)
+            self._tell_failure(error)
         self._agents.shut_down()
         self.door.close()
         self._lanes.close()
@@ -165,6 +168,12 @@ class Meeting:
         for seat in heard:
             self._hear(seat)
         self.news.read()
+
+    def _tell_failure(self, error: Exception) -> None:
+        """Tell members that wait why the meeting ends; others see that it has."""
+        asking = [seat for seat in self.door.present.values() if seat.state is State.ASKING]
+        with contextlib.suppress(Exception):  # memory may be short
+            self._answer(asking, HostDiedError(f"the host has failed: {reason_in_a_line(error)}"))
 
     def _elsewhere(self, first: Ask) -> list[Seat]:
         """Return members that wait for another call with the state of the call of ``first``."""
@@ -289,7 +298,11 @@ class Meeting:
             return
         self._answer([seat])  # the giver goes on while its state is copied
         if healing is not None and healing.is_waited_for and state is not None:
-            healing.state = self._copied(state)
+            try:
+                healing.state = self._copied(state)
+            except Exception as error:  # memory is short; only those that wait need it
+                why = f"the state could not be copied: {reason_in_a_line(error)}"
+                healing.fail(RuntimeError(why))
 
     def _heal(self) -> None:
         """Answer members that wait for a state, if it is known; give up on late givers."""
@@ -515,7 +528,7 @@ class Meeting:
         windows = self._lanes.windows
         message: Message | None = None
         ref: ray.ObjectRef | None = None
-        away: dict[AgentEnd, list[bytes]] = {}
+        away: dict[AgentEnd, list[Seat]] = {}
         posted: list[_core.Mailbox] = []
         for seat in seats:
             caller = seat.tell(abs(number))
@@ -530,19 +543,27 @@ class Meeting:
                         ref = ray.put(buffer)
                     caller.set_result((body, None if ref is None else [ref]))
                 elif seat.agent is not None:
-                    away.setdefault(seat.agent, []).append(seat.token)
-            except Exception as error:  # the member died meanwhile
-                why = f"{seat.who}: {type(error).__name__}: {error}"
-                self._lose(seat, MemberDiedError(why))
+                    away.setdefault(seat.agent, []).append(seat)
+            except Exception as error:  # the member died meanwhile, or Ray's store is full
+                why = MemberDiedError(f"{seat.who}: {reason_in_a_line(error)}")
+                if caller is not None and not caller.done():
+                    caller.set_exception(why)
+                self._lose(seat, why)
         _core.Mailbox.wake(posted)
-        for agent, tokens in away.items():
+        for agent, there in away.items():
             weights: Any = None
-            if exchanged is not None and agent.has(exchanged):
-                weights = AverageOf(exchanged.number)
-            elif buffer is not None:
-                ref = ray.put(buffer) if ref is None else ref
-                weights = [ref]
-            agent.handle.post.remote(BranchOutcome(number, body, weights, tokens))
+            try:
+                if exchanged is not None and agent.has(exchanged):
+                    weights = AverageOf(exchanged.number)
+                elif buffer is not None:
+                    ref = ray.put(buffer) if ref is None else ref
+                    weights = [ref]
+                tokens = [seat.token for seat in there]
+                agent.handle.post.remote(BranchOutcome(number, body, weights, tokens))
+            except Exception as error:  # Ray's store is full
+                fault = f"its outcome was not sent: {reason_in_a_line(error)}"
+                for seat in there:
+                    self._lose(seat, MemberDiedError(f"{seat.who}: {fault}"))
 
     def _lose(self, seat: Seat, why: MemberDiedError) -> None:
         """Count a member as dead."""
