@@ -339,6 +339,50 @@ def test_a_late_member_gets_no_average_of_a_call_with_another_state(
     finish(local, first, late)
 
 
+def layer_of(member: Member, k: int, value: float, **options: Any) -> tuple[float, Any]:
+    result = member.average({f"layer {k}": np.array([value])}, min_results=1, **options)
+    return float(result.weights[f"layer {k}"][0]), result
+
+
+def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
+    threads: ThreadPoolExecutor,
+) -> None:
+    local = LocalMeeting(2)
+    first, late = local.join_all()
+    layers = range(12)
+    for k in layers:
+        calls = [threads.submit(layer_of, one, k, float(k)) for one in (first, late)]
+        assert [call.result(PATIENCE)[0] for call in calls] == [k, k]
+    for k in layers:
+        assert layer_of(first, k, 100.0 + k, timeout=0.01)[1].late == (1,)
+    asked = threads.submit(layer_of, late, 2, 0.0)
+    local.wait_until(lambda meeting: meeting._behind)
+    for k in range(3):  # the others do not wait for it
+        value, result = layer_of(first, k, 200.0 + k)
+        assert (value, result.used, result.late) == (200.0 + k, (0,), (1,))
+    value, result = asked.result(PATIENCE)
+    assert (value, result.used, result.late) == (202.0, (0,), (1,))
+    for k in range(3, 12):
+        calls = [threads.submit(layer_of, one, k, v) for one, v in ((first, 1.0), (late, 3.0))]
+        assert [call.result(PATIENCE)[0] for call in calls] == [2.0, 2.0]
+    finish(local, first, late)
+
+
+def test_a_member_that_waits_for_an_outcome_that_nobody_else_makes_takes_part(
+    threads: ThreadPoolExecutor,
+) -> None:
+    local = LocalMeeting(2)
+    first, late = local.join_all()
+    for k in range(12):
+        layer_of(first, k, float(k), timeout=0.01)
+    asked = threads.submit(layer_of, late, 0, 7.0)
+    local.wait_until(lambda meeting: meeting._behind)
+    first.leave()
+    value, result = asked.result(PATIENCE)
+    assert (value, result.used, result.late) == (7.0, (1,), ())
+    finish(local, late)
+
+
 def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     local = LocalMeeting(2)
     first, second = local.join_all()

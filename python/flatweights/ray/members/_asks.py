@@ -81,6 +81,11 @@ class Ask(NamedTuple):
         return self.timeout is not None or self.lacks or not is_call
 
     @property
+    def kind(self) -> tuple[Any, ...]:
+        """The kind of call: the outcome of one answers asks of the same kind."""
+        return self.operation, self.digest, self.root, self.state
+
+    @property
     def rule_name(self) -> str | None:
         """The name of the rule, with its arguments."""
         return None if self.rule is None else self.rule[0]

@@ -6,7 +6,8 @@ outcome for all. Its record of each member is a `Seat`, whose table lists the st
 
 - Outcomes are numbered. A member that has the outcome before the present call takes part in it. A
   member with an older outcome is late, or has joined again. Its ask is answered at once by the last
-  outcome of a call like it, until there is no newer one; then it takes part again.
+  outcome of a call like it, until there is no newer one; then it takes part again. If that outcome
+  is no longer kept, it waits for the next one (`_behind`).
 - The open call consists of the asks of members that wait for its outcome. If one of them dies
   meanwhile, its ask is dropped. A process that takes its rank has a seat of its own.
 - Nobody waits for a member that has died or left. A call waits for late members only if it needs
@@ -74,6 +75,7 @@ from flatweights.robust import Rule
 
 _CALLS = 16  # calls that an agent runs at a time, without waiting for each other
 _KEPT = 8  # kinds of call of which the last outcome is kept, for members that are late
+_KINDS = 1024  # kinds of call of which the number of the last outcome is known
 
 _log = logging.getLogger("flatweights")
 
@@ -124,6 +126,7 @@ class Meeting:
         self._agents = Agents(self._lanes.windows.offer, terms.sums, BranchAgent, (host,), _CALLS)
         self._asking: list[Seat] = []  # the open call, in the order of its asks
         self._lacking: list[Seat] = []  # members that have asked, and lack the state
+        self._behind: list[Seat] = []  # late members whose outcome is no longer kept
         self._healings: list[Healing] = []
         self._seconds_waited = 0.0  # for the open call
         self._untold: list[Seat] = []  # deaths that were not logged yet
@@ -133,6 +136,7 @@ class Meeting:
             name, terms, node, self._lanes, self._agents, self.news, self._hear, self._lose
         )
         self._kept: list[Kept] = []
+        self._made: dict[tuple[Any, ...], int] = {}  # by kind of call, its last outcome
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
         self._number = 0  # of the last outcome
 
@@ -153,6 +157,8 @@ class Meeting:
         self.door.admit()
         self._welcome()
         self._heal()
+        if self._behind and not self._count_of_whole():  # nobody else makes such a call
+            self._asking, self._behind = self._behind, []
         if self._is_due():
             self._close_call()
             return
@@ -223,8 +229,8 @@ class Meeting:
         return len(self._asking) == self._count_of_whole() or self._are_enough()
 
     def _count_of_whole(self) -> int:
-        """Return the number of members that do not lack the state of their training."""
-        return len(self.door.present) - len(self._lacking)
+        """Return the number of members that wait for no other call than the open one."""
+        return len(self.door.present) - len(self._lacking) - len(self._behind)
 
     def _are_enough(self) -> bool:
         """Whether the open call needs no late members."""
@@ -233,9 +239,13 @@ class Meeting:
         if first.operation == "broadcast":
             return first.root in asks or first.root not in self.door.ranks()
         joined = sum(seat.state is not State.LEFT for seat in self.door.seats.values())
-        joined -= len(self._lacking)
+        joined -= len(self._lacking) + len(self._behind)
         need = joined if first.min_results is None else first.min_results
         return len(asks) >= min(need, self._count_of_whole())
+
+    def _waiting_for_others(self) -> set[int]:
+        """Return the ranks that wait for another call than the open one."""
+        return {seat.rank for seat in (*self._lacking, *self._behind)}
 
     def _asks(self) -> dict[int, Ask]:
         """Return the asks of the open call by rank, in their order."""
@@ -270,7 +280,9 @@ class Meeting:
                 missed = f"rank {seat.rank} has missed calls with a state"
                 self._answer([seat], LacksStateError(missed))
                 return
-        if kept is None:
+        if kept is None and ask.state is None and self._made.get(ask.kind, 0) > seat.has:
+            self._behind.append(seat)
+        elif kept is None:
             self._asking.append(seat)
             self._tell_deaths()
         else:
@@ -336,7 +348,7 @@ class Meeting:
         arrivals = Arrivals.over(
             {seat.rank: seat.answer for seat in asking if seat.answer is not None},
             failed={k: seat.why for k, seat in self.door.seats.items() if seat.why is not None},
-            late=sorted({*self.door.ranks()} - {*asks} - {seat.rank for seat in self._lacking}),
+            late=sorted({*self.door.ranks()} - {*asks} - self._waiting_for_others()),
             timeout=deadline.timeout,
             seconds_waited=self._seconds_waited,
         )
@@ -344,6 +356,7 @@ class Meeting:
         first = asks[min(asks)]
         is_average = first.operation == "average"
         lacking = [seat for seat in self._lacking if seat.answer and _joins(seat.answer.ask, first)]
+        served: list[Seat] = []
         weights: Packed | None = None
         result: Round | None = None
         error: Exception | None = None
@@ -367,6 +380,7 @@ class Meeting:
                 giver = self._begin_healing(number, result, asking, lacking, deadline)
                 result.healed = tuple(sorted(seat.rank for seat in lacking))
             others = {seat.rank for seat in self._elsewhere(first)}
+            others |= {seat.rank for seat in self._behind}
             result.late = tuple(sorted({*result.late, *others}))
             if result.failed:
                 result.failed = {rank: portable(why) for rank, why in result.failed.items()}
@@ -384,6 +398,14 @@ class Meeting:
             if first.digest != weights.layout.digest:
                 first = first._replace(digest=weights.layout.digest)
             self._kept.insert(0, Kept(first, number, body, weights, previous))
+            self._made.pop(first.kind, None)  # so that it is the newest
+            self._made[first.kind] = number
+            if len(self._made) > _KINDS:
+                del self._made[next(iter(self._made))]
+            served = [
+                seat for seat in self._behind if seat.answer and seat.answer.ask.is_served_by(first)
+            ]
+            self._behind = [seat for seat in self._behind if seat not in served]
             if first.state is not None:
                 self._states[first.state] = number
                 for seat in (*asking, *lacking):
@@ -394,6 +416,7 @@ class Meeting:
         # the others wake up.
         asking.reverse()
         asking += lacking if giver else []
+        asking += served
         self._release(first)
         self._post(number, body, buffer, asking, None if result is None else result._exchanged)
         # No member waits for the rest.
@@ -576,7 +599,7 @@ class Meeting:
     def _forget(self, seat: Seat) -> None:
         """Wait for nothing more of a member that has left or is dead."""
         self.door.forget(seat)
-        for seats in (self._asking, self._lacking):
+        for seats in (self._asking, self._lacking, self._behind):
             if seat in seats:
                 seats.remove(seat)
         for healing in self._healings:
