@@ -336,14 +336,22 @@ class Layout:
 
 # Data-parallel training sends one layout with every message; a process builds it once.
 _pickled_here: weakref.WeakValueDictionary[bytes, Layout] = weakref.WeakValueDictionary()
+_last_unpickled: tuple[bytes, Layout] | None = None
 
 
 def unpickle_layout(pickled: bytes) -> Layout:
     """Return the layout of `Layout.pickled`: one that this process has, if it knows it."""
     if not isinstance(pickled, bytes):
         raise ValueError(f"not a layout: expected bytes, got {type(pickled).__name__}")
+    global _last_unpickled
+    last = _last_unpickled
+    if last is not None and pickled == last[0]:  # comparing takes less than hashing
+        return last[1]
     layout = _pickled_here.get(pickled)
-    return _rebuild(pickled) if layout is None else layout
+    if layout is None:
+        layout = _rebuild(pickled)
+    _last_unpickled = pickled, layout
+    return layout
 
 
 @functools.lru_cache(maxsize=64)

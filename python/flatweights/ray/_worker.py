@@ -200,7 +200,7 @@ class FlatWorker:
                 called. Without a method, the error itself is raised.
             TypeError: If the method is async.
         """
-        return _run(self, head, new_weights, method, *args, **kwargs)
+        return _run(self, self._group_state, head, new_weights, method, *args, **kwargs)
 
     @property
     def _group_state(self) -> _GroupState:
@@ -235,6 +235,7 @@ class FlatWorker:
 
 def _run(
     worker: FlatWorker,
+    state: _GroupState,
     head: Head,
     new_weights: Any,
     method: str | None,
@@ -243,7 +244,6 @@ def _run(
     **kwargs: Any,
 ) -> Any:
     stamp, version, wire = head
-    state = worker._group_state
     with state.turn:
         state.admit(stamp)
         if new_weights is not None:
@@ -275,7 +275,7 @@ class _Commands:
     """The methods of a worker that commands of a lane call, without Ray's wrapper."""
 
     def __init__(self, worker: FlatWorker) -> None:
-        self.call_version = functools.partial(_run, worker)
+        self.call_version = functools.partial(_run, worker, worker._group_state)
 
 
 def _receive(

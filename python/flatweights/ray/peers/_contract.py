@@ -84,7 +84,9 @@ def weights_of(value: Any) -> Any:
         *layout, buffer = value[1]
         value[1].clear()
         if layout:
-            return Packed(np.frombuffer(buffer, np.uint8), unpickle_layout(layout[0]))
+            is_array = type(buffer) is np.ndarray  # through Ray, it is a buffer of another kind
+            packed = buffer if is_array else np.frombuffer(buffer, np.uint8)
+            return Packed(packed, unpickle_layout(layout[0]))
         return buffer
     return value
 
