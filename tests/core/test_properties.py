@@ -115,6 +115,7 @@ def forget_layouts() -> None:
     """Forget pickled and unpickled layouts, as in a new process."""
     layout_module._pickled_here.clear()
     layout_module._rebuild.cache_clear()
+    layout_module._last_unpickled = None
 
 
 @given(models)
