@@ -580,3 +580,42 @@ def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> No
     new = meeting.join(1)
     own = train(new, 40)
     check_alike([own, survivor.result(LIMIT)])
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
+    pool: ThreadPoolExecutor, named: bool
+) -> None:
+    meeting = LocalMeeting(2)
+    members = meeting.join_all()
+
+    def train(member: Member, steps: int, dies_at: int = -1) -> list[Any]:
+        weights = [keras.Variable(np.full(3, 9.0 + k), dtype="float32") for k in range(2)]
+        optimizers = []
+        for k in range(2):
+            adam = keras.optimizers.Adam(0.1, name=f"critic_of_{k}" if named else "adam")
+            optimizers.append(average_gradients(adam, member=member, min_results=1, timeout=60.0))
+            optimizers[k].build([weights[k]])
+        while int(optimizers[1].iterations) < steps:
+            done = int(optimizers[1].iterations)
+            if done == dies_at:
+                kill(member)
+                raise KilledError
+            if done == 10 and dies_at < 0:
+                meeting.wait_until(lambda inside: inside._lacking or inside._healings)
+            for target, (optimizer, one) in enumerate(zip(optimizers, weights, strict=True)):
+                optimizer.apply([2 * (one.value - float(target))], [one])
+        return [np.asarray(one) for k in range(2) for one in [weights[k], *optimizers[k].variables]]
+
+    survivor = pool.submit(train, members[0], 40 if named else 10)
+    with pytest.raises(KilledError):
+        train(members[1], 40, dies_at=5)
+    if not named:
+        survivor.result(LIMIT)
+    new = meeting.join(1)
+    if named:
+        own = train(new, 40)
+        check_alike([own, survivor.result(LIMIT)])
+        return
+    with pytest.raises(RuntimeError, match="several models of one layout take turns"):
+        train(new, 40)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
@@ -384,7 +385,7 @@ class Averaging:
         key = tuple(id(_inner(variable)) for variable in variables), (*keepers,)
         if key not in self._states:
             whole = self._variables_with_slots(variables)
-            self._states[key] = State(whole, len(variables), keepers)
+            self._states[key] = State(whole, len(variables), keepers, _own_name(self._optimizer))
         return self._states[key]
 
     def _average(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -516,6 +517,14 @@ def _fit_frame() -> FrameType | None:
     while frame is not None and frame.f_code is not _FIT:
         frame = frame.f_back
     return frame
+
+
+def _own_name(optimizer: Any) -> str:
+    """Return the name that a user gave to ``optimizer``; empty, if Keras has named it."""
+    name, kind = str(optimizer.name), type(optimizer).__name__
+    is_own = re.sub(r"_\d+$", "", name).replace("_", "").lower() != kind.lower()
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return name if is_own else "" if inner is None else _own_name(inner)
 
 
 def _accumulators(optimizer: Any) -> list[Any]:

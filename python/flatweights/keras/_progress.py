@@ -73,7 +73,11 @@ class State:
     """
 
     def __init__(
-        self, variables: TensorFlowVariables, count: int = 0, keepers: Sequence[str] = ()
+        self,
+        variables: TensorFlowVariables,
+        count: int = 0,
+        keepers: Sequence[str] = (),
+        name: str = "",
     ) -> None:
         """Take the variables.
 
@@ -81,16 +85,17 @@ class State:
             variables: The variables, including the optimizer's slots.
             count: The number of the model's weights, which are the first of the variables.
             keepers: The names of the callbacks that keep copies of these weights.
+            name: A name that tells this state from others of the same variables.
         """
         slots = [*variables.layout.slots]
         self._variables = variables
         self._count = count
         self._keepers = keepers
         names = [slot.name for slot in slots]
-        names += [f"best weights of {k}/{name}" for k in keepers for name in names[:count]]
+        names += [f"best weights of {k}/{one}" for k in keepers for one in names[:count]]
         kept = [*slots, *(slot for _ in keepers for slot in slots[:count])]
         self.layout = Layout(
-            [*names, "the place in the training"],
+            [*names, f"the place in the training{f' of {name}' if name else ''}"],
             [*(slot.shape for slot in kept), (_ROOM,)],
             [*(slot.dtype for slot in kept), np.dtype(np.uint8)],
         )

@@ -275,6 +275,93 @@ def test_a_call_of_another_kind_goes_on_without_those_that_wait_for_the_state(po
     assert trainings[0].bits() == trainings[1].bits()
 
 
+class Critic:
+    """A model that is its own state, and whose part has a name."""
+
+    def __init__(self, value: float, name: str) -> None:
+        self.value = np.full(3, value)
+        self.layout = Layout.of({name: self.value})
+
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        self.layout.packed_views(buffer)[0][...] = self.value
+
+    def scatter(self, buffer: NDArray[np.uint8]) -> None:
+        self.value[...] = self.layout.packed_views(buffer)[0]
+
+    def step(self, member: Member, **options: Any) -> Any:
+        result = member.average([self.value], state=self, min_results=1, **options)
+        self.value += result.weights[0]
+        return result
+
+
+@pytest.mark.parametrize("names", [("w", "w"), ("first", "second")], ids=["twins", "named"])
+def test_a_member_is_never_healed_with_another_model_of_the_same_layout(
+    pool: Any, names: tuple[str, str]
+) -> None:
+    meeting = LocalMeeting(2)
+    members = meeting.join_all()
+    critics = [[Critic(1.0, names[0]), Critic(2.0, names[1])] for _ in range(2)]
+
+    def take_turns(rank: int) -> None:
+        for _ in range(3):
+            for critic in critics[rank]:
+                critic.step(members[rank])
+
+    for calls in [pool.submit(take_turns, rank) for rank in range(2)]:
+        calls.result(60)
+    kill(members[1])
+    meeting.wait_until(lambda inside: inside.door.seats[1].why is not None)
+    critics[0][0].step(members[0])
+    members[1] = meeting.join(1)
+    critics[1] = [Critic(-1.0, names[0]), Critic(-2.0, names[1])]
+    healing = pool.submit(critics[1][0].step, members[1])
+    if names[0] == names[1]:  # else it would get the state of the second critic
+        with pytest.raises(RuntimeError, match="several models of one layout take turns in this"):
+            healing.result(60)
+        return
+    meeting.wait_until(lambda inside: inside._lacking)
+    critics[0][1].step(members[0])
+    assert not healing.done()
+    critics[0][0].step(members[0])
+    assert healing.result(60).healed == (1,)
+    second = [pool.submit(critics[rank][1].step, members[rank]) for rank in (1, 0)]
+    assert [one.result(60).healed for one in second] == [(1,), (1,)]
+    for mine, others in zip(*critics, strict=True):
+        np.testing.assert_array_equal(mine.value, others.value)
+
+
+def test_a_late_member_gets_no_average_of_another_model_of_the_same_layout(pool: Any) -> None:
+    meeting = LocalMeeting(2)
+    first, late = meeting.join_all()
+    critics = [[Critic(1.0, "w"), Critic(2.0, "w")] for _ in range(2)]
+
+    def average(member: Member, critic: Critic, **options: Any) -> Any:
+        return member.average_variables(critic, min_results=1, **options)
+
+    for k in (0, 1, 0, 1):
+        both = [
+            pool.submit(average, member, critics[r][k]) for r, member in enumerate([first, late])
+        ]
+        assert [one.result(60).used for one in both] == [(0, 1)] * 2
+    for k in (0, 1):
+        assert average(first, critics[0][k], timeout=0.01).late == (1,)
+    with pytest.raises(RuntimeError, match="rank 1 was late, or has joined again, and could be"):
+        average(late, critics[1][0])
+    assert critics[1][0].value[0] == 1.0
+
+
+def test_objects_that_are_made_anew_for_each_call_take_no_turns() -> None:
+    [member] = LocalMeeting(1).join_all()
+    kept = []
+    for k in range(6):
+        critic = Critic(float(k), "w")
+        if k < 3:  # several trainings, one after the other
+            kept.append(critic)
+        for _ in range(2):
+            member.average_variables(critic, min_results=1, state=critic)
+    assert not member._turns._twins
+
+
 def test_variables_are_set_after_the_state_that_they_are_part_of(pool: Any) -> None:
     class Weights:
         def __init__(self, training: Training) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -546,10 +547,15 @@ class TheHost:
 
 
 @pytest.fixture
-def branch() -> tuple[Branch, TheHost]:
+def branch() -> Iterator[tuple[Branch, TheHost]]:
     host = TheHost()
     end: Any = SimpleNamespace(models={})
-    return Branch(cast("Any", host), host.lanes, end, threading.Lock()), host
+    made = Branch(cast("Any", host), host.lanes, end, threading.Lock())
+    yield made, host
+    made.news.tell(sys.exit)  # its thread ends
+    for thread in threading.enumerate():
+        if thread.name == "flatweights-branch":
+            thread.join(PATIENCE)
 
 
 def lane_of(branch: Branch, host: TheHost, rank: int) -> MemberLane:
@@ -561,6 +567,7 @@ def lane_of(branch: Branch, host: TheHost, rank: int) -> MemberLane:
     return lane
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `exit`
 def test_members_of_a_branch_that_cannot_get_an_outcome_are_told(
     branch: tuple[Branch, TheHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -580,6 +587,7 @@ def test_members_of_a_branch_that_cannot_get_an_outcome_are_told(
     lane.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `exit`
 def test_an_answer_of_a_branch_replaces_no_outcome_that_another_has_still_to_fetch(
     branch: tuple[Branch, TheHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,8 @@ class Ask(NamedTuple):
         state: The digest of the layout of the state that heals members; None, if this call heals
             none.
         lacks: Whether this member lacks the state: its weights are not part of the average.
+        twins: Those of `keys` that are also those of calls with other variables, or with another
+            state: two of one layout take turns in this member's calls.
     """
 
     operation: Operation
@@ -73,12 +75,19 @@ class Ask(NamedTuple):
     rule: tuple[str, bytes] | None = None
     state: str | None = None
     lacks: bool = False
+    twins: tuple[str, ...] = ()
 
     @property
     def is_urgent(self) -> bool:
         """Whether the host must read it before all others have asked."""
         is_call = self.operation in ("average", "broadcast")
         return self.timeout is not None or self.lacks or not is_call
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """The layouts that tell the state, and then the weights, from those of other calls."""
+        state = self.state or "no state"
+        return state, f"{self.digest} with {state}"
 
     @property
     def kind(self) -> tuple[Any, ...]:

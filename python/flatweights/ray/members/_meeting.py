@@ -138,6 +138,7 @@ class Meeting:
         self._kept: list[Kept] = []
         self._made: dict[tuple[Any, ...], int] = {}  # by kind of call, its last outcome
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
+        self._twins: set[str] = set()  # the keys of asks that are twins
         self._number = 0  # of the last outcome
 
     def run(self) -> None:
@@ -267,12 +268,20 @@ class Meeting:
             return
         for healing in self._healings:
             healing.lose(seat)  # it neither asks for the state nor gives it
+        self._twins.update(ask.twins)
+        is_twin = not self._twins.isdisjoint(ask.keys)
         if ask.lacks:
-            self._lacking.append(seat)
+            if is_twin:
+                self._refuse(seat)
+            else:
+                self._lacking.append(seat)
             return
         kept = next((kept for kept in self._kept if ask.is_served_by(kept.ask)), None)
         if kept is not None and kept.number <= seat.has:
             kept = None  # it takes part in the open call
+        if kept is not None and ask.state is None and is_twin:
+            self._refuse(seat)
+            return
         if ask.state is not None:
             before = self._states.get(ask.state, 0) if kept is None else kept.previous
             if seat.states.get(ask.state, 0) < before:
@@ -282,6 +291,8 @@ class Meeting:
                 return
         if kept is None and ask.state is None and self._made.get(ask.kind, 0) > seat.has:
             self._behind.append(seat)
+            text = "meeting %r: rank %d was late for %s, and waits for the next such call"
+            _log.warning(text, self._name, seat.rank, ask)
         elif kept is None:
             self._asking.append(seat)
             self._tell_deaths()
@@ -289,6 +300,16 @@ class Meeting:
             self._post(kept.number, kept.body, kept.weights.buffer, [seat])
             if ask.state is not None:
                 seat.states[ask.state] = kept.number
+
+    def _refuse(self, seat: Seat) -> None:
+        """Raise in a late or new member, which might get the weights of another model."""
+        why = (
+            f"rank {seat.rank} was late, or has joined again, and could be given another model's "
+            "weights: several models of one layout take turns in this meeting. Give their parts "
+            "names of their own, as in TensorFlowVariables({'critic 1': model}), or use a meeting "
+            "for each"
+        )
+        self._answer([seat], RuntimeError(why))
 
     def _hear_of_state(self, seat: Seat) -> None:
         """Take the state from a giver, or note that a member waits for it."""

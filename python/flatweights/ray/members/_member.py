@@ -32,6 +32,7 @@ from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._host_end import HostEnd, enter
 from flatweights.ray.members._terms import GRACE, Terms
 from flatweights.ray.members._train import train_worker
+from flatweights.ray.members._turns import Turns
 from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._wait import check_timeout, seconds_left
 from flatweights.robust import AnyRule, Rule
@@ -169,6 +170,7 @@ class Member:
         self.lacks_state = outcome.number > 0
         self.raises_elsewhere = False
         self._host = host
+        self._turns = Turns(name)
         self._turn = threading.Lock()
         self._caller = 0  # the thread that holds it
         self._over: str = ""
@@ -282,6 +284,9 @@ class Member:
         layout = _layout_of(variables, "variables")
         check_flat_weights(layout, "variables")
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
+        may_be_late = min_results is not None or timeout is not None or state is not None
+        if may_be_late and self._turns.is_twin(variables, ask.keys[1]):
+            ask = ask._replace(twins=(*ask.twins, ask.keys[1]))
         with self._call() as host:
             buffer = host.new_buffer(layout)
             variables.gather_into(buffer)
@@ -412,7 +417,7 @@ class Member:
             raise TypeError(f"weight: {checked.name} has no weights, all ranks count alike")
         if min_results is not None:
             min_results = check_count(min_results, "min_results", self.size)
-        return Ask(
+        ask = Ask(
             "average" if root is None else "broadcast",
             layout.digest,
             root,
@@ -423,6 +428,9 @@ class Member:
             None if checked is None else (_name_of(checked), ray.cloudpickle.dumps(checked)),
             None if state is None else _layout_of(state, "state").digest,
         )
+        if state is not None and self._turns.is_twin(state, ask.keys[0]):
+            ask = ask._replace(twins=ask.keys[:1])
+        return ask
 
     def _exchange(
         self,
