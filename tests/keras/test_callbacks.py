@@ -385,22 +385,40 @@ def test_members_that_train_alone_are_warned(caplog: pytest.LogCaptureFixture) -
         assert ("each member trains alone" in caplog.text) == (not others)
 
 
-def test_best_weights_that_may_be_of_one_member_are_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def best_of_first(place: Place, unit: str) -> Any:
+    """Return the weights after a training whose first epoch, without an average, was the best."""
     import keras
 
-    from flatweights.keras import AverageWeights
+    from flatweights.keras import AverageLogs, AverageWeights
 
-    (member,) = LocalMeeting(1).join_all()
-    for every in (1, 2):
-        for restores in (False, True):
-            caplog.clear()
-            early = keras.callbacks.EarlyStopping("loss", restore_best_weights=restores)
-            callbacks = [AverageWeights(every, member=member), early]
-            compiled(Place()).fit(*images("dense"), verbose=0, callbacks=callbacks)
-            warns = restores and every > 1
-            assert ("these are the member's own" in caplog.text) == warns
+    class Noting(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if not epoch:
+                first.extend(self.model.get_weights())
+
+    first: list[Any] = []
+    member = place.member()
+    averaging = AverageWeights(2 if unit == "epoch" else 3, unit, member=member)  # type: ignore[arg-type]
+    early = keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True)
+    callbacks = [averaging, AverageLogs(member=member), early, Noting()]
+    model = compiled(place, "normalized")
+    x, y = images("normalized")
+    data = (x, y) if unit == "batch" else part(place)
+    model.fit(*data, BATCH, 2, verbose=0, shuffle=False, callbacks=callbacks)
+    return model.get_weights(), first, len(data[0])
+
+
+@pytest.mark.parametrize("unit", ["epoch", "batch"])
+def test_best_weights_of_an_epoch_that_no_average_ended_are_averaged(
+    together: Together, unit: str
+) -> None:
+    replies = together(2, best_of_first, unit)
+    samples = [reply[2] for reply in replies]
+    expected = fw.average([reply[1] for reply in replies], samples)
+    for weights, *_ in replies:
+        for mine, mean, other in zip(weights, expected, replies[0][0], strict=True):
+            np.testing.assert_array_equal(mine, other)
+            np.testing.assert_allclose(mine, mean, rtol=1e-6)
 
 
 def test_a_model_that_is_built_by_its_first_step_is_refused_by_name() -> None:

@@ -159,12 +159,8 @@ class AverageWeights(MemberCallback):
         """
         callbacks = callbacks_beside(self)
         check_before(self, callbacks, _keeps, "keep the weights of its own member")
-        if keepers_among(callbacks) and (self._every > 1 or self._unit == "batch"):
-            _log.warning(
-                "AverageWeights: EarlyStopping(restore_best_weights=True) sets the weights of the "
-                "best epoch at the end. If no average is taken after that epoch, these are the "
-                "member's own. With AverageWeights(every=1), all members end with the same"
-            )
+        ends_epochs = self._every == 1 and self._unit == "epoch"
+        self._keepers = [] if ends_epochs else [one for one in callbacks if keepers_among([one])]
         self._counted = 0.0  # samples of this epoch that are already in `_since`
         self._since = 0.0  # samples since the last average
         self._steps = 0  # epochs or batches since the last average
@@ -229,7 +225,24 @@ class AverageWeights(MemberCallback):
         if trained:
             self._progress = None  # all members that are still there have the state
             self._average("epoch")
+        for keeper in self._keepers:
+            self._average_best(keeper)
         super().on_train_end()
+
+    def _average_best(self, keeper: Any) -> None:
+        """Average the best weights that ``keeper`` is about to set: no average ended that epoch."""
+        lease, best = self._lease, keeper.best_weights
+        weight = self._samples.read() or 1.0 if self._weight == "samples" else self._weight
+        terms: Any = {"timeout": lease.timeout, "min_results": lease.min_results}
+        with calls_are_equal(self._member, "end"):
+            kept = self._member.average({"has best weights": np.float64(best is not None)}, **terms)
+            if best is not None and kept.weights["has best weights"] == 1.0:
+                result = self._member.average(best, weight, **terms, **self._options)
+                keeper.best_weights = result.weights
+            elif kept.weights["has best weights"]:
+                _log.warning(
+                    "AverageWeights: some members have no best weights, so the others set their own"
+                )
 
     def _end_epoch(self) -> None:
         if self._is_epoch_over or self._is_apart:
