@@ -377,6 +377,22 @@ def test_a_newer_publisher_takes_over() -> None:
             assert subscriber.behind == 0
 
 
+def test_the_last_weights_stay_until_a_newer_publisher_has_published() -> None:
+    with Publisher("begins", np.ones(5)) as old, Subscriber("begins") as subscriber:
+        old.publish()
+        with Publisher("begins", np.full(7, 2.0)) as second:
+            wait_until(lambda: subscriber._state._next is not None)
+            assert next(iter(subscriber.read().values())).tolist() == [1.0] * 5
+            assert second.version == 0
+        with Publisher("begins", np.full(7, 3.0)) as third:
+            wait_until(lambda: subscriber._state._next is not None)
+            assert next(iter(subscriber.read().values())).tolist() == [1.0] * 5
+            third.publish()
+            wait_until(lambda: subscriber.behind == 1)
+            assert next(iter(subscriber.read().values())).tolist() == [3.0] * 7
+            assert subscriber.version == 2 * VERSIONS + 1
+
+
 @pytest.mark.parametrize("way", ["", "store"])
 def test_a_learner_that_is_killed_publishes_again(started: list[Any], way: str) -> None:
     name = f"restarts{way}"

@@ -245,6 +245,8 @@ class _State:
         self._name = name
         self._target = target
         self._mismatch: ValueError | None = None
+        # A newer publisher that has published nothing yet.
+        self._next: tuple[Source, _names.Record] | None = None
         self._who = ""
         self._is_over = False
         self._is_closed = False
@@ -300,21 +302,43 @@ class _State:
             seen = source.newest
         with self.lock:
             self.source.close()
+            if self._next is not None:
+                self._next[0].close()
 
     def _look(self) -> None:
+        """Go on with a newer publisher, once it has published something."""
+        if self._next is None or self._has_ended_empty(self._next[0]):
+            self._find()
+        if self._next is None:
+            return
+        old, (source, record) = self.source, self._next
+        if source.newest or not old.newest:
+            with self.lock:
+                self._next = None
+                self._set(source, record)
+                old.close()
+            self._is_over = False
+
+    def _find(self) -> None:
+        """Connect to a newer publisher, if there is one."""
+        if self._next is not None:
+            self._next[0].close()
+            self._next = None
         old = self.source
         if not _names.is_superseded(self._name, old.number) and (
             old.way == "lane" or not self._is_over
         ):
             return  # if it has ended, nothing is new until there is another publisher
         record = _names.find(self._name)
-        if record is None:
-            return
-        source = connect(self._name, record, time.monotonic() + 10 * _TICK)
-        with self.lock:
-            self._set(source, record)
-            old.close()
-        self._is_over = False
+        if record is not None:
+            source = connect(self._name, record, time.monotonic() + 10 * _TICK)
+            self._next = source, record
+
+    def _has_ended_empty(self, source: Source) -> bool:
+        """Whether ``source`` has nothing, and will have nothing any more."""
+        if source.newest:
+            return False
+        return source.wait_for_end(0.0) or _names.is_superseded(self._name, source.number)
 
     def _set(self, source: Source, record: _names.Record) -> None:
         self.source = source
