@@ -51,7 +51,8 @@ class WorkerGroup:
     unhealthy until there is a `broadcast`.
 
     One thread at a time may call a group: a call during another thread's call raises
-    `RuntimeError`.
+    `RuntimeError`. So does a call in a function passed as ``weights=`` or ``rule=`` of `average` or
+    `run`.
 
     >>> import numpy as np
     >>> import ray

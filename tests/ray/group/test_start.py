@@ -16,6 +16,8 @@ import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, StaleWorkerError, WorkerError, WorkerGroup
 from flatweights.ray import _worker as worker_module
+from flatweights.ray.peers import _latest as latest_module
+from flatweights.ray.peers._latest import Latest
 
 pytestmark = pytest.mark.ray
 
@@ -218,6 +220,100 @@ def test_a_subset_follows_a_reference_and_no_vector(fresh: Fresh) -> None:
     with pytest.raises(ValueError, match="expected all 2 parts, got 1: a subset can follow"):
         group.broadcast({"n": np.int64(1)})
     assert group.step("get_weights")[2]["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def in_all(group: WorkerGroup) -> list[FlatWeights]:
+    return list(group.step("get_weights").values())
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("missed", ["both", "the first", "none"])
+def test_subsets_of_names_that_are_not_known_add_up(
+    fresh: Fresh, missed: str, wire_dtype: Any
+) -> None:
+    group = fresh(initial=None, wire_dtype=wire_dtype)
+    group.step("ping", broadcast={"w": np.full(5, 2.0)}, ranks=None if missed == "none" else [0])
+    group.step("ping", broadcast={"n": np.int64(7)}, ranks=[0] if missed == "both" else None)
+    for weights in in_all(group):
+        assert_same(weights, FlatWeights({"w": np.full(5, 2.0), "n": np.int64(7)}))
+    group = fresh(initial=None, wire_dtype=wire_dtype)
+    group.publish({"w": np.full(5, 2.0)})
+    group.publish({"n": np.int64(7)})
+    for weights in in_all(group):
+        assert_same(weights, FlatWeights({"w": np.full(5, 2.0), "n": np.int64(7)}))
+
+
+def test_a_reference_to_a_subset_leaves_the_rest_to_the_latest_weights(fresh: Fresh) -> None:
+    subset = FlatWeights({"n": np.int64(8)})
+    for kind in (ray.put(subset), ray.put(dict(subset))):
+        group = fresh()
+        group.step("train")
+        group.step("ping", broadcast=own(3), ranks=[0])
+        group.step("ping", broadcast=kind, ranks=[0])
+        for weights in in_all(group):
+            assert_same(weights, FlatWeights({**own(3), "n": np.int64(8)}))
+        group.publish({"w": np.full(5, 4.0)})
+        for weights in in_all(group):
+            assert_same(weights, FlatWeights({"w": np.full(5, 4.0), "n": np.int64(8)}))
+    group = fresh(initial=ray.put(dict(own(4))))
+    group.step("ping", ranks=[0])
+    group.step("train", ranks=[0])
+    group.step("ping", broadcast=subset)
+    assert_same(in_all(group)[2], FlatWeights({**own(4), "n": np.int64(8)}))
+
+
+def test_a_reference_that_comes_later_may_be_to_a_subset(
+    fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latest_module, "_if_here", lambda ref: None)
+    group = fresh()
+    group.broadcast(own(3))
+    for value in (6, 7, 8):
+        ref = ray.put(FlatWeights({"n": np.int64(value)}))
+        group.step("ping", broadcast=ref, ranks=[0])
+    for weights in in_all(group):
+        assert_same(weights, FlatWeights({**own(3), "n": np.int64(8)}))
+    group.step("ping", broadcast=ray.put(own(5)), ranks=[0])
+    group.step("ping", broadcast={"n": np.int64(9)}, ranks=[1])
+    for weights in in_all(group):
+        assert_same(weights, FlatWeights({**own(5), "n": np.int64(9)}))
+
+
+def test_weights_of_other_names_may_be_all_weights() -> None:
+    before = Latest().after({"a": np.zeros(2), "b": np.zeros(3), "c": np.zeros(3)}, ("", 1))
+    renamed = {"b": np.zeros(2), "c": np.zeros(3), "d": np.zeros(3)}
+    assert not before.is_changed_by(renamed)
+    assert before.after(renamed, ("", 2)).in_full().value is renamed  # type: ignore[union-attr]
+    assert before.is_changed_by({"b": np.zeros(3), "more": np.zeros(9)})
+    assert before.is_changed_by({"more": np.zeros(9)})
+    before.are_all = True
+    assert not before.is_changed_by({"more": np.zeros(9)})  # workers refuse it
+
+
+def test_a_subset_that_follows_a_vector_is_refused_although_no_names_are_known(
+    fresh: Fresh,
+) -> None:
+    message = "expected all 6 numbers, got 5: a subset can follow weights by name"
+    subset = {"w": np.full(5, 2.0)}
+    for initial in (np.arange(6.0), ray.put(np.arange(6.0))):
+        group = fresh(initial=initial)
+        for send in (group.broadcast, group.publish):
+            with pytest.raises(ValueError, match=message):
+                send(subset)
+        assert group.average("train").weights["n"] == 5
+        with pytest.raises(ValueError, match=message):
+            group.broadcast(subset)
+    group = fresh(initial=None)
+    group.step("ping", broadcast=np.arange(6.0), ranks=[0])
+    for send in (group.broadcast, group.publish):
+        with pytest.raises(ValueError, match=message):
+            send(subset)
+    group.broadcast(own(3))
+    assert_same(in_all(group)[1], own(3))
+    group = fresh(initial=np.arange(6.0))
+    group.publish(own(3))
+    group.publish({"n": np.int64(9)})
+    assert_same(in_all(group)[1], FlatWeights({**own(3), "n": np.int64(9)}))
 
 
 def test_a_restarted_worker_refuses_a_subset(monkeypatch: pytest.MonkeyPatch) -> None:

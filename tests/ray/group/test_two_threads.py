@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,3 +160,55 @@ def test_a_publication_by_another_thread_is_refused_within_a_round(
     thread.join()
     group.publish({"w": np.ones(5), "n": np.int64(0)})
     assert group.average("get_weights").weights["w"].tolist() == [1.0] * 5
+
+
+def test_the_function_of_the_arguments_may_call_the_group(lend: Lend) -> None:
+    group = lend(PlainWorker, 3)
+    latest = {"w": np.full(5, 7.0), "n": np.int64(0)}
+
+    def send(rank: int) -> list[float]:
+        if rank == 1:
+            group.broadcast(latest)
+        return [1.0]
+
+    assert group.average("train", arguments=send).weights["w"].tolist() == [9.0] * 5
+    methods: list[Any] = [group.average, group.step]
+    for number, call in enumerate(methods):
+
+        def remove(rank: int, number: int = number) -> list[float]:
+            if len(group.actors()) == 3 - number:
+                group.remove(2 - number, kill=False)
+            return [1.0]
+
+        call("train", arguments=remove)
+        assert [*group.actors()] == [0, 1][: 2 - number]
+
+
+@pytest.mark.parametrize("name", ["weights", "rule"])
+def test_functions_of_results_cannot_call_the_group(lend: Lend, name: str) -> None:
+    """The results that they get are those of a call that is not over."""
+    group = lend(PlainWorker, 3)
+    weights = {"w": np.zeros(5), "n": np.int64(0)}
+    group.broadcast(weights)
+    calls: list[Callable[[], object]] = [
+        lambda: group.average("train"),
+        lambda: group.step("train"),
+        lambda: group.broadcast(weights),
+        lambda: group.publish(weights),
+        lambda: group.remove(2),
+        lambda: next(group.run(1, "train")),
+        lambda: next(group.as_completed("train")),
+    ]
+    for call in calls:
+
+        def function(results: Any, call: Callable[[], object] = call) -> Any:
+            call()
+            return 1.0
+
+        for broadcast in (None, weights):
+            options: Any = {name: function, "broadcast": broadcast}
+            with pytest.raises(RuntimeError, match="while its workers answer, got one in a funct"):
+                group.average("train", **options)
+        group.broadcast(weights)
+        assert group.average("train").weights["w"].tolist() == [2.0] * 5
+    assert len(group.healthy_actor_ids()) == 3

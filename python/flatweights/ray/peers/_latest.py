@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from flatweights._layout import Layout
 from flatweights._weights import FlatWeights, sealed
 from flatweights.ray._result import is_arrays
 from flatweights.ray._round import Round
@@ -28,7 +29,10 @@ class Latest:
         version: Their stamp; None before the first weights are sent.
         number: The number of these weights among all that were the latest.
         names: The names of all weights, as far as they are known.
+        are_all: Whether ``names`` are certainly those of all weights.
         base: All weights before these, if ``payload`` has only some of them.
+        before: The latest weights before these, if ``payload`` is a reference to an object that is
+            not here, so that it is not known whether it has all weights.
     """
 
     wire: GroupWire | None = None
@@ -36,7 +40,9 @@ class Latest:
     version: Stamp | None = None
     number: int = 0
     names: tuple[str, ...] = ()
+    are_all: bool = False
     base: Payload | None = None
+    before: Latest | None = None
     _full: Payload | None = None
 
     def after(self, weights: Any, version: Stamp) -> Latest:
@@ -52,16 +58,17 @@ class Latest:
         wire, base = self.wire, None
         if wire is not None:
             model = ray.get(value) if isinstance(value, ray.ObjectRef) else value
-            if is_subset(model, self.names):
+            if self.is_changed_by(model):
                 model = merged(wire.weights, model)
             difference = None if exchanged is None else exchanged.difference
             message, wire = wire.message(model, difference)
             payload = payload_of(message)
             if isinstance(message, Difference) and difference is not None:
                 payload.exchanged = exchanged if message.values is difference.values else None
-            return Latest(wire, payload, version, self.number + 1, tuple(model))
-        if is_subset(value, self.names):
-            base = self._base_for(value)
+            return Latest(wire, payload, version, self.number + 1, tuple(model), self.are_all)
+        model = _if_here(value) if isinstance(value, ray.ObjectRef) else value
+        if self.is_changed_by(model):
+            base = self._base_for(model)
         if isinstance(value, FlatWeights):
             buffer = value.buffer
             if buffer.nbytes <= BY_VALUE and buffer.flags.writeable:
@@ -70,8 +77,9 @@ class Latest:
         payload.exchanged = exchanged
         if is_round:
             payload.put = weights.current_ref
-        names = self.names if base or not isinstance(value, (dict, Mapping)) else tuple(value)
-        return Latest(None, payload, version, self.number + 1, names, base)
+        names = self._names_after(model, base is not None)
+        before = self._for_references() if model is None else None
+        return Latest(None, payload, version, self.number + 1, names, self.are_all, base, before)
 
     def published(self, weights: Any, version: Stamp, copy_of: Callable[[Any], Any]) -> Latest:
         """Return the latest weights after ``weights`` are published with the stamp ``version``.
@@ -97,18 +105,36 @@ class Latest:
             raise TypeError(
                 f"weights: expected weights by name, or a vector, got {type(value).__name__}"
             )
-        if is_subset(value, names):
-            self._base_for(value)  # raises unless the earlier weights are by name
-            value = merged(self.model(), value)
+        if self.is_changed_by(value):
+            whole = self.model()
+            self._check_is_by_name(whole, value)
+            value = merged(whole, value)
         names = tuple(value) if isinstance(value, Mapping) else names
         if self.wire is not None:
             if isinstance(value, np.ndarray):
                 raise TypeError("wire_dtype: expected weights by name, got a vector")
             message, wire = GroupWire(self.wire.wire_dtype).message(value)
-            return Latest(wire, payload_of(message), version, number, names)
+            return Latest(wire, payload_of(message), version, number, names, self.are_all)
         payload = payload_of(copy_of(value))
         payload.is_frozen = True
-        return Latest(None, payload, version, number, names)
+        return Latest(None, payload, version, number, names, self.are_all)
+
+    def is_changed_by(self, weights: Any) -> bool:
+        """Whether ``weights`` leave some of these as they are; see `is_change`."""
+        return is_change(weights, self.names, self.are_all, self.model, self.version is not None)
+
+    def _names_after(self, weights: Any, is_change: bool) -> tuple[str, ...]:
+        """Return the names after ``weights``."""
+        if not isinstance(weights, (dict, Mapping)):
+            return self.names
+        given = tuple(weights)
+        return (*self.names, *[n for n in given if n not in self.names]) if is_change else given
+
+    def _for_references(self) -> Latest | None:
+        """Return these weights for a reference that may have only some; None if there are none."""
+        if self.before is not None:
+            self.in_full()  # so that it does not keep all weights before
+        return None if self.version is None else self
 
     def model(self) -> Any:
         """Return all weights; there must be some."""
@@ -128,6 +154,13 @@ class Latest:
         elif self._full is None and self.base is not None and self.payload is not None:
             full = merged(sent_weights(self.base), sent_weights(self.payload))
             self._full = payload_of(full)
+        elif self.before is not None and self.payload is not None:
+            before, model = self.before, sent_weights(self.payload)
+            if is_partial := before.is_changed_by(model):
+                self.base = before._base_for(model)
+            self.names, self.before = before._names_after(model, is_partial), None
+            if is_partial:
+                return self.in_full()
         return self._full or self.payload
 
     def _base_for(self, subset: Mapping[str, Any]) -> Payload | None:
@@ -137,12 +170,13 @@ class Latest:
             if subset.keys() >= last.keys():
                 return self.base
         base = self.in_full()
-        if base is not None and not isinstance(sent_weights(base), Mapping):
-            raise ValueError(
-                f"weights: expected all {len(self.names)} parts, got {len(subset)}: a subset can "
-                "follow weights by name, and those sent before are not by name"
-            )
+        if base is not None:
+            self._check_is_by_name(sent_weights(base), subset)
         return base
+
+    def _check_is_by_name(self, whole: Any, subset: Mapping[str, Any]) -> None:
+        if not isinstance(whole, Mapping):
+            raise _no_base(f"{len(self.names)} parts", len(subset))
 
 
 def model_of(weights: Any) -> Any:
@@ -150,14 +184,75 @@ def model_of(weights: Any) -> Any:
     return weights.weights if isinstance(weights, Round) else weights
 
 
-def is_subset(weights: Any, names: Any) -> bool:
-    """Whether ``weights`` are by name, and only some of ``names``."""
-    is_by_name = isinstance(weights, (dict, Mapping))  # dicts are recognised faster
-    return is_by_name and len(weights) < len(names) and set(names).issuperset(weights)
+def is_change(
+    weights: Any,
+    names: tuple[str, ...],
+    are_all: bool,
+    model: Callable[[], Any],
+    is_known: bool = True,
+) -> bool:
+    """Whether ``weights`` are by name, and leave some of the weights before them as they are.
+
+    Weights of other names may be all weights, which workers set by position.
+
+    Args:
+        weights: The weights.
+        names: The names of the weights before, as far as they are known.
+        are_all: Whether these are certainly all names.
+        model: A function that returns the weights before.
+        is_known: Whether there are any.
+
+    Raises:
+        ValueError: If they are fewer than a vector, whose names are not known.
+    """
+    if not isinstance(weights, (dict, Mapping)):  # dicts are recognised faster
+        return False
+    if not names:
+        if is_known:
+            check_follows(weights, model())
+        return False
+    given = tuple(weights)
+    if given == names or not (missing := set(names).difference(given)):
+        return False
+    if len(missing) == len(names) - len(given):  # all are known
+        return True
+    if len(given) == len(names) and is_known:
+        before = model()
+        if isinstance(before, Mapping):
+            before, after = Layout.of(before), Layout.of(weights)
+            if before.signature == after.signature:
+                return False
+    return len(missing) < len(names) or not are_all
+
+
+def check_follows(weights: Mapping[str, Any], before: Any) -> None:
+    """Raise `ValueError` if ``before`` is a vector of more numbers than ``weights`` by name."""
+    size = before.size if isinstance(before, np.ndarray) else 0
+    got = sum(np.size(part) for part in weights.values())
+    if size > got:
+        raise _no_base(f"{size} numbers", got)
+
+
+def _if_here(ref: ray.ObjectRef) -> Any:
+    """Return the weights that ``ref`` refers to; None, unless they are in this node's store."""
+    try:
+        return ray.get(ref, timeout=0)
+    except Exception:  # not yet, or never: the workers say why
+        return None
+
+
+def _no_base(expected: str, got: int) -> ValueError:
+    return ValueError(
+        f"weights: expected all {expected}, got {got}: a subset can follow weights by name, "
+        "and those sent before are not by name"
+    )
 
 
 def merged(weights: Mapping[str, Any], subset: Mapping[str, Any]) -> FlatWeights:
     """Return a copy of ``weights`` with the values of ``subset``."""
+    parts = {name: np.asarray(part) for name, part in subset.items()}
+    if not all(name in weights for name in parts):
+        return sealed(FlatWeights({**weights, **parts}))
     whole = FlatWeights(weights)
-    whole.update({name: np.asarray(part) for name, part in subset.items()})
+    whole.update(parts)
     return sealed(whole)

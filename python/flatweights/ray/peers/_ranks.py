@@ -212,6 +212,7 @@ class Ranks:
         self._news: tuple[list[int], list[int]] = [], []  # the ranks that were added and removed
         self._span = 0
         self._is_shut_down = False
+        self._is_in_round = False  # while workers answer
         actors = self._checked(handles)
         self._session = session_of_ray()
         self.lanes = GroupLanes()
@@ -285,9 +286,14 @@ class Ranks:
         return [record.worker.rank for record in records]
 
     def check_open(self) -> None:
-        """Raise `RuntimeError` if the group was shut down, or Ray was."""
+        """Raise `RuntimeError` if the group was shut down, or Ray was, or within a round."""
         if self._is_shut_down:
             raise RuntimeError("the group was shut down")
+        if self._is_in_round:
+            raise RuntimeError(
+                "expected no call of a group while its workers answer, got one in a function that "
+                "was passed as weights= or rule="
+            )
         check_connected(self._session)
 
     def admit(self) -> None:

@@ -49,7 +49,7 @@ from flatweights.ray.peers._agent import Agent
 from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
 from flatweights.ray.peers._by_lane import Worker
 from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
-from flatweights.ray.peers._latest import Latest, is_subset, merged, model_of
+from flatweights.ray.peers._latest import Latest, check_follows, is_change, merged, model_of
 from flatweights.ray.peers._ranks import Ranks, Record
 from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster, end_actor
 from flatweights.ray.peers._summary import Reading
@@ -175,7 +175,7 @@ class Roster(Ranks):
         """Whether ``weights`` may change the latest ones: a subset of them, or on a wire."""
         model = model_of(weights)
         is_unknown = isinstance(model, ray.ObjectRef) or self.latest.wire is not None
-        return is_unknown or is_subset(model, self.latest.names)
+        return is_unknown or self.latest.is_changed_by(model)
 
     def call(
         self,
@@ -270,6 +270,7 @@ class Roster(Ranks):
         """
         before, payload = self.latest, None
         try:
+            self._is_in_round = True
             if weights is not None and ranks:
                 payload = self._make_latest(weights, ranks)
             return work(payload)
@@ -283,6 +284,7 @@ class Roster(Ranks):
             raise error._and(refused) from error.__cause__
         finally:
             # Even if the round was broken off by something else than a rank's failure.
+            self._is_in_round = False
             if payload is None:
                 self._close(arrivals)
             else:
@@ -369,8 +371,13 @@ class Roster(Ranks):
         if before is self._first and isinstance(model, Mapping):
             earlier = before.model()  # perhaps another subset, of names that are not known
             weights = {**earlier, **model} if isinstance(earlier, Mapping) else model
+        is_first = before.version is None or before is self._first
+        if is_first and isinstance(model, Mapping):
+            if isinstance(self._initial, ray.ObjectRef):
+                self._initial = ray.get(self._initial)
+            check_follows(model_of(weights), self._initial)
         self.latest = before.published(weights, self._next_stamp(), copy_of)
-        if self._initial is not None and (before.version is None or before is self._first):
+        if self._initial is not None and is_first:
             self._first = self.latest
 
     def call_on_latest(
@@ -503,12 +510,17 @@ class Roster(Ranks):
         model = model_of(weights)
         if isinstance(initial, ray.ObjectRef) and isinstance(model, Mapping):
             initial = ray.get(initial, timeout=timeout)  # the model may be a subset
+        if isinstance(model, Mapping):
+            check_follows(model, initial)
         if isinstance(initial, Mapping):
-            self.latest.names = tuple(initial)
+            self.latest.names, self.latest.are_all = tuple(initial), True
             self.layout = initial.layout if isinstance(initial, FlatWeights) else Layout.of(initial)
         if weights is None:
             return initial
-        return merged(initial, model) if is_subset(model, self.latest.names) else weights
+        is_subset = isinstance(initial, Mapping) and is_change(
+            model, tuple(initial), True, lambda: initial
+        )
+        return merged(initial, model) if is_subset else weights
 
     def _weights_of_lowest(self, timeout: float | None) -> Any:
         """Return a copy of the weights of the lowest healthy rank; note lost ranks.

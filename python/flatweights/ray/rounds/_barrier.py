@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flatweights._numbers import check_count
@@ -34,7 +34,8 @@ def average_of(
 
     The caller has admitted workers that are ready.
     """
-    asked, timeout, need = roster.check(ranks), request.timeout, request.min_results or 1
+    asked, by_rank = _asked(roster, work, ranks)
+    timeout, need = request.timeout, request.min_results or 1
     count = len(asked)
     if need > count:
         check_count(need, "min_results", count)
@@ -43,7 +44,7 @@ def average_of(
     before = roster.unhealthy(asked) if left < count else {}
     if left < need:
         raise WorkerError(before)
-    by_rank = work.arguments_of(called)
+    by_rank = _with_all(by_rank, work, called)
     arrivals = Arrivals(Deadline.after(timeout))
 
     def average(payload: Payload | None) -> Round:
@@ -77,6 +78,27 @@ def average_of(
     return result
 
 
+def _asked(
+    roster: Roster, work: Work, ranks: Iterable[int] | None
+) -> tuple[Sequence[int], dict[int, Sequence[Any]]]:
+    """Return the ranks to call, and the additional arguments of the healthy ones.
+
+    The function of the arguments may call the group, which must not be in a call then.
+    """
+    asked = roster.check(ranks)
+    if work.arguments is None:
+        return asked, {}
+    by_rank = work.arguments_of(roster.healthy(asked))
+    return roster.check(None if ranks is None else asked), by_rank
+
+
+def _with_all(
+    by_rank: dict[int, Sequence[Any]], work: Work, called: Sequence[int]
+) -> dict[int, Sequence[Any]]:
+    """Return the additional arguments ``by_rank`` with those of all ranks that are called."""
+    return by_rank | work.arguments_of([rank for rank in called if rank not in by_rank])
+
+
 def average_of_answers(answers: Mapping[int, Answer], request: Request, out: Any) -> Round:
     """Average the results of calls that the caller has made; see `flatweights.ray.average`."""
     arrivals = Arrivals(Deadline.after(request.timeout), answers)
@@ -90,9 +112,9 @@ def results_of(
 ) -> dict[int, Any]:
     """Let workers do ``work``; return their results by rank; see `WorkerGroup.step`."""
     roster.admit()
-    asked = roster.check(ranks)
+    asked, by_rank = _asked(roster, work, ranks)
     called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
-    by_rank = work.arguments_of(called)
+    by_rank = _with_all(by_rank, work, called)
     arrivals = Arrivals(Deadline.after(timeout))
 
     def collect(payload: Payload | None) -> dict[int, Any]:
