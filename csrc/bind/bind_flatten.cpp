@@ -68,7 +68,7 @@ py::array part_at(const py::list& parts, std::size_t i) {
 // Whether the kernels carry out `copy`, from an array of dtype `from` to one of dtype `to`. Sets
 // its dtypes.
 bool plan_dtypes(Copy& copy, const py::dtype& to, const py::dtype& from) {
-  if (same_dtype(to, from)) return true;
+  if (same_dtype(to, from)) return !has_objects(to);
   copy.to_dtype = classify(to);
   copy.from_dtype = classify(from);
   return can_convert(copy.to_dtype, copy.from_dtype);
@@ -157,6 +157,9 @@ void check_disjoint(const std::vector<Copy>& copies, const std::vector<std::size
 void unflatten_into(const py::list& parts, const py::object& flat_object) {
   const py::array flat = vector_argument(flat_object, "flat", Access::kRead);
   const py::dtype dtype = flat.dtype();
+  if (has_objects(dtype))
+    throw py::type_error("flat: expected numbers without Python objects, got " +
+                         py::str(dtype).cast<std::string>());
   const auto itemsize = static_cast<std::size_t>(dtype.itemsize());
   const auto* const begin = static_cast<const std::byte*>(flat.data());
   const auto flat_bytes = static_cast<std::size_t>(flat.nbytes());

@@ -72,7 +72,7 @@ BoundLayout make_layout(const py::tuple& names, const std::vector<py::tuple>& sh
     }
     slot.dtype = last_class;
     slot.itemsize = static_cast<std::size_t>(dtypes[i].itemsize());
-    if (slot.itemsize == 0 || dtypes[i].attr("hasobject").cast<bool>())
+    if (slot.itemsize == 0 || has_objects(dtypes[i]))
       throw py::type_error(where + "expected a dtype of fixed size without Python objects, got " +
                            py::str(dtypes[i]).cast<std::string>());
   }

@@ -97,6 +97,8 @@ bool same_dtype(const py::dtype& a, const py::dtype& b) {
   return a.ptr() == b.ptr() || py::detail::npy_api::get().PyArray_EquivTypes_(a.ptr(), b.ptr());
 }
 
+bool has_objects(const py::dtype& dtype) { return (dtype.flags() & kNumPyHasObjects) != 0; }
+
 std::string describe(const py::dtype& dtype, const std::vector<std::size_t>& shape) {
   return py::str(dtype).cast<std::string>() + " " + shape_text(shape);
 }

@@ -47,6 +47,10 @@ void check_environment();
 
 [[nodiscard]] bool same_dtype(const py::dtype& a, const py::dtype& b);
 
+// Whether elements of `dtype` own other memory, as references to Python objects do: moved as bytes,
+// it would be freed twice.
+[[nodiscard]] bool has_objects(const py::dtype& dtype);
+
 // Whether the kernels convert between two dtypes that differ: real numbers.
 [[nodiscard]] constexpr bool can_convert(DType a, DType b) {
   return reals_per_element(a) == 1 && reals_per_element(b) == 1;

@@ -116,9 +116,6 @@ def unflatten_into(parts: Parts, flat: NDArray[Any]) -> None:
             ``flat`` or another part.
     """
     arrays = list(parts.values() if hasattr(parts, "values") else parts)
-    # The core moves bytes, and counts no references.
-    if isinstance(flat, np.ndarray) and flat.dtype.hasobject:
-        raise TypeError(f"flat: expected numbers without Python objects, got {flat.dtype}")
     _core.unflatten_into(arrays, flat)
 
 

@@ -1,3 +1,5 @@
+import gc
+import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -19,6 +21,7 @@ from reference import (
 )
 
 import flatweights as fw
+from flatweights import _core
 
 
 def concatenated(parts: list[Any]) -> np.ndarray:
@@ -370,9 +373,32 @@ def test_mixed_floats_are_flattened_into_the_widest() -> None:
     assert flat.tolist() == [1.5, -0.0, 0, 1, 2, 3.25]
 
 
-@pytest.mark.parametrize("dtype", ["O", [("name", "O"), ("number", "f4")]], ids=str)
+@pytest.mark.parametrize("dtype", ["O", [("name", "O"), ("number", "f4")], "T"], ids=str)
 def test_unflatten_into_refuses_python_objects(dtype: Any) -> None:
     # Moved as bytes, references would not be counted.
     part, flat = np.zeros(2, dtype), np.zeros(2, dtype)
-    with pytest.raises(TypeError, match="flat: expected numbers without Python objects, got"):
-        fw.unflatten_into([part], flat)
+    for call in (fw.unflatten_into, _core.unflatten_into):
+        with pytest.raises(TypeError, match="flat: expected numbers without Python objects, got"):
+            call([part], flat)
+
+
+def test_the_core_moves_no_reference_as_bytes() -> None:
+    thing = object()
+    count = sys.getrefcount(thing)
+    objects = np.full(3, thing, object)
+    for move in (
+        lambda to: _core.flatten_into(to, [objects]),
+        lambda to: _core.move_parts([to], [objects]),
+    ):
+        target = np.zeros(3, object)
+        move(target)
+        assert sys.getrefcount(thing) == count + 6
+        assert target.tolist() == [thing] * 3
+        del target
+        assert sys.getrefcount(thing) == count + 3
+    strings = np.array(["x" * 100, "", "y"], "T")
+    target = np.zeros(3, "T")
+    _core.move_parts([target], [strings])
+    del strings
+    gc.collect()
+    assert target.tolist() == ["x" * 100, "", "y"]
