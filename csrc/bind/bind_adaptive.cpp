@@ -41,7 +41,7 @@ bool overlap(const py::array& a, const py::array& b) {
 void adapt_(const std::string& kind, const py::object& weights_object,
             const py::object& first_object, const py::object& second_object,
             const py::object& average_object, const py::object& before_object, double learning_rate,
-            double first_share, double second_share, double tau) {
+            double beta1, double beta2, double tau) {
   const SecondMoment second_moment = read_kind(kind);
   py::array weights = as_array(weights_object, "weights");
   const DType dtype = classify(weights.dtype());
@@ -75,15 +75,15 @@ void adapt_(const std::string& kind, const py::object& weights_object,
                             average.data(),
                             has_before ? before.data() : nullptr};
   const WithoutGil nogil;
-  adapt(range, second_moment, {learning_rate, first_share, second_share, tau});
+  adapt(range, second_moment, {learning_rate, beta1, beta2, tau});
 }
 
 }  // namespace
 
 void bind_adaptive(py::module_& m) {
   m.def("adapt_", &adapt_, py::arg("kind"), py::arg("weights"), py::arg("first"), py::arg("second"),
-        py::arg("average"), py::arg("before"), py::arg("learning_rate"), py::arg("first_share"),
-        py::arg("second_share"), py::arg("tau"));
+        py::arg("average"), py::arg("before"), py::arg("learning_rate"), py::arg("beta1"),
+        py::arg("beta2"), py::arg("tau"));
 }
 
 }  // namespace flatweights::bind

@@ -8,8 +8,8 @@ namespace flatweights {
 // How the square of a difference d changes the second moment v.
 enum class SecondMoment {
   kSum,   // Adagrad: v + d^2
-  kMean,  // Adam: v + (d^2 - v) * share
-  kSign,  // Yogi: v - d^2 * share * sign(v - d^2)
+  kMean,  // Adam: beta2 * v + (1 - beta2) * d^2
+  kSign,  // Yogi: v - (1 - beta2) * d^2 * sign(v - d^2)
 };
 
 // Vectors of one length, of float32 or float64, aligned for that type. `average` and `before`
@@ -27,15 +27,15 @@ struct AdaptiveRange {
 
 struct AdaptiveRates {
   double learning_rate;
-  double first_share;
-  double second_share;
+  double beta1;
+  double beta2;
   double tau;
 };
 
-// With d = average - before, or -average without `before`: first += (d - first) * first_share; the
-// second moment changes by `kind`; weights += first / (sqrt(second) + tau) * learning_rate. Each
-// operation is rounded to the vectors' type, without contraction, so the bits depend only on the
-// inputs.
+// With d = average - before, or -average without `before`: first = beta1 * first + (1 - beta1) * d;
+// the second moment changes by `kind`; weights += first / (sqrt(second) + tau) * learning_rate.
+// Means are computed from the nearer end, as by `lerp`. Each operation is rounded to the vectors'
+// type, without contraction, so the bits depend only on the inputs.
 void adapt(const AdaptiveRange& range, SecondMoment kind, const AdaptiveRates& rates);
 
 }  // namespace flatweights

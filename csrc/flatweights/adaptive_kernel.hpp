@@ -17,11 +17,26 @@ namespace {
 [[gnu::always_inline]] inline float root(float value) noexcept { return __builtin_sqrtf(value); }
 [[gnu::always_inline]] inline double root(double value) noexcept { return __builtin_sqrt(value); }
 
+// Moves a mean by `1 - beta` of the way to a new number. From the farther end, rounding errors of
+// the old number would hide a small new one, of which a small `beta` takes nearly all.
+template <class T>
+struct MovingMean {
+  explicit MovingMean(double beta) noexcept
+      : from_old(beta > 0.5), factor(static_cast<T>(from_old ? 1.0 - beta : -beta)) {}
+
+  [[gnu::always_inline]] T next(T old, T number) const noexcept {
+    return (from_old ? old : number) + (number - old) * factor;
+  }
+
+  bool from_old;
+  T factor;
+};
+
 // Returns the second moment `old`, updated by `square`, the squared difference.
 template <class T, SecondMoment Kind>
-[[gnu::always_inline]] inline T next_second(T old, T square, T share) noexcept {
+[[gnu::always_inline]] inline T next_second(T old, T square, MovingMean<T> mean, T share) noexcept {
   if constexpr (Kind == SecondMoment::kSum) return old + square;
-  if constexpr (Kind == SecondMoment::kMean) return old + (square - old) * share;
+  if constexpr (Kind == SecondMoment::kMean) return mean.next(old, square);
   // Yogi: moves `old` towards `square` by at most `share` of `square`; if they are equal, not at
   // all.
   const T change = square * share;
@@ -37,8 +52,9 @@ inline void adapt_numbers(const AdaptiveRange& range, const AdaptiveRates& rates
   T* const second = static_cast<T*>(range.second);
   const T* const average = static_cast<const T*>(range.average);
   const T* const before = static_cast<const T*>(range.before);
-  const T first_share = static_cast<T>(rates.first_share);
-  const T second_share = static_cast<T>(rates.second_share);
+  const MovingMean<T> first_mean(rates.beta1);
+  const MovingMean<T> second_mean(rates.beta2);
+  const T second_share = static_cast<T>(1.0 - rates.beta2);
   const T learning_rate = static_cast<T>(rates.learning_rate);
   const T tau = static_cast<T>(rates.tau);
   // An input may be `weights`, but iteration i reads and then writes only element i.
@@ -48,10 +64,10 @@ inline void adapt_numbers(const AdaptiveRange& range, const AdaptiveRates& rates
     if constexpr (HasBefore) delta = average[i] - before[i];
     T direction = delta;
     if constexpr (HasFirst) {
-      direction = first[i] + (delta - first[i]) * first_share;
+      direction = first_mean.next(first[i], delta);
       first[i] = direction;
     }
-    const T moment = next_second<T, Kind>(second[i], delta * delta, second_share);
+    const T moment = next_second<T, Kind>(second[i], delta * delta, second_mean, second_share);
     second[i] = moment;
     weights[i] += direction / (root(moment) + tau) * learning_rate;
   }

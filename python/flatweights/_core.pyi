@@ -265,8 +265,8 @@ def adapt_(
     average: _Array,
     before: _Array | None,
     learning_rate: float,
-    first_share: float,
-    second_share: float,
+    beta1: float,
+    beta2: float,
     tau: float,
 ) -> None: ...
 def withdraw_offer() -> None: ...

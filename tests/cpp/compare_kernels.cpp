@@ -262,9 +262,11 @@ class Comparison {
     std::vector<Buffer> start;
     for (int k = 0; k < 5; ++k) start.push_back(random_.numbers(real, count, false));
     for (const SecondMoment kind : {SecondMoment::kSum, SecondMoment::kMean, SecondMoment::kSign}) {
-      for (const int given : {0, 1, 2, 3}) {
-        const bool has_first = given % 2 == 1;
-        const bool has_before = given >= 2;
+      for (const int given : {0, 1, 2, 3, 4, 5, 6, 7}) {
+        const bool has_first = (given & 1) != 0;
+        const bool has_before = (given & 2) != 0;
+        const double beta1 = (given & 4) != 0 ? 0.9 : 0.1;
+        const double beta2 = (given & 4) != 0 ? 0.98 : 0.2;
         both("adapt", [&](const Kernels& k) {
           std::vector<Buffer> v = start;
           std::vector<std::byte>& second = v[2];  // not negative
@@ -277,8 +279,9 @@ class Comparison {
                                     second.data(),
                                     v[3].data(),
                                     has_before ? v[4].data() : nullptr};
-          // If a mean or a sign made squares negative, the results would be NaN of any sign.
-          const AdaptiveRates rates{0.1, 0.1, kind == SecondMoment::kSign ? 0x1p-40 : 0.5, 1e-3};
+          // If a sign made squares negative, the results would be NaN of any sign.
+          const double kept = kind == SecondMoment::kSign ? 1 - 0x1p-40 : beta2;
+          const AdaptiveRates rates{0.1, beta1, kept, 1e-3};
           k.adapt[wide ? 1 : 0](range, kind, rates, 0, count);
           Buffer result = v[0];
           result.insert(result.end(), v[1].begin(), v[1].end());

@@ -9,24 +9,39 @@ from reference import Guarded, read_only, refuses, same_bits
 from flatweights import _core, server
 
 KINDS = ("sum", "mean", "sign")
-RATES = {"learning_rate": 0.03, "first_share": 0.1, "second_share": 0.02, "tau": 1e-3}
+RATES = {"learning_rate": 0.03, "beta1": 0.9, "beta2": 0.98, "tau": 1e-3}
 
 
-def step(kind: Any, weights: Any, first: Any, second: Any, average: Any, before: Any) -> None:
+def mean(old: Any, new: Any, beta: float) -> Any:
+    """Return the mean of two arrays, from the nearer end."""
+    if beta > 0.5:
+        return old + (new - old) * old.dtype.type(1 - beta)
+    return new - (new - old) * old.dtype.type(beta)
+
+
+def step(
+    kind: Any,
+    weights: Any,
+    first: Any,
+    second: Any,
+    average: Any,
+    before: Any,
+    betas: tuple[float, float] = (RATES["beta1"], RATES["beta2"]),
+) -> None:
     """Take the step, in place, one rounded operation of NumPy after the other."""
-    rate, first_share, second_share, tau = (weights.dtype.type(value) for value in RATES.values())
+    rate, tau = (weights.dtype.type(RATES[name]) for name in ("learning_rate", "tau"))
     delta = -average if before is None else average - before
     direction = delta
     if first is not None:
-        first += (delta - first) * first_share
+        first[...] = mean(first, delta, betas[0])
         direction = first
     square = delta * delta
     if kind == "sum":
         second += square
     elif kind == "mean":
-        second += (square - second) * second_share
+        second[...] = mean(second, square, betas[1])
     else:
-        second -= np.sign(second - square) * (square * second_share)
+        second -= np.sign(second - square) * (square * square.dtype.type(1 - betas[1]))
     weights += direction / (np.sqrt(second) + tau) * rate
 
 
@@ -50,6 +65,28 @@ def test_every_number_has_the_bits_of_the_formula(
         assert same_bits(ours[1].array, first)
         assert same_bits(ours[2].array, second)
         assert all(one.is_intact() for one in ours)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_means_are_exact_for_all_betas(dtype: Any, rng: np.random.Generator) -> None:
+    # Squares far from the mean, either way: 1e-8 beside 1e8, of which float32 adds nothing.
+    old = 10.0 ** rng.uniform(-8, 8, (2, 999))
+    gradient = 10.0 ** rng.uniform(-4, 4, 999)
+    for beta in (0.0, 1e-300, 1e-9, 1e-3, 0.3, 0.5, 0.7, 0.99, 1 - 1e-6):
+        weights, first, second, average = (
+            np.array(x, dtype) for x in (np.zeros(999), *old, gradient)
+        )
+        _core.adapt_("mean", weights, first, second, average, None, 1.0, beta, beta, 1e-3)
+        means = (beta * old + (1 - beta) * np.stack([-gradient, gradient**2])).astype(dtype)
+        ulps = 4 * np.finfo(dtype).eps
+        assert np.allclose(second, means[1], rtol=ulps, atol=0)
+        # Signs differ, so parts may cancel.
+        larger = np.maximum(beta * old[0], (1 - beta) * gradient)
+        assert np.all(np.abs(first - means[0]) <= ulps * larger)
+        arrays = [np.array(x, dtype) for x in (np.zeros(999), *old)]
+        step("mean", arrays[0], arrays[1], arrays[2], average, None, (beta, beta))
+        assert same_bits(first, arrays[1])
+        assert same_bits(second, arrays[2])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -395,11 +395,14 @@ def test_strides_change_nothing(name: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("beta1", [0.0, 0.5])
-def test_a_second_moment_that_keeps_nothing_is_the_last_square(beta1: float, dtype: Any) -> None:
-    # 1e-4 beside 1e6 leaves nothing: v + (square - v) is 0.
+@pytest.mark.parametrize("beta1", [0.0, 1e-12, 0.5])
+@pytest.mark.parametrize("beta2", [0.0, 1e-20])
+def test_moments_that_keep_little_are_the_last_numbers(
+    beta2: float, beta1: float, dtype: Any
+) -> None:
+    # A square of 1e-8 beside 1e8 leaves nothing: v + (square - v) is 0.
     large, small = np.array([1e4], dtype), np.array([1e-4], dtype)
-    steps = {"learning_rate": 0.01, "beta1": beta1, "beta2": 0.0}
+    steps = {"learning_rate": 0.01, "beta1": beta1, "beta2": beta2}
     adam = server.Adam(np.zeros(1, dtype), **steps)
     adam.step(large)
     before = float(adam.weights[0])

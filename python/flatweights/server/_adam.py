@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from flatweights import _core
 from flatweights._inplace import Model
-from flatweights.server._adaptive import moment_for
 from flatweights.server._optimizer import Hyperparameter, ServerOptimizer
 from flatweights.server._state import Block
 
@@ -93,14 +92,14 @@ class Adam(ServerOptimizer[Model]):
         gradient, step = block.average, self.steps + 1
         correction = math.sqrt(1 - self.beta2**step) / (1 - self.beta1**step)
         _core.adapt_(
-            moment_for(block, "mean", 1 - self.beta2),
+            "mean",
             block.weights,
             block.vectors.get("momentum"),
             block.vectors["second"],
             gradient if gradient.flags.aligned else gradient.copy(),
             None,
             self.learning_rate * correction,
-            1 - self.beta1,
-            1 - self.beta2,
+            self.beta1,
+            self.beta2,
             self.epsilon,
         )

@@ -14,24 +14,6 @@ from flatweights.server._state import Block
 _LEAST_TAU = 1e-15
 
 
-Moment = Literal["sum", "mean", "sign"]
-"""How squares update the second moment; the core knows these names."""
-
-
-def moment_for(block: Block, moment: Moment, share: float) -> Moment:
-    """Return how the core is to update the second moment of a block, usually ``moment``.
-
-    The core computes a mean as ``v + share * (square - v)``. If the mean keeps nothing of ``v``,
-    that leaves the rounding errors of ``v`` instead of a small square: 0, for example, and a huge
-    step.
-    """
-    second = block.vectors["second"]
-    if moment == "mean" and second.dtype.type(share) == 1:
-        second.fill(0)
-        return "sum"
-    return moment
-
-
 class _Adaptive(ServerOptimizer[Model]):
     """The step of Algorithm 2 of Reddi et al., which the classes below share."""
 
@@ -42,8 +24,8 @@ class _Adaptive(ServerOptimizer[Model]):
     )
     _wants_whole = True
 
-    _moment: ClassVar[Moment]
-    """How the squared difference updates the second moment."""
+    _moment: ClassVar[Literal["sum", "mean", "sign"]]
+    """How the squared difference updates the second moment; the core knows these names."""
 
     def vectors(self) -> Mapping[str, float]:
         """Keep the smoothed differences and squares."""
@@ -53,17 +35,16 @@ class _Adaptive(ServerOptimizer[Model]):
     def update(self, block: Block, /) -> None:
         """Divide the smoothed difference by the root of the smoothed squares."""
         average = block.average
-        second_share = 1 - getattr(self, "beta2", 0.0)
         _core.adapt_(
-            moment_for(block, self._moment, second_share),
+            self._moment,
             block.weights,
             block.vectors.get("momentum"),
             block.vectors["second"],
             average if average.flags.aligned else average.copy(),
             block.published,
             self.learning_rate,
-            1 - self.beta1,
-            second_share,
+            self.beta1,
+            getattr(self, "beta2", 0.0),
             self.tau,
         )
 
