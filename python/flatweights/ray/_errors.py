@@ -84,7 +84,7 @@ def session_of_ray() -> str:
     context = _context()
     node = context.worker.node  # another object after each `ray.init`
     if _last_session[0]() is not node:
-        name = f"{context.get_session_name()}, job {context.get_job_id()}"
+        name = f"{node.session_name}, job {context.get_job_id()}"
         _last_session[:] = weakref.ref(node), name
     return str(_last_session[1])
 
