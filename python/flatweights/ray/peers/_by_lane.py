@@ -207,7 +207,10 @@ class LaneAnswer(Answer):
             if by_ray:
                 ready, _ = ray.wait(list(by_ray), num_returns=len(by_ray), timeout=0)
                 came = [answer for ref in ready for answer in by_ray.pop(ref)]
-                came += [a for rest in by_ray.values() for a in rest if a._is_given_up_as_dead()]
+                dead = [a for rest in by_ray.values() for a in rest if a._is_without_news()]
+                for answer in dead:
+                    answer._count_as_dead()
+                came += dead
                 there |= dict.fromkeys(came)
                 is_enough = is_enough or bool(came)
             more = enough - len(there)
@@ -257,14 +260,15 @@ class LaneAnswer(Answer):
             self._until = time.monotonic() + _DEATH
         return False
 
-    def _is_given_up_as_dead(self) -> bool:
+    def _is_without_news(self) -> bool:
         """Whether the worker died, and Ray has had its time to say why."""
-        if self._until is None or time.monotonic() < self._until:
-            return False
+        return self._until is not None and time.monotonic() >= self._until
+
+    def _count_as_dead(self) -> None:
+        """Wait for Ray's news of the worker no longer: its lane has shown that it died."""
         why = "its process has ended; Ray may be starting it again"
         actor = self._worker.handle._actor_id.binary()
         self._error, self._by_ray = ray.exceptions.ActorUnavailableError(why, actor), None
-        return True
 
     def _ask_ray(self, kind: int, value: Any) -> None:
         """Wait for a Ray call, since the answer in the mailbox is not the result."""
