@@ -198,6 +198,29 @@ def test_a_removed_worker_ends_its_call_first(group: WorkerGroup, tmp_path: Path
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("chosen", ["lanes", "store"])
+def test_a_removed_worker_ends_a_call_that_was_broken_off(
+    lend: Lend, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLATWEIGHTS_RAY", chosen)
+    group = lend(Slow, 2)
+    pid = ray.get(group.actors()[1].pid.remote())
+    rounds = group.as_completed("train_once", 1, str(tmp_path))
+    assert next(rounds).used == (0,)
+    rounds.close()
+    wait_for(tmp_path / "trains")
+    group.remove(1)
+    assert group.average("train").used == (0,)
+    assert not is_gone(pid)
+    (tmp_path / "go on").touch()
+    wait_for(tmp_path / "trained")
+    end = time.monotonic() + 60
+    while not is_gone(pid):
+        assert group.average("train").used == (0,)
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @pytest.mark.starts_actors
 def test_a_removed_worker_may_live_on(group: WorkerGroup) -> None:
     actor = group.actors()[1]

@@ -22,6 +22,7 @@ from flatweights.ray._errors import (
 )
 from flatweights.ray.peers._by_lane import GroupLanes, Worker
 from flatweights.ray.peers._contract import Answer, Call, Stamp
+from flatweights.ray.peers._store import RayAnswer
 from flatweights.ray.peers._wait import wait_any
 
 _PAUSE, _MOST_PAUSE = 0.05, 1.0  # seconds until it asks a worker again whether it is back
@@ -43,6 +44,7 @@ class Record:
         kept: A function of the loops that wait for the owed answer, too: called once, before it is
             owed no more or is waited for anew. Its argument is whether the answer has arrived, so
             that they can keep a copy of the value.
+        is_busy: Whether it may be in a call that was broken off, although it owes no answer.
         asks_again: While it is unhealthy, the time from which it is asked again whether it is back.
     """
 
@@ -53,6 +55,7 @@ class Record:
     is_new: bool = False
     has_left: bool = False
     kept: Callable[[bool], None] | None = None
+    is_busy: bool = False
     asks_again: float = 0.0
     _pause: float = 0.0  # seconds before that
     _probe: tuple[Answer, Stamp | None] | None = None  # the last answer, and the weights it is on
@@ -102,6 +105,7 @@ class Record:
             self.owed = None
         else:
             self.owed = answer.overdue() if is_late else answer.abandon()
+            self.is_busy = self.is_busy or self.owed is None
         if version is not None:
             self.version, self.is_new = version, False
 
@@ -181,6 +185,12 @@ class Record:
     def end(self, why: Exception) -> None:
         """Note that the worker was ended, and owes nothing any more."""
         self.owed, self.why = None, why
+
+    def leave(self) -> None:
+        """Note that the worker was removed; it owes an answer then if it may be in a call."""
+        self.has_left = True
+        if self.owed is None and self.is_busy:
+            self.owe(RayAnswer(self.worker.handle.ping.remote()))
 
     def drop_owed(self) -> None:
         """Let go of an owed answer that has arrived; if its value is needed, keep it first."""
@@ -342,7 +352,7 @@ class Ranks:
             record = there[rank]
             self._records.pop(rank, None)
             self._joining.pop(rank, None)
-            record.has_left = True
+            record.leave()
             self._news[1].append(rank)
             self._leaving.append((record, kill))
             _log.info("rank %d has left", rank)
