@@ -385,6 +385,46 @@ def test_members_that_train_alone_are_warned(caplog: pytest.LogCaptureFixture) -
         assert ("each member trains alone" in caplog.text) == (not others)
 
 
+def test_logs_that_sample_weights_or_masks_weight_are_those_of_all_samples() -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs
+
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 3, (60, 5))  # 0 is masked
+    y = rng.integers(0, 2, (60, 5, 1))
+    weight = rng.exponential(size=(60, 5)) * np.linspace(0.01, 1, 60)[:, None]
+
+    def model() -> Any:
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Embedding(3, 4, mask_zero=True), keras.layers.Dense(1, "sigmoid")]
+        made = keras.Sequential([keras.Input((5,)), *layers])
+        metrics = {"metrics": ["binary_accuracy"], "weighted_metrics": ["mse", "binary_accuracy"]}
+        made.compile(keras.optimizers.SGD(0.0), "binary_crossentropy", **metrics)
+        return made
+
+    def fit(member: Any, network: Any, mine: slice) -> Any:
+        data = x[mine], y[mine], weight[mine]
+        history = network.fit(
+            *data[:2],
+            10,
+            verbose=0,
+            shuffle=False,
+            sample_weight=data[2],
+            validation_data=data,
+            callbacks=[AverageLogs(member=member)],
+        )
+        return {name: values[0] for name, values in history.history.items()}
+
+    expected = model().evaluate(x, y, 10, 0, sample_weight=weight, return_dict=True)
+    assert expected.keys() == {"loss", "mse", "binary_accuracy", "weighted_binary_accuracy"}
+    expected |= {f"val_{name}": value for name, value in expected.items()}
+    members, networks = LocalMeeting(2).join_all(), [model(), model()]
+    with ThreadPoolExecutor(2) as pool:
+        for logs in pool.map(fit, members, networks, [slice(0, 20), slice(20, 60)]):
+            assert logs == pytest.approx(expected, rel=1e-5)
+
+
 def best_of_first(place: Place, unit: str) -> Any:
     """Return the weights after a training whose first epoch, without an average, was the best."""
     import keras

@@ -32,9 +32,10 @@ class AverageLogs(MemberCallback):
     stops training in one member, it stops in all.
 
     Each value is weighted by the number of samples that it was computed from: those of the
-    training or, if its name begins with ``val_``, those of the validation. That is exact for means,
-    such as losses and accuracies. For a metric that is not a mean over samples (AUC, precision),
-    or that ``weighted_metrics`` weights by ``sample_weight``, the average of the members' values is
+    training or, if its name begins with ``val_``, those of the validation. A metric that sample
+    weights or masks weight (``weighted_metrics``, or the accuracy of masked sequences) is weighted
+    by the sum of these instead. That is exact for means, such as losses and accuracies. For a
+    metric that is not a mean over samples (AUC, precision), the average of the members' values is
     close to the value over all samples, but not the same. With a ``rule``, all members count
     equally.
 
@@ -103,10 +104,23 @@ class AverageLogs(MemberCallback):
                 "each member trains alone"
             )
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to count the epoch's samples."""
+        super().on_epoch_begin(epoch)
+        self._trained: dict[str, float] | None = None
+        self._tested: dict[str, float] = {}
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Read the number of samples of the training before the validation resets it."""
+        super().on_test_begin()
+        if self._is_in_fit:
+            self._trained = self._samples.counts()
+
     def on_test_end(self, logs: Any = None) -> None:
         """Read the number of samples of the validation."""
         if self._is_in_fit:
             self._samples.end_test()
+            self._tested = self._samples.counts()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the numbers in ``logs`` by their averages.
@@ -120,10 +134,8 @@ class AverageLogs(MemberCallback):
         if self._is_apart:
             return
         logs = {} if logs is None else logs
-        # A user's own train_step may count no samples.
-        counts = {"": self._samples.read() or 1.0, "val_": self._samples.tested or 1.0}
         own = {name: one for name, value in logs.items() if (one := _number(value)) is not None}
-        samples = {n: np.float64(counts["val_" if n.startswith("val_") else ""]) for n in own}
+        samples = {name: np.float64(self._weight_of(name)) for name in own}
         if self._rule is not None:
             samples = dict.fromkeys(own, np.float64(1))
         if self._nonfinite == "skip" and not all(map(np.isfinite, own.values())):
@@ -152,6 +164,15 @@ class AverageLogs(MemberCallback):
         with np.errstate(invalid="ignore"):  # 0 / 0, if all members were left out
             logs.update({name: float(mean["logs"][name] / mean["samples"][name]) for name in own})
         self.model.stop_training = bool(mean["stops"])
+
+    def _weight_of(self, name: str) -> float:
+        """Return the weight of this member's value of a log."""
+        if name.startswith("val_"):
+            total, counts = self._samples.tested, self._tested
+        else:
+            total, counts = self._samples.read(), self._trained or self._samples.counts()
+        # A user's own train_step may count no samples.
+        return counts.get(name.removeprefix("val_"), total) if total else 1.0
 
 
 def _number(value: Any) -> np.float64 | None:

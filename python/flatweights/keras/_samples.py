@@ -19,6 +19,7 @@ class Samples:
 
     def __init__(self, model: Any) -> None:
         """Count the samples of ``model``, which is compiled."""
+        self._model = model
         means = (m for m in model.metrics if isinstance(m, keras.metrics.Mean))
         self._mean = next((mean for mean in means if mean.name == "loss"), None)
         self.begin_epoch()
@@ -42,6 +43,21 @@ class Samples:
     def end_test(self) -> None:
         """Note that the validation has ended."""
         self.tested = self._count()
+
+    def counts(self) -> dict[str, float]:
+        """Return the sum of the weights in each mean of the model's metrics, by its name in logs.
+
+        Sample weights and masks weight the values of some metrics, but not the samples themselves.
+        """
+        named: dict[str, Any] = {}
+        for metric in self._model.metrics:
+            compiled = getattr(metric, "metrics", None)  # one metric has all that `compile` got
+            if compiled:
+                named.update(zip(metric.result(), compiled, strict=True))
+            else:
+                named[metric.name] = metric
+        means = {name: m for name, m in named.items() if isinstance(m, keras.metrics.Mean)}
+        return {name: float(np.asarray(mean.count)) for name, mean in means.items()}
 
     def _count(self) -> float:
         return 0.0 if self._mean is None else float(np.asarray(self._mean.count))
