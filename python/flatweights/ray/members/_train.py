@@ -2,6 +2,7 @@
 
 import secrets
 import threading
+import warnings
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -61,7 +62,11 @@ def train_worker(timeout: float | None) -> TrainWorker | None:
         return None
     try:
         context = ray.train.get_context()
-        rank, size = context.get_world_rank(), context.get_world_size()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the earlier training of Ray warns outside of it
+            if not context.get_experiment_name():
+                return None
+            rank, size = context.get_world_rank(), context.get_world_size()
     except (RuntimeError, AttributeError):
         return None
     if rank is None or size is None:
