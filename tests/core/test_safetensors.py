@@ -43,6 +43,7 @@ FLOAT8 = tuple(
         "float8_e3m4",
         "float4_e2m1fn",
     )
+    if hasattr(ml_dtypes, name)  # before 0.5, which TensorFlow 2.18 needs, it has fewer
 )
 EVERY = tuple(dict.fromkeys(MOVED + FLOAT8))
 # Those that the library turns into arrays by itself.
