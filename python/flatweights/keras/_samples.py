@@ -52,8 +52,9 @@ class Samples:
         named: dict[str, Any] = {}
         for metric in self._model.metrics:
             compiled = getattr(metric, "metrics", None)  # one metric has all that `compile` got
-            if compiled:
-                named.update(zip(metric.result(), compiled, strict=True))
+            values = metric.result() if compiled else None
+            if isinstance(values, dict) and compiled and len(values) == len(compiled):
+                named.update(zip(values, compiled, strict=True))
             else:
                 named[metric.name] = metric
         means = {name: m for name, m in named.items() if isinstance(m, keras.metrics.Mean)}
