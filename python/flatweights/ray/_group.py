@@ -442,8 +442,8 @@ class WorkerGroup:
             ValueError: If a subset follows a vector.
             RuntimeError: If another thread is in a call of the group, other than `as_completed`.
         """
-        self._roster.check_open()
         with self._turn.beside() as is_alone:
+            self._roster.check_open()
             self._roster.publish(weights, in_window=is_alone)
 
     def as_completed(

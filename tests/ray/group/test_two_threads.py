@@ -21,6 +21,7 @@ class Patient(PlainWorker):
     """Answers once a file exists."""
 
     def wait(self, file: str, step: float) -> FlatWeights:
+        Path(f"{file}.awaited").touch()
         while not Path(file).exists():
             time.sleep(0.01)
         return self.train(step)
@@ -145,15 +146,11 @@ def test_a_publication_by_another_thread_is_refused_within_a_round(
 ) -> None:
     group = lend(Patient, 2)
     group.broadcast({"w": np.zeros(5), "n": np.int64(0)})
-    go, begun = tmp_path / "go", threading.Event()
-
-    def arguments(rank: int) -> list[float]:
-        begun.set()
-        return [1.0]
-
-    thread = threading.Thread(target=lambda: group.step("wait", str(go), arguments=arguments))
+    go = tmp_path / "go"
+    thread = threading.Thread(target=lambda: group.step("wait", str(go), 1.0))
     thread.start()
-    begun.wait()
+    while not Path(f"{go}.awaited").exists():
+        time.sleep(0.01)
     with pytest.raises(RuntimeError, match="from one thread at a time"):
         group.publish({"w": np.ones(5), "n": np.int64(0)})
     go.touch()
