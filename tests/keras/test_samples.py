@@ -8,7 +8,7 @@ import numpy as np
 from flatweights.keras._samples import Samples
 
 
-class Pair(keras.metrics.Metric):
+class Pair(keras.metrics.Metric):  # type: ignore[misc]
     """A metric of a user's that consists of others."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Pair(keras.metrics.Metric):
         return self.metrics[0].result() + self.metrics[1].result()
 
 
-class Model(keras.Sequential):
+class Model(keras.Sequential):  # type: ignore[misc]
     """A model with a metric of its own, and two outer ones."""
 
     def __init__(self) -> None:
