@@ -369,6 +369,21 @@ def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
     finish(local, first, late)
 
 
+def test_a_member_waits_no_longer_than_its_timeout_for_the_next_call_of_its_kind(
+    threads: ThreadPoolExecutor,
+) -> None:
+    local = LocalMeeting(2)
+    first, late = local.join_all()
+    for k in range(12):
+        layer_of(first, k, float(k), timeout=0.01)
+    with pytest.raises(WorkerError, match=r"rank 0.* 0\.05 s"):
+        layer_of(late, 0, 7.0, timeout=0.05)
+    for k, mean in ((0, 1.0), (1, 2.0)):  # the first one brings it back
+        calls = [threads.submit(layer_of, one, k, v) for one, v in ((first, 1.0), (late, 3.0))]
+        assert [call.result(PATIENCE)[0] for call in calls] == [mean, mean]
+    finish(local, first, late)
+
+
 def test_a_member_that_waits_for_an_outcome_that_nobody_else_makes_takes_part(
     threads: ThreadPoolExecutor,
 ) -> None:

@@ -36,7 +36,13 @@ from flatweights import _core
 from flatweights._average import Nonfinite
 from flatweights._sources import first_difference
 from flatweights._weights import FlatWeights
-from flatweights.ray._errors import WorkerError, error_of_rank, portable, reason_in_a_line
+from flatweights.ray._errors import (
+    WorkerError,
+    error_of_rank,
+    late_error,
+    portable,
+    reason_in_a_line,
+)
 from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._result import Packed
@@ -160,6 +166,7 @@ class Meeting:
         self._heal()
         if self._behind and not self._count_of_whole():  # nobody else makes such a call
             self._asking, self._behind = self._behind, []
+        self._give_up_waiting()
         if self._is_due():
             self._close_call()
             return
@@ -175,6 +182,17 @@ class Meeting:
         for seat in heard:
             self._hear(seat)
         self.news.read()
+
+    def _give_up_waiting(self) -> None:
+        """Raise in members whose time is up before the others make a call like theirs."""
+        for seat in [*self._behind]:
+            assert seat.answer is not None
+            deadline = seat.answer.deadline
+            if seconds_left(deadline.end) == 0.0:
+                self._behind.remove(seat)
+                others = [rank for rank in self.door.ranks() if rank != seat.rank]
+                why = dict.fromkeys(others, late_error(deadline.timeout))
+                self._answer([seat], portable(WorkerError(why)))
 
     def _tell_failure(self, error: Exception) -> None:
         """Tell members that wait why the meeting ends; others see that it has."""
@@ -208,6 +226,7 @@ class Meeting:
         """Return the seconds until something is due even if nothing happens."""
         deadlines = [self._deadline()]
         deadlines += [healing.deadline for healing in self._healings if healing.is_waited_for]
+        deadlines += [seat.answer.deadline for seat in self._behind if seat.answer is not None]
         ends = [deadline.end for deadline in deadlines if deadline.end is not None]
         ends += self.door.ends()
         return max(0.0, min(ends) - now) if ends else None
