@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layouts import forget_layouts
 from reference import MOVED, clean_environment, each, run_python
 
 import flatweights as fw
@@ -137,13 +138,6 @@ def test_astype_changes_real_floating_slots_alone() -> None:
     assert layout.names == tuple(parts)
     assert layout.named
     assert not Layout.of([np.zeros(1)]).astype("f2").named
-
-
-def forget_layouts() -> None:
-    """Forget pickled and unpickled layouts, as in a new process."""
-    layout_module._pickled_here.clear()
-    layout_module._rebuild.cache_clear()
-    layout_module._last_unpickled = None
 
 
 @each(dtype=MOVED)

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from layouts import forget_layouts
 from reference import BFLOAT16, INTEGERS, MOVED, exact_mean, nearest, same_bits, ulp
 
 import flatweights as fw
 from flatweights import FlatWeights, Layout
-from flatweights import _layout as layout_module
 
 shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -109,13 +109,6 @@ def test_flat_weights_hold_and_pickle_any_model(model: Any, protocol: int) -> No
         assert same_bits(other.buffer, w.buffer)
         for part, view in zip(parts_of(model), other.values(), strict=True):
             assert same_bits(in_c_order(part), view)
-
-
-def forget_layouts() -> None:
-    """Forget pickled and unpickled layouts, as in a new process."""
-    layout_module._pickled_here.clear()
-    layout_module._rebuild.cache_clear()
-    layout_module._last_unpickled = None
 
 
 @given(models)

@@ -345,6 +345,15 @@ def layer_of(member: Member, k: int, value: float, **options: Any) -> tuple[floa
     return float(result.weights[f"layer {k}"][0]), result
 
 
+def with_a_late_member() -> tuple[LocalMeeting, Member, Member]:
+    """Return a meeting and two members; the second has missed more kinds of calls than are kept."""
+    local = LocalMeeting(2)
+    first, late = local.join_all()
+    for k in range(12):
+        layer_of(first, k, float(k), timeout=0.01)
+    return local, first, late
+
+
 def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
     threads: ThreadPoolExecutor,
 ) -> None:
@@ -372,10 +381,7 @@ def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
 def test_a_member_waits_no_longer_than_its_timeout_for_the_next_call_of_its_kind(
     threads: ThreadPoolExecutor,
 ) -> None:
-    local = LocalMeeting(2)
-    first, late = local.join_all()
-    for k in range(12):
-        layer_of(first, k, float(k), timeout=0.01)
+    local, first, late = with_a_late_member()
     with pytest.raises(WorkerError, match=r"rank 0.* 0\.05 s"):
         layer_of(late, 0, 7.0, timeout=0.05)
     for k, mean in ((0, 1.0), (1, 2.0)):  # the first one brings it back
@@ -387,10 +393,7 @@ def test_a_member_waits_no_longer_than_its_timeout_for_the_next_call_of_its_kind
 def test_a_member_that_waits_for_an_outcome_that_nobody_else_makes_takes_part(
     threads: ThreadPoolExecutor,
 ) -> None:
-    local = LocalMeeting(2)
-    first, late = local.join_all()
-    for k in range(12):
-        layer_of(first, k, float(k), timeout=0.01)
+    local, first, late = with_a_late_member()
     asked = threads.submit(layer_of, late, 0, 7.0)
     local.wait_until(lambda meeting: meeting._behind)
     first.leave()
