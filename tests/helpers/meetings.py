@@ -91,7 +91,9 @@ class LocalMeeting:
 
     def until_asked(self, *ranks: int) -> None:
         """Wait until the open call consists of the asks of ``ranks``."""
-        self.wait_until(lambda meeting: sorted(s.rank for s in meeting._asking) == sorted(ranks))
+        self.wait_until(
+            lambda meeting: sorted(s.rank for s in meeting._waiting.asking) == sorted(ranks)
+        )
 
 
 def kill(member: Member) -> None:

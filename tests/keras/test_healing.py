@@ -151,7 +151,7 @@ def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
         fit.start(pool)
     new = replacement(meeting, dead)
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new, last)]
     epochs = [history.epoch for history, _ in ended]
@@ -180,7 +180,7 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     for fit in (first, last):  # they take their time once it has overslept
         fit.at[2, 16] = lambda: slept.wait(LIMIT)
         fit.at[2, 18] = lambda: meeting.wait_until(
-            lambda inside: inside._healings or inside._lacking
+            lambda inside: inside._healings or inside._waiting.lacking
         )
     for fit in (first, late, last):
         fit.start(pool)
@@ -207,7 +207,9 @@ def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_o
     late.at[2, 4] = sleep
     first.goes_on_without(2, 4)
     first.at[2, 16] = lambda: slept.wait(LIMIT)
-    first.at[2, 18] = lambda: meeting.wait_until(lambda inside: inside._healings or inside._lacking)
+    first.at[2, 18] = lambda: meeting.wait_until(
+        lambda inside: inside._healings or inside._waiting.lacking
+    )
     for fit in (first, late):
         fit.start(pool)
     check_alike([fit.done.result(LIMIT)[1] for fit in (first, late)])
@@ -227,7 +229,7 @@ def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
 
     def hold(fit: Fit, number: int) -> None:
         meeting.wait_until(lambda inside: len(woken) >= number)
-        meeting.wait_until(lambda inside: fit.member.lacks_state and inside._lacking)
+        meeting.wait_until(lambda inside: fit.member.lacks_state and inside._waiting.lacking)
 
     first.at[2, 1] = lambda: sleep(first, 2)
     second.goes_on_without(2, 1)
@@ -255,10 +257,10 @@ def test_a_member_that_sleeps_for_epochs_meets_the_others_again(pool: ThreadPool
 
     def wake() -> None:
         slept.set()
-        meeting.wait_until(lambda inside: inside._lacking)  # it is healed in this epoch
+        meeting.wait_until(lambda inside: inside._waiting.lacking)  # it is healed in this epoch
 
     first.at[4, 2] = wake
-    first.at[4, 19] = lambda: meeting.wait_until(lambda inside: inside._lacking)
+    first.at[4, 19] = lambda: meeting.wait_until(lambda inside: inside._waiting.lacking)
     whole: list[int] = []  # the epochs of which the late one has more than a first batch
     for epoch in range(2, MORE):
         late.at[epoch, 1] = functools.partial(whole.append, epoch)
@@ -277,7 +279,7 @@ def test_a_member_that_is_late_for_the_start_is_healed_and_the_others_go_on(
     first.patience = 0.2
     first.at[0, -1] = lambda: first._wait_for_others(PATIENCE)
     first.at[0, 3] = has_begun.set
-    first.at[1, -1] = lambda: meeting.wait_until(lambda inside: inside._lacking)
+    first.at[1, -1] = lambda: meeting.wait_until(lambda inside: inside._waiting.lacking)
     first.start(pool)
     assert has_begun.wait(LIMIT) or first.done.result(0)
     late.start(pool)
@@ -347,7 +349,7 @@ def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
     new.more = [best_of_first(kind)]
     assert there.wait(LIMIT)
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT)[1] for fit in (first, new)]
     check_alike(ended)
@@ -379,7 +381,7 @@ def test_epochs_that_a_late_member_passes_by_stop_no_training(pool: ThreadPoolEx
     late.at[1, 4] = lambda: slept.wait(LIMIT)
     first.goes_on_without(1, 4)
     first.at[3, 2] = slept.set
-    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside._lacking)
+    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside._waiting.lacking)
     for fit in (first, late):
         fit.start(pool)
     (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
@@ -397,7 +399,7 @@ def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> Non
     first.at[1, END] = lambda: first._wait_for_others(1.0)
     first.at[3, -1] = lambda: first._wait_for_others(PATIENCE)
     first.at[3, 2] = slept.set
-    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside._lacking)
+    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside._waiting.lacking)
     for fit in (first, late):
         fit.start(pool)
     (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
@@ -423,7 +425,7 @@ def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
     new = replacement(meeting, dead, kind="dense", epochs=3)
     new.at[2, 3] = dies(new)
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
     go_on.set()
     with pytest.raises(KilledError):
         new.done.result(LIMIT)
@@ -459,7 +461,7 @@ def test_a_replaced_member_counts_as_the_others_do(
     new = replacement(meeting, dead, kind="dense", epochs=MORE)
     new.more = callbacks("the replaced")
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state for _, state in ended])
@@ -481,7 +483,7 @@ def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) 
     new = replacement(meeting, dead, kind="dense")
     new.more = [AverageWeights(every=2)]
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside._lacking) == 1)
+    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state for _, state in ended])
@@ -504,7 +506,9 @@ def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
     late.at[2, 4] = sleep
     first.goes_on_without(2, 4)
     first.at[2, 16] = lambda: slept.wait(LIMIT)
-    first.at[2, 18] = lambda: meeting.wait_until(lambda inside: inside._healings or inside._lacking)
+    first.at[2, 18] = lambda: meeting.wait_until(
+        lambda inside: inside._healings or inside._waiting.lacking
+    )
     for fit in (first, late):
         fit.start(pool)
     check_alike([fit.done.result(LIMIT)[1] for fit in (first, late)])
@@ -540,7 +544,7 @@ def test_ways_to_fit(
     new = replacement(meeting, dead, **fitted)
     new.compile = compiled
     new.start(pool)
-    meeting.wait_until(lambda inside: 1 in [seat.rank for seat in inside._lacking])
+    meeting.wait_until(lambda inside: 1 in [seat.rank for seat in inside._waiting.lacking])
     go_on.set()
     check_alike([fit.done.result(LIMIT)[1] for fit in (first, new, late)])
 
@@ -569,7 +573,7 @@ def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> No
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                meeting.wait_until(lambda inside: inside._lacking or inside._healings)
+                meeting.wait_until(lambda inside: inside._waiting.lacking or inside._healings)
             step(data[member.rank, done])
         member.average({"the end": np.zeros(1)}, min_results=1)
         return [np.asarray(one) for one in [weights, *optimizer.variables]]
@@ -602,7 +606,7 @@ def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                meeting.wait_until(lambda inside: inside._lacking or inside._healings)
+                meeting.wait_until(lambda inside: inside._waiting.lacking or inside._healings)
             for target, (optimizer, one) in enumerate(zip(optimizers, weights, strict=True)):
                 optimizer.apply([2 * (one.value - float(target))], [one])
         return [np.asarray(one) for k in range(2) for one in [weights[k], *optimizers[k].variables]]

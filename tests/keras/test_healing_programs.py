@@ -141,7 +141,7 @@ class Run:
         while True:
             with self._lock:
                 away = {*self.away} - {rank}
-            if away <= meeting.news.ask(lambda: {seat.rank for seat in meeting._lacking}):
+            if away <= meeting.news.ask(lambda: {seat.rank for seat in meeting._waiting.lacking}):
                 return
             time.sleep(0.005)
 

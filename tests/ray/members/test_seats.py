@@ -307,7 +307,7 @@ def test_the_log_names_ranks_that_are_lost_and_those_that_are_back_once(
         third = local.join(2)
         old, new = TheState(7.0), TheState(0.0)
         asked = threads.submit(mean_of, third, 1.0, state=new, **options)
-        local.wait_until(lambda meeting: meeting._lacking)
+        local.wait_until(lambda meeting: meeting._waiting.lacking)
         call_all(threads, [first, second], [1.0, 2.0], state=old, **options)
         assert asked.result(PATIENCE)[1].healed == (2,)
         assert new.value == 7.0
@@ -366,7 +366,7 @@ def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
     for k in layers:
         assert layer_of(first, k, 100.0 + k, timeout=0.01)[1].late == (1,)
     asked = threads.submit(layer_of, late, 2, 0.0)
-    local.wait_until(lambda meeting: meeting._behind)
+    local.wait_until(lambda meeting: meeting._waiting.behind)
     for k in range(3):  # the others do not wait for it
         value, result = layer_of(first, k, 200.0 + k)
         assert (value, result.used, result.late) == (200.0 + k, (0,), (1,))
@@ -395,7 +395,7 @@ def test_a_member_that_waits_for_an_outcome_that_nobody_else_makes_takes_part(
 ) -> None:
     local, first, late = with_a_late_member()
     asked = threads.submit(layer_of, late, 0, 7.0)
-    local.wait_until(lambda meeting: meeting._behind)
+    local.wait_until(lambda meeting: meeting._waiting.behind)
     first.leave()
     value, result = asked.result(PATIENCE)
     assert (value, result.used, result.late) == (7.0, (1,), ())

@@ -10,6 +10,9 @@ _MOST_LAYOUTS = 64  # layouts that need not be sent again
 
 Operation = Literal["average", "broadcast", "leave", "give", "heal"]
 
+Kind = tuple[Operation, str | None, int | None, str | None]
+"""The operation of an `Ask`, its layout, its root, and the layout of its state."""
+
 
 class MemberError(RuntimeError):
     """A process cannot join a meeting, or a member cannot continue in it."""
@@ -90,7 +93,7 @@ class Ask(NamedTuple):
         return state, f"{self.digest} with {state}"
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> Kind:
         """The kind of call: the outcome of one answers asks of the same kind."""
         return self.operation, self.digest, self.root, self.state
 
@@ -99,19 +102,10 @@ class Ask(NamedTuple):
         """The name of the rule, with its arguments."""
         return None if self.rule is None else self.rule[0]
 
-    def is_served_by(self, other: Ask) -> bool:
-        """Whether the outcome of the call of ``other`` also answers this ask."""
-        return (
-            self.operation == other.operation
-            and self.root == other.root
-            and self.state == other.state
-            and (None in (self.digest, other.digest) or self.digest == other.digest)
-        )
-
     def agrees_with(self, other: Ask) -> bool:
         """Whether both can be parts of one call."""
         return (
-            self.is_served_by(other)
+            self.kind == other.kind
             and self.min_results == other.min_results
             and self.nonfinite == other.nonfinite
             and self.rule_name == other.rule_name

@@ -6,10 +6,10 @@ outcome for all. Its record of each member is a `Seat`, whose table lists the st
 
 - Outcomes are numbered. A member that has the outcome before the present call takes part in it. A
   member with an older outcome is late, or has joined again. Its ask is answered at once by the last
-  outcome of a call like it, until there is no newer one; then it takes part again. If that outcome
-  is no longer kept, it waits for the next one (`_behind`).
-- The open call consists of the asks of members that wait for its outcome. If one of them dies
-  meanwhile, its ask is dropped. A process that takes its rank has a seat of its own.
+  outcome of a call like it (`Past`), until there is no newer one; then it takes part again. If that
+  outcome is no longer kept, it waits for the next one.
+- The open call consists of the asks of members that wait for its outcome (`Waiting`). If one of
+  them dies meanwhile, its ask is dropped. A process that takes its rank has a seat of its own.
 - Nobody waits for a member that has died or left. A call waits for late members only if it needs
   them.
 - Members that lack the state of a training (`Ask.lacks`) wait for the next call like theirs. Its
@@ -26,7 +26,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
@@ -63,6 +63,7 @@ from flatweights.ray.members._branch import BranchAgent, BranchOutcome
 from flatweights.ray.members._door import Door
 from flatweights.ray.members._healing import Healing
 from flatweights.ray.members._news import News
+from flatweights.ray.members._past import Past
 from flatweights.ray.members._seats import (
     Letter,
     Seat,
@@ -71,6 +72,7 @@ from flatweights.ray.members._seats import (
     wait_for,
 )
 from flatweights.ray.members._terms import Terms
+from flatweights.ray.members._waiting import Waiting
 from flatweights.ray.peers._agent import AverageOf
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
 from flatweights.ray.peers._summary import Exchanged
@@ -80,28 +82,8 @@ from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.robust import Rule
 
 _CALLS = 16  # calls that an agent runs at a time, without waiting for each other
-_KEPT = 8  # kinds of call of which the last outcome is kept, for members that are late
-_KINDS = 1024  # kinds of call of which the number of the last outcome is known
 
 _log = logging.getLogger("flatweights")
-
-
-class Kept(NamedTuple):
-    """The last outcome of one kind of call, for members that are late.
-
-    Attributes:
-        ask: One ask of that kind.
-        number: The number of the outcome.
-        body: The outcome.
-        weights: Its weights.
-        previous: The number of the call with the same state before it; 0 without a state.
-    """
-
-    ask: Ask
-    number: int
-    body: bytes
-    weights: Packed
-    previous: int
 
 
 class Meeting:
@@ -130,9 +112,8 @@ class Meeting:
         self._node = node
         self._lanes = Lanes()
         self._agents = Agents(self._lanes.windows.offer, terms.sums, BranchAgent, (host,), _CALLS)
-        self._asking: list[Seat] = []  # the open call, in the order of its asks
-        self._lacking: list[Seat] = []  # members that have asked, and lack the state
-        self._behind: list[Seat] = []  # late members whose outcome is no longer kept
+        self._waiting = Waiting()
+        self._past = Past()
         self._healings: list[Healing] = []
         self._seconds_waited = 0.0  # for the open call
         self._untold: list[Seat] = []  # deaths that were not logged yet
@@ -141,10 +122,6 @@ class Meeting:
         self.door = Door(
             name, terms, node, self._lanes, self._agents, self.news, self._hear, self._lose
         )
-        self._kept: list[Kept] = []
-        self._made: dict[tuple[Any, ...], int] = {}  # by kind of call, its last outcome
-        self._states: dict[str, int] = {}  # by layout of a state, the last call with it
-        self._twins: set[str] = set()  # the keys of asks that are twins
         self._number = 0  # of the last outcome
 
     def run(self) -> None:
@@ -164,13 +141,13 @@ class Meeting:
         self.door.admit()
         self._welcome()
         self._heal()
-        if self._behind and not self._count_of_whole():  # nobody else makes such a call
-            self._asking, self._behind = self._behind, []
+        if self._waiting.behind and not self._count_of_whole():
+            self._waiting.open_late_call()
         self._give_up_waiting()
         if self._is_due():
             self._close_call()
             return
-        if self._lacking and not self._count_of_whole():
+        if self._waiting.lacking and not self._count_of_whole():
             self._end_healing()
         seats = [*self.door.present.values()]
         working = [seat for seat in seats if seat.state is State.WORKING]
@@ -185,14 +162,10 @@ class Meeting:
 
     def _give_up_waiting(self) -> None:
         """Raise in members whose time is up before the others make a call like theirs."""
-        for seat in [*self._behind]:
-            assert seat.answer is not None
-            deadline = seat.answer.deadline
-            if seconds_left(deadline.end) == 0.0:
-                self._behind.remove(seat)
-                others = [rank for rank in self.door.ranks() if rank != seat.rank]
-                why = dict.fromkeys(others, late_error(deadline.timeout))
-                self._answer([seat], portable(WorkerError(why)))
+        for seat in self._waiting.overdue():
+            others = [rank for rank in self.door.ranks() if rank != seat.rank]
+            why = dict.fromkeys(others, late_error(seat.ask.timeout))
+            self._answer([seat], portable(WorkerError(why)))
 
     def _tell_failure(self, error: Exception) -> None:
         """Tell members that wait why the meeting ends; others see that it has."""
@@ -200,21 +173,9 @@ class Meeting:
         with contextlib.suppress(Exception):  # memory may be short
             self._answer(asking, HostDiedError(f"the host has failed: {reason_in_a_line(error)}"))
 
-    def _elsewhere(self, first: Ask) -> list[Seat]:
-        """Return members that wait for another call with the state of the call of ``first``."""
-        asks = [(seat, seat.answer.ask) for seat in self._lacking if seat.answer is not None]
-        alike = [one for one in asks if first.state is not None and one[1].state == first.state]
-        return [seat for seat, ask in alike if not ask.is_served_by(first)]
-
-    def _release(self, first: Ask) -> None:
-        """Tell members that wait for another call that this one was made."""
-        seats = self._elsewhere(first)
-        self._lacking = [seat for seat in self._lacking if seat not in seats]
-        self._answer(seats, ElsewhereError(f"the others have called {first}"))
-
     def _end_healing(self) -> None:
         """Raise in all members, because no member with the state is left."""
-        seats, self._lacking = self._lacking, []
+        seats = [*self._waiting.lacking]
         why = RuntimeError("no member is left that has the state: go on from a checkpoint")
         self._answer(seats, portable(WorkerError({seat.rank: why for seat in seats})))
 
@@ -224,52 +185,36 @@ class Meeting:
 
     def _patience(self, now: float) -> float | None:
         """Return the seconds until something is due even if nothing happens."""
-        deadlines = [self._deadline()]
-        deadlines += [healing.deadline for healing in self._healings if healing.is_waited_for]
-        deadlines += [seat.answer.deadline for seat in self._behind if seat.answer is not None]
-        ends = [deadline.end for deadline in deadlines if deadline.end is not None]
-        ends += self.door.ends()
+        healings = [healing.deadline.end for healing in self._healings if healing.is_waited_for]
+        ends = [end for end in healings if end is not None]
+        ends += self._waiting.ends() + self.door.ends()
         return max(0.0, min(ends) - now) if ends else None
-
-    def _deadline(self) -> Deadline:
-        """Return the end of the open call: the earliest deadline of its asks."""
-        deadlines = [seat.answer.deadline for seat in self._asking if seat.answer is not None]
-        ends = [deadline for deadline in deadlines if deadline.end is not None]
-        return min(ends, key=lambda deadline: deadline.end or 0.0, default=Deadline(None, None))
 
     def _is_due(self) -> bool:
         """Whether to close the open call now."""
-        if not self._asking:
+        if not self._waiting.asking:
             return False
-        if seconds_left(self._deadline().end) == 0.0:
+        if seconds_left(self._waiting.deadline().end) == 0.0:
             return True
         if any(map(self._is_on_time, self.door.present.values())):
             return False
         # The other members are late, or join again.
-        return len(self._asking) == self._count_of_whole() or self._are_enough()
+        return len(self._waiting.asking) == self._count_of_whole() or self._are_enough()
 
     def _count_of_whole(self) -> int:
         """Return the number of members that wait for no other call than the open one."""
-        return len(self.door.present) - len(self._lacking) - len(self._behind)
+        return len(self.door.present) - len(self._waiting.elsewhere)
 
     def _are_enough(self) -> bool:
         """Whether the open call needs no late members."""
-        asks = self._asks()
+        asks = self._waiting.asks()
         first = asks[min(asks)]
         if first.operation == "broadcast":
             return first.root in asks or first.root not in self.door.ranks()
         joined = sum(seat.state is not State.LEFT for seat in self.door.seats.values())
-        joined -= len(self._lacking) + len(self._behind)
+        joined -= len(self._waiting.elsewhere)
         need = joined if first.min_results is None else first.min_results
         return len(asks) >= min(need, self._count_of_whole())
-
-    def _waiting_for_others(self) -> set[int]:
-        """Return the ranks that wait for another call than the open one."""
-        return {seat.rank for seat in (*self._lacking, *self._behind)}
-
-    def _asks(self) -> dict[int, Ask]:
-        """Return the asks of the open call by rank, in their order."""
-        return {seat.rank: seat.answer.ask for seat in self._asking if seat.answer is not None}
 
     def _hear(self, seat: Seat) -> None:
         """Handle a member's ask, or its end."""
@@ -287,48 +232,22 @@ class Meeting:
             return
         for healing in self._healings:
             healing.lose(seat)  # it neither asks for the state nor gives it
-        self._twins.update(ask.twins)
-        is_twin = not self._twins.isdisjoint(ask.keys)
-        if ask.lacks:
-            if is_twin:
-                self._refuse(seat)
-            else:
-                self._lacking.append(seat)
+        try:
+            kept = self._past.answer_for(seat)
+        except RuntimeError as error:
+            self._answer([seat], error)
             return
-        kept = next((kept for kept in self._kept if ask.is_served_by(kept.ask)), None)
-        if kept is not None and kept.number <= seat.has:
-            kept = None  # it takes part in the open call
-        if kept is not None and ask.state is None and is_twin:
-            self._refuse(seat)
-            return
-        if ask.state is not None:
-            before = self._states.get(ask.state, 0) if kept is None else kept.previous
-            if seat.states.get(ask.state, 0) < before:
-                # The outcome of this call alone would not bring it to the place of the others.
-                missed = f"rank {seat.rank} has missed calls with a state"
-                self._answer([seat], LacksStateError(missed))
-                return
-        if kept is None and ask.state is None and self._made.get(ask.kind, 0) > seat.has:
-            self._behind.append(seat)
+        if kept is not None:
+            self._post(kept.number, kept.body, kept.weights.buffer, [seat])
+        elif ask.lacks:
+            self._waiting.lacking.append(seat)
+        elif self._past.is_behind(seat):
+            self._waiting.behind.append(seat)
             text = "meeting %r: rank %d was late for %s, and waits for the next such call"
             _log.warning(text, self._name, seat.rank, ask)
-        elif kept is None:
-            self._asking.append(seat)
-            self._tell_deaths()
         else:
-            self._post(kept.number, kept.body, kept.weights.buffer, [seat])
-            if ask.state is not None:
-                seat.states[ask.state] = kept.number
-
-    def _refuse(self, seat: Seat) -> None:
-        """Raise in a late or new member, which might get the weights of another model."""
-        why = (
-            f"rank {seat.rank} was late, or has joined again, and could be given another model's "
-            "weights: several models of one layout take turns in this meeting. Give their parts "
-            "names of their own, as in TensorFlowVariables({'critic 1': model}), or use a meeting "
-            "for each"
-        )
-        self._answer([seat], RuntimeError(why))
+            self._waiting.asking.append(seat)
+            self._tell_deaths()
 
     def _hear_of_state(self, seat: Seat) -> None:
         """Take the state from a giver, or note that a member waits for it."""
@@ -376,6 +295,7 @@ class Meeting:
 
     def _answer(self, seats: Sequence[Seat], error: Exception | None = None) -> None:
         """Answer asks that are part of no call."""
+        self._waiting.drop(seats)
         for seat in seats:
             outcome = Outcome(seat.has, self._size, self.door.ranks(), error=error)
             self._post(seat.has, ray.cloudpickle.dumps(tuple(outcome)), None, [seat])
@@ -383,20 +303,20 @@ class Meeting:
     def _close_call(self) -> None:
         """Average or relay, and post the outcome to all members that have asked."""
         self._number += 1
-        number, asks, deadline = self._number, self._asks(), self._deadline()
-        asking, self._asking = self._asking, []
+        waiting, number = self._waiting, self._number
+        asks, deadline = waiting.asks(), waiting.deadline()
+        asking, elsewhere = waiting.close_call(), {seat.rank for seat in waiting.elsewhere}
         arrivals = Arrivals.over(
             {seat.rank: seat.answer for seat in asking if seat.answer is not None},
             failed={k: seat.why for k, seat in self.door.seats.items() if seat.why is not None},
-            late=sorted({*self.door.ranks()} - {*asks} - self._waiting_for_others()),
+            late=sorted({*self.door.ranks()} - {*asks} - elsewhere),
             timeout=deadline.timeout,
             seconds_waited=self._seconds_waited,
         )
         self._seconds_waited = 0.0
         first = asks[min(asks)]
         is_average = first.operation == "average"
-        lacking = [seat for seat in self._lacking if seat.answer and _joins(seat.answer.ask, first)]
-        served: list[Seat] = []
+        lacking, missed, served = waiting.healed_by(first), waiting.missed_by(first), list[Seat]()
         weights: Packed | None = None
         result: Round | None = None
         error: Exception | None = None
@@ -419,9 +339,8 @@ class Meeting:
             if lacking:
                 giver = self._begin_healing(number, result, asking, lacking, deadline)
                 result.healed = tuple(sorted(seat.rank for seat in lacking))
-            others = {seat.rank for seat in self._elsewhere(first)}
-            others |= {seat.rank for seat in self._behind}
-            result.late = tuple(sorted({*result.late, *others}))
+            late = {seat.rank for seat in (*missed, *waiting.behind)}
+            result.late = tuple(sorted({*result.late, *late}))
             if result.failed:
                 result.failed = {rank: portable(why) for rank, why in result.failed.items()}
                 pickler = ray.cloudpickle
@@ -433,23 +352,9 @@ class Meeting:
         )
         body = pickler.dumps(tuple(outcome))
         if weights is not None:
-            previous = 0 if first.state is None else self._states.get(first.state, 0)
-            self._kept = [k for k in self._kept if not first.is_served_by(k.ask)][: _KEPT - 1]
-            if first.digest != weights.layout.digest:
-                first = first._replace(digest=weights.layout.digest)
-            self._kept.insert(0, Kept(first, number, body, weights, previous))
-            self._made.pop(first.kind, None)  # so that it is the newest
-            self._made[first.kind] = number
-            if len(self._made) > _KINDS:
-                del self._made[next(iter(self._made))]
-            served = [
-                seat for seat in self._behind if seat.answer and seat.answer.ask.is_served_by(first)
-            ]
-            self._behind = [seat for seat in self._behind if seat not in served]
-            if first.state is not None:
-                self._states[first.state] = number
-                for seat in (*asking, *lacking):
-                    seat.states[first.state] = number
+            self._past.keep(first, number, body, weights, [*asking, *lacking])
+            served = waiting.late_for(first)
+            waiting.drop([*lacking, *served])
         reach("sending")
         buffer = None if weights is None else weights.buffer
         # The last member to ask may still be awake. It gets the outcome first, and goes on while
@@ -457,7 +362,7 @@ class Meeting:
         asking.reverse()
         asking += lacking if giver else []
         asking += served
-        self._release(first)
+        self._answer(missed, ElsewhereError(f"the others have called {first}"))
         self._post(number, body, buffer, asking, None if result is None else result._exchanged)
         # No member waits for the rest.
         for rank in sorted(self._away & asks.keys()):
@@ -482,7 +387,6 @@ class Meeting:
         self._healings = [healing for healing in self._healings if healing.lacking]
         until = Deadline.after(deadline.timeout)
         self._healings.append(Healing(number, giver, [*lacking], until))
-        self._lacking = [seat for seat in self._lacking if seat not in lacking]
         return giver.number
 
     def _check_agree(self, asks: dict[int, Ask], arrivals: Arrivals) -> None:
@@ -639,9 +543,7 @@ class Meeting:
     def _forget(self, seat: Seat) -> None:
         """Wait for nothing more of a member that has left or is dead."""
         self.door.forget(seat)
-        for seats in (self._asking, self._lacking, self._behind):
-            if seat in seats:
-                seats.remove(seat)
+        self._waiting.drop([seat])
         for healing in self._healings:
             healing.lose(seat)
         self._forget_lane(seat)
@@ -657,7 +559,7 @@ class Meeting:
 
     def _tell_deaths(self) -> None:
         """Log deaths, but only once a member waits: at the end of a training they do not matter."""
-        if self._asking or not self.door.is_open:
+        if self._waiting.asking or not self.door.is_open:
             for seat in self._untold:
                 assert seat.why is not None
                 text = error_of_rank(seat.rank, seat.why)
@@ -711,19 +613,13 @@ class Meeting:
         Raises:
             KeyError: If it is no longer kept.
         """
-        for kept in self._kept:
-            if kept.number == number:
-                return kept.body, kept.weights.buffer
+        if (kept := self._past.kept(number)) is not None:
+            return kept.body, kept.weights.buffer
         for healing in self._healings:
             if healing.number == -number and healing.state is not None:
                 body = pickle.dumps(tuple(Outcome(healing.number, self._size, self.door.ranks())))
                 return body, healing.state.buffer
         raise KeyError(f"outcome {number} is no longer kept")
-
-
-def _joins(ask: Ask, first: Ask) -> bool:
-    """Whether the call of ``first`` gives its state to a member that lacks it and has this ask."""
-    return first.state is not None and first.state == ask.state and ask.is_served_by(first)
 
 
 def _not_here() -> MemberDiedError:

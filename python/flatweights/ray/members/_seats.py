@@ -121,6 +121,12 @@ class Seat:
         """Whether it takes part: it is alive, and has not left."""
         return self.state not in (State.LEFT, State.DEAD)
 
+    @property
+    def ask(self) -> Ask:
+        """Its ask, while it is `ASKING`."""
+        assert self.answer is not None
+        return self.answer.ask
+
     def attach(self, lane: DriverLane) -> None:
         """Take the lane to it: it is ready for its first outcome."""
         self.lane, self.state = lane, State.READY

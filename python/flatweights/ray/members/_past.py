@@ -1,0 +1,114 @@
+"""The calls that a meeting has made: what it knows of them, for members that are late.
+
+The last outcomes of a few kinds of call are kept, and answer late asks at once. Of many more kinds,
+only the number of the last outcome is known. A call is recognised by the layouts of its weights and
+of its state. If two models of one layout take turns in a member's calls (`Turns`), an outcome of
+one could be given to a member that asks for the other; so the asks of such twins are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, TypeVar
+
+from flatweights.ray._result import Packed
+from flatweights.ray.members._asks import Ask, Kind, LacksStateError
+from flatweights.ray.members._seats import Seat
+
+_KEPT = 8  # kinds of call of which the last outcome is kept
+_KINDS = 1024  # kinds of call of which the number of the last outcome is known
+
+_Value = TypeVar("_Value")
+
+
+class Kept(NamedTuple):
+    """The last outcome of one kind of call.
+
+    Attributes:
+        number: Its number.
+        body: The outcome.
+        weights: Its weights.
+        previous: The number of the call with the same state before it; 0 without a state.
+    """
+
+    number: int
+    body: bytes
+    weights: Packed
+    previous: int
+
+
+class Past:
+    """The outcomes with weights, and the keys of twins."""
+
+    def __init__(self) -> None:
+        """Begin without calls."""
+        self._kept: dict[Kind, Kept] = {}  # the oldest first
+        self._made: dict[Kind, int] = {}  # the number of the last outcome; the oldest first
+        self._states: dict[str, int] = {}  # by layout of a state, the last call with it
+        self._twins: set[str] = set()  # the keys of asks that are twins
+
+    def answer_for(self, seat: Seat) -> Kept | None:
+        """Return the outcome that answers the ask of ``seat`` at once; None if it has to wait.
+
+        Raises:
+            LacksStateError: If that outcome, or the next, would not bring its state to that of the
+                others.
+            RuntimeError: If it could be given the weights, or the state, of another model.
+        """
+        ask = seat.ask
+        self._twins.update(ask.twins)
+        is_twin = not self._twins.isdisjoint(ask.keys)
+        if ask.lacks:
+            if is_twin:
+                raise _twin_error(seat)
+            return None
+        kept = self._kept.get(ask.kind)
+        if kept is not None and kept.number <= seat.has:
+            kept = None  # it takes part in the open call
+        if ask.state is not None:
+            before = self._states.get(ask.state, 0) if kept is None else kept.previous
+            if seat.states.get(ask.state, 0) < before:
+                raise LacksStateError(f"rank {seat.rank} has missed calls with a state")
+            if kept is not None:
+                seat.states[ask.state] = kept.number
+        elif kept is not None and is_twin:
+            raise _twin_error(seat)
+        return kept
+
+    def is_behind(self, seat: Seat) -> bool:
+        """Whether ``seat`` is late for a call without a state, whose outcome is no longer kept."""
+        ask = seat.ask
+        return ask.state is None and self._made.get(ask.kind, 0) > seat.has
+
+    def keep(
+        self, ask: Ask, number: int, body: bytes, weights: Packed, seats: Iterable[Seat]
+    ) -> None:
+        """Keep the outcome of the call of ``ask``, which brings ``seats`` the newest state."""
+        previous = 0 if ask.state is None else self._states.get(ask.state, 0)
+        _put_last(self._kept, ask.kind, Kept(number, body, weights, previous), _KEPT)
+        _put_last(self._made, ask.kind, number, _KINDS)
+        if ask.state is not None:
+            self._states[ask.state] = number
+            for seat in seats:
+                seat.states[ask.state] = number
+
+    def kept(self, number: int) -> Kept | None:
+        """Return the outcome of this number; None if it is no longer kept."""
+        return next((kept for kept in self._kept.values() if kept.number == number), None)
+
+
+def _put_last(last: dict[Kind, _Value], kind: Kind, value: _Value, most: int) -> None:
+    """Make ``value`` the newest of at most ``most``."""
+    last.pop(kind, None)
+    last[kind] = value
+    if len(last) > most:
+        del last[next(iter(last))]
+
+
+def _twin_error(seat: Seat) -> RuntimeError:
+    return RuntimeError(
+        f"rank {seat.rank} was late, or has joined again, and could be given another model's "
+        "weights: several models of one layout take turns in this meeting. Give their parts "
+        "names of their own, as in TensorFlowVariables({'critic 1': model}), or use a meeting "
+        "for each"
+    )

@@ -1,0 +1,95 @@
+"""The members of a meeting that wait for the outcome of a call, in three lists.
+
+| list | the member | waits for |
+| --- | --- | --- |
+| `asking` | takes part in the open call | its outcome |
+| `lacking` | lacks the state of a training (`Ask.lacks`) | the next call of the kind of its ask |
+| `behind` | was late for a call whose outcome is no longer kept | the next call of that kind |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from flatweights.ray.members._asks import Ask
+from flatweights.ray.members._seats import Seat
+from flatweights.ray.peers._wait import Deadline, seconds_left
+
+_NEVER = Deadline(None, None)
+
+
+class Waiting:
+    """The three lists; a member is in one of them at most.
+
+    Attributes:
+        asking: The members of the open call, in the order of their asks.
+        lacking: The members that lack the state.
+        behind: The late members.
+    """
+
+    def __init__(self) -> None:
+        """Begin without members."""
+        self.asking: list[Seat] = []
+        self.lacking: list[Seat] = []
+        self.behind: list[Seat] = []
+
+    @property
+    def elsewhere(self) -> list[Seat]:
+        """The members that wait for another call than the open one."""
+        return self.lacking + self.behind
+
+    def asks(self) -> dict[int, Ask]:
+        """Return the asks of the open call by rank, in their order."""
+        return {seat.rank: seat.ask for seat in self.asking}
+
+    def deadline(self) -> Deadline:
+        """Return the end of the open call: the earliest deadline of its asks."""
+        return min(map(_deadline_of, self.asking), key=_end_of, default=_NEVER)
+
+    def ends(self) -> list[float]:
+        """Return the times, by `time.monotonic`, at which the time of a member is up."""
+        ends = [self.deadline().end, *[_deadline_of(seat).end for seat in self.behind]]
+        return [end for end in ends if end is not None]
+
+    def overdue(self) -> list[Seat]:
+        """Return the late members whose time is up."""
+        return [seat for seat in self.behind if seconds_left(_deadline_of(seat).end) == 0.0]
+
+    def late_for(self, first: Ask) -> list[Seat]:
+        """Return the late members that the outcome of the call of ``first`` answers."""
+        return [seat for seat in self.behind if seat.ask.kind == first.kind]
+
+    def healed_by(self, first: Ask) -> list[Seat]:
+        """Return the members that get the state that they lack from the call of ``first``."""
+        return [seat for seat in self.lacking if seat.ask.kind == first.kind]
+
+    def missed_by(self, first: Ask) -> list[Seat]:
+        """Return the members that wait for another call with the state of ``first``."""
+        asks = [(seat, seat.ask) for seat in self.lacking]
+        return [seat for seat, ask in asks if ask.state == first.state and ask.kind != first.kind]
+
+    def close_call(self) -> list[Seat]:
+        """Take out the members of the open call, and return them."""
+        asking, self.asking = self.asking, []
+        return asking
+
+    def open_late_call(self) -> None:
+        """Make the late members those of the open call: nobody else makes such a call."""
+        self.asking, self.behind = self.behind, []
+
+    def drop(self, seats: Iterable[Seat]) -> None:
+        """Take out ``seats``, as far as they wait."""
+        for seat in seats:
+            for waiting in (self.asking, self.lacking, self.behind):
+                if seat in waiting:
+                    waiting.remove(seat)
+
+
+def _deadline_of(seat: Seat) -> Deadline:
+    assert seat.answer is not None
+    return seat.answer.deadline
+
+
+def _end_of(deadline: Deadline) -> float:
+    return math.inf if deadline.end is None else deadline.end
