@@ -292,6 +292,29 @@ def test_within_the_scope_of_the_strategy_everything_works_as_outside(strategy: 
     assert [r.tolist() for r in (*replicas(a), *replicas(b))] == [[3], [3], [3], [3]]
 
 
+@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, tf_keras.optimizers.SGD])
+def test_within_the_scope_of_the_strategy_steps_and_gradients_say_where_to_call_them(
+    strategy: Any, optimizer: Any
+) -> None:
+    with strategy.scope():
+        a, sgd = tf.Variable([1.0], name="a"), optimizer(0.5)
+    weights = TensorFlowVariables(a)
+    evaluate = weights.value_and_gradient(lambda: tf.reduce_sum(a * a))
+    calls = [
+        lambda: weights.apply_flat_gradients(sgd, [2]),
+        lambda: weights.value_and_gradient(lambda: tf.reduce_sum(a * a)),
+        lambda: evaluate([3]),
+    ]
+    for _ in range(2):  # before and after the step was traced
+        for call in calls:
+            with strategy.scope(), pytest.raises(RuntimeError, match=r"scope.*call this outside"):
+                call()  # type: ignore[no-untyped-call]
+        weights.set_flat([3])
+        weights.apply_flat_gradients(sgd, [2])
+        assert [r.tolist() for r in replicas(a)] == [[2], [2]]
+    assert evaluate([3])[1].tolist() == [6]
+
+
 def test_within_a_replica_calls_move_the_whole_variable(strategy: Any) -> None:
     with strategy.scope():
         a = tf.Variable([1.0], name="a", aggregation=tf.VariableAggregation.MEAN)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flatweights._layout import Layout, cast_for_slot
 from flatweights._locks import TurnLock
 from flatweights.tensorflow._buckets import Bucket
-from flatweights.tensorflow._eager import eagerly
+from flatweights.tensorflow._eager import check_outside_of_scopes, eagerly
 from flatweights.tensorflow._gradients import trained_positions
 from flatweights.tensorflow._kinds import inner_variable, is_of_keras_3
 from flatweights.tensorflow._session import SessionOperations, isolated, run, uninitialized
@@ -47,11 +47,13 @@ class Steps:
 
     def prepare(self, optimizer: Any) -> "_EagerStep | _SessionStep":
         """Return the step of ``optimizer``, built at the first call."""
-        if self._session is None and tf.inside_function():
-            raise RuntimeError(
-                "inside a tf.function a step would be taken once, when it is traced, and never "
-                "again: call this outside"
-            )
+        if self._session is None:
+            if tf.inside_function():
+                raise RuntimeError(
+                    "inside a tf.function a step would be taken once, when it is traced, and never "
+                    "again: call this outside"
+                )
+            check_outside_of_scopes()
         if not callable(getattr(optimizer, "apply_gradients", None)):
             raise TypeError(f"expected an optimizer, got {type(optimizer).__name__}")
         with self._lock.ready():

@@ -175,6 +175,15 @@ def wait() -> None:
         context.executor.wait()
 
 
+def check_outside_of_scopes() -> None:
+    """Raise `RuntimeError` within the scope of a strategy, where TensorFlow trains nothing."""
+    if tf.distribute.in_cross_replica_context():
+        raise RuntimeError(
+            "within the scope of a tf.distribute strategy TensorFlow computes and applies no "
+            "gradients: call this outside, which updates all replicas"
+        )
+
+
 def eagerly() -> Any:
     """Return a context that executes eagerly, even within ``with Graph().as_default()``."""
     return tf.__internal__.eager_context.eager_mode()

@@ -11,7 +11,7 @@ from flatweights._core import is_settable, move_parts
 from flatweights._dtypes import is_floating
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout, layout_at
-from flatweights.tensorflow._eager import eagerly
+from flatweights.tensorflow._eager import check_outside_of_scopes, eagerly
 from flatweights.tensorflow._gradients import concat, trained_positions
 from flatweights.tensorflow._kinds import inner_variable
 from flatweights.tensorflow._session import SessionOperations, check_unfinished, run
@@ -49,6 +49,7 @@ class Objective:
         """Return a function of the weights; ``loss_fn`` is called once, to trace it."""
         if tf.inside_function():
             raise RuntimeError("expected to be called outside of any tf.function, got inside one")
+        check_outside_of_scopes()
         # Trace it with autograph, as its author expects, unless it is a tf.function already.
         is_traced = hasattr(loss_fn, "get_concrete_function")
         traced = loss_fn if is_traced else tf.function(loss_fn)
@@ -64,6 +65,7 @@ class Objective:
             function.get_concrete_function()
 
         def evaluate(x: ArrayLike) -> tuple[float, NDArray[Any]]:
+            check_outside_of_scopes()
             self._set_flat(x)
             with eagerly():
                 loss, gradient = function()

@@ -650,7 +650,7 @@ class TensorFlowVariables:
         Raises:
             TypeError: As `apply_flat_gradients`.
             ValueError: If no variable is trainable.
-            RuntimeError: If the graph is finalized; if called inside a `tf.function`.
+            RuntimeError: If the graph is finalized; if called as `apply_flat_gradients` cannot be.
         """
         self._steps.prepare(optimizer)
 
@@ -693,7 +693,8 @@ class TensorFlowVariables:
             TypeError: If ``optimizer`` is not one, or the vector's dtype cannot be cast.
             ValueError: If the vector has another length, or no variable is trainable.
             RuntimeError: In a graph, if no session is set, it is finalized and this is the first
-                call, or a variable is not initialized; if called inside a `tf.function`.
+                call, or a variable is not initialized; if called inside a `tf.function` or within
+                the scope of a `tf.distribute` strategy.
         """
         self._steps.apply(optimizer, self._vector(flat, "flat"))
 
@@ -737,7 +738,8 @@ class TensorFlowVariables:
             TypeError: If ``dtype`` is not floating, or cannot hold the gradient.
             ValueError: If the loss is not a scalar of a floating dtype, or depends on none of the
                 trainable variables.
-            RuntimeError: If the graph is finalized; if called inside a `tf.function`.
+            RuntimeError: If the graph is finalized; if this or the function is called inside a
+                `tf.function` or within the scope of a `tf.distribute` strategy.
         """
         objective = Objective(self._variables, self._layout, self.set_flat, dtype)
         if self._session is not None:
