@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 import ray
 
 from flatweights._average import Nonfinite
-from flatweights._numbers import as_integer, check_count
+from flatweights._numbers import check_count
 from flatweights.ray._report import report, rounds_bar
 from flatweights.ray._round import Round
 from flatweights.ray._turn import Turn, alone
@@ -19,14 +18,15 @@ from flatweights.ray._variables import Variables
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.nodes._plan import Sums, check_sums
-from flatweights.ray.peers._contract import BY_VALUE
+from flatweights.ray.peers._by_rank import ByRank, check_by_rank
+from flatweights.ray.peers._recipe import Recipe
 from flatweights.ray.peers._roster import Roster
 from flatweights.ray.peers._store import check_cluster
 from flatweights.ray.peers._wait import Deadline, Request, Weights, check_timeout
 from flatweights.ray.rounds._as_completed import AsCompleted
 from flatweights.ray.rounds._barrier import average_of, results_of, send
-from flatweights.ray.rounds._codec import check_settable
-from flatweights.ray.rounds._work import ByRank, Work, check_by_rank, more_arguments
+from flatweights.ray.rounds._run import Run
+from flatweights.ray.rounds._work import Work
 from flatweights.robust import AnyRule
 from flatweights.wire import WireDType
 
@@ -113,8 +113,7 @@ class WorkerGroup:
         self._turn = Turn("WorkerGroup")
         self._count = 0  # of rounds
         self._in_round = False  # in run(): workers may have trained since the latest weights
-        self._recipe: _Recipe | None = None  # for the actors, from `create`
-        self._arguments: dict[int, Any] = {}  # of the actors by rank, kept for restarts
+        self._recipe: Recipe | None = None  # for the actors, from `create`
 
     @classmethod
     def create(
@@ -157,8 +156,8 @@ class WorkerGroup:
         _check_initial(initial)
         if wire_dtype is not None:
             GroupWire(wire_dtype)
-        made_by = _Recipe(remote or ray.remote(plain), args, arguments, ray_options)
-        actors, kept = made_by.start(range(n))
+        recipe = Recipe(remote or ray.remote(plain), args, arguments, ray_options)
+        actors = recipe.start(range(n))
         try:
             group = cls(
                 actors,
@@ -171,7 +170,7 @@ class WorkerGroup:
             for actor in actors:
                 ray.kill(actor)
             raise
-        group._recipe, group._arguments = made_by, dict(enumerate(kept))
+        group._recipe = recipe
         return group
 
     def actors(self) -> dict[int, ray.actor.ActorHandle]:
@@ -224,10 +223,7 @@ class WorkerGroup:
         self._roster.check_open()
         recipe = self._recipe.with_more(args, arguments, ray_options)
         first = self._roster.span
-        made, kept = recipe.start(range(first, first + n))
-        ranks = self._roster.add(made)
-        self._arguments.update(zip(ranks, kept, strict=True))
-        return ranks
+        return self._roster.add(recipe.start(range(first, first + n)))
 
     @alone
     def remove(self, ranks: Iterable[int] | int, *, kill: bool = True) -> None:
@@ -246,9 +242,8 @@ class WorkerGroup:
                 would be left.
         """
         removed = self._roster.remove(ranks, kill=kill)
-        if kill:  # they are not started again
-            for rank in removed:
-                self._arguments.pop(rank, None)
+        if kill and self._recipe is not None:
+            self._recipe.forget(removed)
 
     def healthy_actor_ids(self) -> list[int]:
         """Return the ranks that are called."""
@@ -374,7 +369,8 @@ class WorkerGroup:
             raise ValueError(f"travels: expected 'weights' or 'gradients', got {travels!r}")
         if broadcast is not None and self._roster.healthy():
             self._take_back(request.timeout)
-        result = self._average(work, request, ranks, broadcast, out, travels)
+        result = average_of(self._roster, work, request, ranks, broadcast, out, travels)
+        self._count += 1
         self._report(result)
         return result
 
@@ -384,12 +380,6 @@ class WorkerGroup:
         roster.admit()
         options["max_inflight"] = self._max_inflight
         return Request.of(len(roster), weights, span=roster.span, **options)
-
-    def _average(self, *round_of: Any) -> Round:
-        """Do the work of `average`, without its report; see `average_of`."""
-        result = average_of(self._roster, *round_of)
-        self._count += 1
-        return result
 
     @alone
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
@@ -516,9 +506,9 @@ class WorkerGroup:
         asked = None if ranks is None else self._roster.check(ranks)
         buffer = check_count(buffer, "buffer", len(asked or self._roster))
         if updates is not None:
-            updates = _not_negative(updates, "updates")
+            updates = check_count(updates, "updates", least=0)
         if max_staleness is not None:
-            max_staleness = _not_negative(max_staleness, "max_staleness")
+            max_staleness = check_count(max_staleness, "max_staleness", least=0)
         loop = AsCompleted(self._roster, work, request, asked, buffer, max_staleness)
         return self._results(loop, updates)
 
@@ -600,55 +590,38 @@ class WorkerGroup:
             TypeError: As `average`; or if the method returned a list, or another vector than the
                 weights, which workers cannot be sent.
         """
-        rounds = _not_negative(rounds, "rounds")
+        rounds = check_count(rounds, "rounds", least=0)
         check_by_rank(round_arguments, "round_arguments", "number of the round")
         work = Work(method, args, kwargs, arguments)
         request = self._request(
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
 
-        def average(number: int) -> Round:
-            more: Sequence[Any] = ()
-            if round_arguments is not None:
-                more = more_arguments(round_arguments, number, "round_arguments", "round")
-            asked = ranks(number) if callable(ranks) else ranks
-            self._roster.admit()
-            this = work if not more else Work(method, (*args, *more), kwargs, arguments)
-            result = self._average(this, request, asked)
-            layout = self._roster.layout  # None if workers may take something else
-            if layout is not None:
-                check_settable(layout, method, result.weights, f"rank {result.used[0]}")
-            return result
-
         if not (ranks is None or callable(ranks)):
             ranks = self._roster.check(ranks)
-        return self._rounds(rounds, average, request.timeout, progress)
+        run = Run(self._roster, work, request, ranks, round_arguments)
+        return self._rounds(rounds, run, progress)
 
-    def _rounds(
-        self,
-        rounds: int,
-        average: Callable[[int], Round],
-        timeout: float | None,
-        progress: bool,
-    ) -> Iterator[Round]:
+    def _rounds(self, rounds: int, run: Run, progress: bool) -> Iterator[Round]:
         """Yield the rounds of `run`, whose arguments are checked."""
         with rounds_bar(rounds) if progress else contextlib.nullcontext() as show:
             for number in range(1, rounds + 1):
-                result = self._round(number, average, timeout)
+                result = self._round(number, run)
                 if show is not None:
                     show(result)
                 yield result
                 del result  # before the next one is made
 
     @alone
-    def _round(self, number: int, average: Callable[[int], Round], timeout: float | None) -> Round:
+    def _round(self, number: int, run: Run) -> Round:
         """Make the round ``number`` of `run`: average, and send the average to all workers."""
-        begin = time.monotonic()
+        begin, timeout = time.monotonic(), run.request.timeout
         if self._in_round:
             self._roster.distrust()
         self._take_back(timeout)
         self._in_round = True
-        result = average(number)
+        result = run.average(number)
+        self._count += 1
         send(self._roster, result, timeout)
         self._in_round = False
         result.seconds["round"] = time.monotonic() - begin
@@ -672,7 +645,8 @@ class WorkerGroup:
                 ...
         """
         self._roster.shut_down()
-        self._arguments.clear()
+        if self._recipe is not None:
+            self._recipe.forget([*self._recipe.kept])
 
     def __enter__(self) -> WorkerGroup:
         """Return the group."""
@@ -716,67 +690,3 @@ def _refuse_model(weights: Any, where: str) -> None:
         held = type(weights).__name__
         its = held if isinstance(weights, Variables) else "TensorFlowVariables(model)"
         raise TypeError(f"{where}: expected weights to send, got {held}; pass {its}.get_weights()")
-
-
-def _not_negative(number: Any, where: str) -> int:
-    checked = as_integer(number, where)
-    if checked < 0:
-        raise ValueError(f"{where}: expected at least 0, got {checked}")
-    return checked
-
-
-@dataclasses.dataclass(frozen=True)
-class _Recipe:
-    """The recipe for the actors of a group.
-
-    Attributes:
-        remote: The result of `ray.remote` for their class.
-        args: Arguments of each constructor.
-        arguments: A function of the rank that returns more arguments.
-        options: Ray's options.
-    """
-
-    remote: Any
-    args: Sequence[Any]
-    arguments: ByRank | None
-    options: Mapping[str, Any]
-
-    def with_more(
-        self, args: Sequence[Any], arguments: ByRank | None, options: Mapping[str, Any]
-    ) -> _Recipe:
-        """Return the recipe with other arguments, if there are any, and more options."""
-        if args or arguments is not None:
-            return _Recipe(self.remote, args, arguments, {**self.options, **options})
-        return dataclasses.replace(self, options={**self.options, **options})
-
-    def start(self, ranks: Iterable[int]) -> tuple[list[Any], list[Any]]:
-        """Start an actor for each rank; return them, and the arguments that restarts need."""
-        remote = self.remote.options(**self.options) if self.options else self.remote
-        args = self.args
-        check_by_rank(self.arguments)
-        arguments_of = [
-            more_arguments(self.arguments, rank) if self.arguments else () for rank in ranks
-        ]
-        if self.options.get("max_restarts"):
-            # Ray drops large arguments once an actor is built, but a restart needs them.
-            args = _by_reference(args)
-            arguments_of = [_by_reference(own) for own in arguments_of]
-        actors: list[ray.actor.ActorHandle] = []
-        try:
-            for own in arguments_of:
-                actors.append(remote.remote(*args, *own))
-        except BaseException:
-            for actor in actors:
-                ray.kill(actor)
-            raise
-        return actors, [(args, own) for own in arguments_of]
-
-
-def _by_reference(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return ``arguments`` with references to those that are too large to travel with a call."""
-    return tuple(
-        one
-        if isinstance(one, ray.ObjectRef) or len(ray.cloudpickle.dumps(one)) <= BY_VALUE
-        else ray.put(one)
-        for one in arguments
-    )

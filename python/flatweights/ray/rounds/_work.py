@@ -3,39 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from flatweights.ray.peers._by_rank import ByRank, check_by_rank, more_arguments
+
 _READS = ("get_weights", "get_flat", "ping")  # methods that need no initial weights
-
-ByRank = Callable[[int], Sequence[Any]]
-"""A function of the rank that returns arguments."""
-
-
-def check_by_rank(arguments: Any, name: str = "arguments", of: str = "rank") -> None:
-    """Raise `TypeError` unless ``arguments`` is a function or None."""
-    if arguments is not None and not callable(arguments):
-        raise TypeError(f"{name}: expected a function of the {of}, got {arguments!r}")
-
-
-def more_arguments(
-    arguments: ByRank, number: int, name: str = "arguments", of: str = "rank"
-) -> tuple[Any, ...]:
-    """Return the arguments of one ``number``; raise `TypeError` if they are no sequence.
-
-    Args:
-        arguments: The function.
-        number: The number to call it with.
-        name: The name of the function in errors.
-        of: The kind of number.
-    """
-    more: Any = arguments(number)
-    if not isinstance(more, (Sequence, Iterator)):
-        raise TypeError(
-            f"{name}: expected a function that returns a sequence, such as [{more!r}], got "
-            f"{type(more).__name__} for {of} {number}"
-        )
-    return tuple(more)
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,0 +1,78 @@
+"""How the actors of a group are started, and the arguments that their restarts need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from flatweights.ray.peers._by_rank import ByRank, check_by_rank, more_arguments
+from flatweights.ray.peers._contract import BY_VALUE
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The recipe for the actors of a group.
+
+    Attributes:
+        remote: The result of `ray.remote` for their class.
+        args: Arguments of each constructor.
+        arguments: A function of the rank that returns more arguments.
+        options: Ray's options.
+        kept: The arguments of the actors by rank: if Ray restarts one, it needs them.
+    """
+
+    remote: ray.actor.ActorClass[Any]
+    args: Sequence[Any]
+    arguments: ByRank | None
+    options: Mapping[str, Any]
+    kept: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def with_more(
+        self, args: Sequence[Any], arguments: ByRank | None, options: Mapping[str, Any]
+    ) -> Recipe:
+        """Return the recipe with other arguments, if there are any, and more options."""
+        more = dataclasses.replace(self, options={**self.options, **options})
+        if args or arguments is not None:
+            return dataclasses.replace(more, args=args, arguments=arguments)
+        return more
+
+    def start(self, ranks: Iterable[int]) -> list[ray.actor.ActorHandle]:
+        """Start an actor for each rank; return them."""
+        remote = self.remote.options(**self.options) if self.options else self.remote
+        args = self.args
+        check_by_rank(self.arguments)
+        by_rank = {
+            rank: more_arguments(self.arguments, rank) if self.arguments else () for rank in ranks
+        }
+        if self.options.get("max_restarts"):
+            # Ray drops large arguments once an actor is built, but a restart needs them.
+            args = _by_reference(args)
+            by_rank = {rank: _by_reference(own) for rank, own in by_rank.items()}
+        actors: list[ray.actor.ActorHandle] = []
+        try:
+            for own in by_rank.values():
+                actors.append(remote.remote(*args, *own))
+        except BaseException:
+            for actor in actors:
+                ray.kill(actor)
+            raise
+        self.kept.update((rank, (args, own)) for rank, own in by_rank.items())
+        return actors
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Drop the arguments of actors that are not started again."""
+        for rank in ranks:
+            self.kept.pop(rank, None)
+
+
+def _by_reference(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return ``arguments`` with references to those that are too large to travel with a call."""
+    return tuple(
+        one
+        if isinstance(one, ray.ObjectRef) or len(ray.cloudpickle.dumps(one)) <= BY_VALUE
+        else ray.put(one)
+        for one in arguments
+    )
