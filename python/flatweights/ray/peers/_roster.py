@@ -28,7 +28,7 @@ import numpy as np
 import ray
 
 from flatweights._layout import Layout
-from flatweights._weights import FlatWeights, sealed
+from flatweights._weights import sealed
 from flatweights.ray._errors import (
     FULL,
     WorkerError,
@@ -49,8 +49,9 @@ from flatweights.ray.peers._agent import Agent
 from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
 from flatweights.ray.peers._by_lane import Worker
 from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
-from flatweights.ray.peers._latest import Latest, check_follows, is_change, merged, model_of
+from flatweights.ray.peers._latest import Latest, model_of
 from flatweights.ray.peers._ranks import Ranks, Record
+from flatweights.ray.peers._start import Start
 from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster, end_actor
 from flatweights.ray.peers._summary import Reading
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
@@ -69,7 +70,6 @@ class Roster(Ranks):
     Attributes:
         latest: The weights that workers should have.
         agents: The agents of other nodes.
-        layout: The layout of the weights that workers started from; None if unknown.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Roster(Ranks):
         super().__init__(handles)
         self.agents = Agents(self.lanes.offer, sums, Agent, ())
         self.latest = Latest(wire)
-        self.layout: Layout | None = None
+        self._start = Start(initial)
         self._nbytes = 0  # of the last average that was made in this process
-        initial = model_of(initial)
-        if isinstance(initial, Mapping) and not isinstance(initial, FlatWeights):
-            initial = dict(initial)
-        self._initial = copied(initial)  # the caller's weights may change before the first call
-        self._first: Latest | None = None  # weights that were published before the first call
         self._name, self._counts = secrets.token_hex(8), itertools.count(1)
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the weights that workers started from; None if unknown."""
+        return self._start.layout
 
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> list[int]:
         """Remove ``ranks`` from all later rounds, and the agents of nodes without workers."""
@@ -122,10 +122,11 @@ class Roster(Ranks):
         if not self.healthy():
             self.restore(Deadline.after(timeout), patient=False)
         self._complete_published(timeout)
-        if self.latest.version is None and self._initial is not None:
+        if self.latest.version is None and self._start.initial is not None:
             self._await_owed(Deadline.after(timeout))
-            self.publish(self._start(None, timeout))
-        self._initial = None if self.latest.version is not None else self._initial
+            self.publish(self._first_weights(None, timeout))
+        if self.latest.version is not None:
+            self._start.initial = None
 
     def begin(
         self,
@@ -156,9 +157,9 @@ class Roster(Ranks):
             self._await_owed(Deadline.after(timeout))
         self._complete_published(timeout)
         if self.latest.version is not None:
-            self._initial = None  # not needed again
-        if self._initial is not None and starts and self.healthy():
-            weights = self._start(weights, timeout)
+            self._start.initial = None  # not needed again
+        if self._start.initial is not None and starts and self.healthy():
+            weights = self._first_weights(weights, timeout)
         called, version = self.healthy(ranks), self.latest.version
         if weights is not None and not called and not self.healthy():
             took = self._send_to_unhealthy(weights, Deadline.after(timeout))
@@ -367,18 +368,9 @@ class Roster(Ranks):
         Another thread may be in a loop of `as_completed`, but not if the copy is ``in_window``.
         """
         copy_of = functools.partial(self.lanes.copy_of, in_window=in_window)
-        before, model = self.latest, model_of(weights)
-        if before is self._first and isinstance(model, Mapping):
-            earlier = before.model()  # perhaps another subset, of names that are not known
-            weights = {**earlier, **model} if isinstance(earlier, Mapping) else model
-        is_first = before.version is None or before is self._first
-        if is_first and isinstance(model, Mapping):
-            if isinstance(self._initial, ray.ObjectRef):
-                self._initial = ray.get(self._initial)
-            check_follows(model_of(weights), self._initial)
+        before, weights = self.latest, self._start.publication(weights, self.latest)
         self.latest = before.published(weights, self._next_stamp(), copy_of)
-        if self._initial is not None and is_first:
-            self._first = self.latest
+        self._start.note_published(before, self.latest)
 
     def call_on_latest(
         self, rank: int, method: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -481,46 +473,18 @@ class Roster(Ranks):
 
     def _complete_published(self, timeout: float | None) -> None:
         """Complete weights that were published before the first call, and may be a subset."""
-        if self.latest is self._first and self.healthy():
+        start = self._start
+        if self.latest is start.published and self.healthy():
             published = self.latest.model()
-            whole = self._start(published, timeout)
-            self._first = self._initial = None
+            whole = self._first_weights(published, timeout)
+            start.published = start.initial = None
             if whole is not published:
                 self.publish(whole)
 
-    def _start(self, weights: Any, timeout: float | None) -> Any:
-        """Return the first weights to send: all workers start from the same weights.
-
-        Args:
-            weights: The weights that the call sends; None for the initial ones. A subset is
-                completed by the initial weights.
-            timeout: Seconds to get the weights of the rank whose weights are the initial ones.
-
-        Raises:
-            WorkerError: If ``weights`` are None, and no rank can give its weights.
-        """
-        initial = self._initial
-        if isinstance(initial, str):
-            try:
-                initial = self._weights_of_lowest(timeout)
-            except WorkerError:
-                if weights is None:
-                    raise
-                return weights
-        model = model_of(weights)
-        if isinstance(initial, ray.ObjectRef) and isinstance(model, Mapping):
-            initial = ray.get(initial, timeout=timeout)  # the model may be a subset
-        if isinstance(model, Mapping):
-            check_follows(model, initial)
-        if isinstance(initial, Mapping):
-            self.latest.names, self.latest.are_all = tuple(initial), True
-            self.layout = initial.layout if isinstance(initial, FlatWeights) else Layout.of(initial)
-        if weights is None:
-            return initial
-        is_subset = isinstance(initial, Mapping) and is_change(
-            model, tuple(initial), True, lambda: initial
-        )
-        return merged(initial, model) if is_subset else weights
+    def _first_weights(self, weights: Any, timeout: float | None) -> Any:
+        """Return the first weights to send, if the call sends ``weights``; see `Start`."""
+        lowest = functools.partial(self._weights_of_lowest, timeout)
+        return self._start.weights_with(weights, self.latest, lowest, timeout)
 
     def _weights_of_lowest(self, timeout: float | None) -> Any:
         """Return a copy of the weights of the lowest healthy rank; note lost ranks.

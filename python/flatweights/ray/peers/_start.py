@@ -1,0 +1,93 @@
+"""The weights that all workers of a group start from, until others were sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+
+from flatweights._layout import Layout
+from flatweights._weights import FlatWeights
+from flatweights.ray._errors import WorkerError
+from flatweights.ray._result import copied
+from flatweights.ray.peers._latest import Latest, check_follows, is_change, merged, model_of
+
+
+class Start:
+    """The initial weights of a group, and weights that were published before its first call.
+
+    Attributes:
+        initial: The initial weights, or "lowest" for those of the lowest healthy rank; None once
+            they are not needed any more.
+        published: The latest weights, if they were published first and may be a subset.
+        layout: The layout of the weights that workers started from; None if unknown.
+    """
+
+    def __init__(self, initial: Any) -> None:
+        """Take the argument of `WorkerGroup`."""
+        initial = model_of(initial)
+        if isinstance(initial, Mapping) and not isinstance(initial, FlatWeights):
+            initial = dict(initial)
+        self.initial = copied(initial)  # the caller's weights may change before the first call
+        self.published: Latest | None = None
+        self.layout: Layout | None = None
+
+    def weights_with(
+        self, weights: Any, latest: Latest, lowest: Callable[[], Any], timeout: float | None
+    ) -> Any:
+        """Return the first weights to send: all workers start from the same weights.
+
+        Args:
+            weights: The weights that the call sends; None for the initial ones. A subset is
+                completed by the initial weights.
+            latest: The latest weights, which learn all names.
+            lowest: A function that returns the weights of the lowest healthy rank.
+            timeout: Seconds to get initial weights that were given by reference.
+
+        Raises:
+            WorkerError: If ``weights`` are None, and no rank can give its weights.
+        """
+        initial = self.initial
+        if isinstance(initial, str):
+            try:
+                initial = lowest()
+            except WorkerError:
+                if weights is None:
+                    raise
+                return weights
+        model = model_of(weights)
+        if isinstance(initial, ray.ObjectRef) and isinstance(model, Mapping):
+            initial = ray.get(initial, timeout=timeout)  # the model may be a subset
+        if isinstance(model, Mapping):
+            check_follows(model, initial)
+        if isinstance(initial, Mapping):
+            latest.names, latest.are_all = tuple(initial), True
+            self.layout = initial.layout if isinstance(initial, FlatWeights) else Layout.of(initial)
+        if weights is None:
+            return initial
+        is_subset = isinstance(initial, Mapping) and is_change(
+            model, tuple(initial), True, lambda: initial
+        )
+        return merged(initial, model) if is_subset else weights
+
+    def publication(self, weights: Any, latest: Latest) -> Any:
+        """Return the weights to publish, with those that were published before the first call.
+
+        Raises:
+            ValueError: If they do not follow the initial weights.
+        """
+        model, is_first = model_of(weights), latest is self.published
+        if is_first and isinstance(model, Mapping):
+            earlier = latest.model()  # perhaps another subset, of names that are not known
+            weights = {**earlier, **model} if isinstance(earlier, Mapping) else model
+        if (is_first or latest.version is None) and isinstance(model, Mapping):
+            if isinstance(self.initial, ray.ObjectRef):
+                self.initial = ray.get(self.initial)
+            check_follows(model_of(weights), self.initial)
+        return weights
+
+    def note_published(self, before: Latest, latest: Latest) -> None:
+        """Note that ``latest`` were published after ``before``."""
+        if self.initial is not None and (before.version is None or before is self.published):
+            self.published = latest
