@@ -178,12 +178,14 @@ def test_a_restored_worker_has_all_weights_after_a_subset(fresh: Fresh, wire_dty
 
 
 def test_a_subset_that_is_sent_first_leaves_the_rest_to_the_lowest_rank(fresh: Fresh) -> None:
-    group = fresh()
-    group.broadcast({"w": np.full(5, 2.0)})
-    lose_weights(group, 2)
-    assert group.restore(timeout=60) == [2]
-    for weights in group.step("get_weights").values():
-        assert_same(weights, FlatWeights({"w": np.full(5, 2.0), "n": np.int64(0)}))
+    subset, whole = {"w": np.full(5, 2.0)}, FlatWeights({"w": np.full(5, 2.0), "n": np.int64(0)})
+    for kind in (subset, ray.put(subset), Round(ray.put(FlatWeights(subset)), [0])):
+        group = fresh()
+        group.broadcast(kind)
+        lose_weights(group, 2)
+        assert group.restore(timeout=60) == [2]
+        for weights in group.step("get_weights").values():
+            assert_same(weights, whole)
 
 
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
@@ -199,7 +201,7 @@ def test_subsets_that_are_published_first_leave_the_rest_to_the_lowest_rank(
     whole["n"][...] = 7
     group = fresh(wire_dtype=wire_dtype)
     group.publish({"w": np.full(5, 2.0)})
-    group.publish({"n": np.int64(7)})
+    group.publish(ray.put({"n": np.int64(7)}))
     for result in group.as_completed("get_weights", updates=6):
         assert_same(result.weights, whole)
     for weights in group.step("get_weights").values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ class Start:
                 completed by the initial weights.
             latest: The latest weights, which learn all names.
             lowest: A function that returns the weights of the lowest healthy rank.
-            timeout: Seconds to get initial weights that were given by reference.
+            timeout: Seconds to get weights that were given by reference.
 
         Raises:
             WorkerError: If ``weights`` are None, and no rank can give its weights.
@@ -57,6 +58,9 @@ class Start:
                     raise
                 return weights
         model = model_of(weights)
+        if isinstance(model, ray.ObjectRef):  # perhaps to a subset
+            with contextlib.suppress(Exception):  # the workers say why it cannot be read
+                model = ray.get(model, timeout=timeout)
         if isinstance(initial, ray.ObjectRef) and isinstance(model, Mapping):
             initial = ray.get(initial, timeout=timeout)  # the model may be a subset
         if isinstance(model, Mapping):
@@ -78,6 +82,8 @@ class Start:
             ValueError: If they do not follow the initial weights.
         """
         model, is_first = model_of(weights), latest is self.published
+        if (is_first or latest.version is None) and isinstance(model, ray.ObjectRef):
+            weights = model = ray.get(model)
         if is_first and isinstance(model, Mapping):
             earlier = latest.model()  # perhaps another subset, of names that are not known
             weights = {**earlier, **model} if isinstance(earlier, Mapping) else model
