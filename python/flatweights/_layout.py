@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
 import operator
-import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +23,7 @@ Parts = Mapping[str, Any] | Sequence[Any]
 ALIGNMENT = 64
 _FORMAT = "flatweights.layout/1"
 _MOST_PICKLED_BYTES = 1 << 28
+_MOST_RECENT = 64
 
 
 class Slot(NamedTuple):
@@ -325,8 +324,9 @@ class Layout:
     def pickled(self) -> bytes:
         """This layout as compressed JSON; see `unpickle_layout`. Private to the package."""
         if self._pickled is None:
-            self._pickled = zlib.compress(self.to_json().encode())
-            _pickled_here.setdefault(self._pickled, self)
+            pickled = self._pickled = zlib.compress(self.to_json().encode())
+            if all(layout._pickled != pickled for layout in _recent):
+                _remember(self)
         return self._pickled
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -335,29 +335,24 @@ class Layout:
 
 
 # Data-parallel training sends one layout with every message; a process builds it once.
-_pickled_here: weakref.WeakValueDictionary[bytes, Layout] = weakref.WeakValueDictionary()
-_last_unpickled: tuple[bytes, Layout] | None = None
+_recent: tuple[Layout, ...] = ()  # the layouts that were pickled or unpickled last; newest first
+
+
+def _remember(layout: Layout) -> None:
+    global _recent
+    _recent = (layout, *_recent[: _MOST_RECENT - 1])  # replaced, since any thread may read it
 
 
 def unpickle_layout(pickled: bytes) -> Layout:
     """Return the layout of `Layout.pickled`: one that this process has, if it knows it."""
     if not isinstance(pickled, bytes):
         raise ValueError(f"not a layout: expected bytes, got {type(pickled).__name__}")
-    global _last_unpickled
-    last = _last_unpickled
-    if last is not None and pickled == last[0]:  # comparing takes less than hashing
-        return last[1]
-    layout = _pickled_here.get(pickled)
-    if layout is None:
-        layout = _rebuild(pickled)
-    _last_unpickled = pickled, layout
-    return layout
-
-
-@functools.lru_cache(maxsize=64)
-def _rebuild(pickled: bytes) -> Layout:
+    for layout in _recent:  # comparing takes less than hashing
+        if layout._pickled == pickled:
+            return layout
     layout = Layout.from_json(_decompress(pickled))
     layout._pickled = pickled
+    _remember(layout)
     return layout
 
 
