@@ -792,6 +792,41 @@ def test_a_group_that_is_dropped_takes_its_processes_along() -> None:
     assert alive == []
 
 
+def test_a_fork_of_the_driver_has_no_part_in_the_group(group: WorkerGroup) -> None:
+    """Its calls would wait for ever, and its commands would be among those of its parent."""
+    found = group.average("train")
+    loop = group.as_completed("train")
+    next(loop)
+    calls: list[Callable[[], object]] = [
+        lambda: group.step("get_weights"),
+        lambda: group.average("train", broadcast=found),
+        lambda: group.broadcast(found),
+        lambda: group.publish(found),
+        group.restore,
+        lambda: next(group.run(1, "train")),
+        lambda: next(loop),
+        lambda: group.remove(0),
+        lambda: group.add(actors=[]),
+    ]
+    child = os.fork()
+    if child == 0:
+        texts = set()
+        try:
+            for call in calls:
+                try:
+                    call()
+                except RuntimeError as error:
+                    texts.add(str(error))
+            group.shutdown()  # as at the end of a `with`
+        finally:
+            expected = {"this process is a fork of the group's: call the group where it was made"}
+            os._exit(0 if texts == expected else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    next(loop)
+    loop.close()
+    assert group.average("train", broadcast=found).used == tuple(range(3))
+
+
 def test_an_interrupt_in_a_round_leaves_the_last_round_as_it_was(make: Make) -> None:
     group = make()
     start = weights_of(1.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -221,12 +223,13 @@ class Ranks:
         self.admitted: list[int] = []
         self._news: tuple[list[int], list[int]] = [], []  # the ranks that were added and removed
         self._span = 0
-        self._is_shut_down = False
+        self._over = ""  # the reason for which no worker can be called any more
         self._is_in_round = False  # while workers answer
         actors = self._checked(handles)
         self._session = session_of_ray()
         self.lanes = GroupLanes()
         self._records = {rank: self._record_of(actor) for rank, actor in enumerate(actors)}
+        _alive.add(self)
 
     def _checked(self, handles: Iterable[ray.actor.ActorHandle]) -> list[ray.actor.ActorHandle]:
         """Return the actors, checked to be at least one, of a right class, and not in the group."""
@@ -296,9 +299,9 @@ class Ranks:
         return [record.worker.rank for record in records]
 
     def check_open(self) -> None:
-        """Raise `RuntimeError` if the group was shut down, or Ray was, or within a round."""
-        if self._is_shut_down:
-            raise RuntimeError("the group was shut down")
+        """Raise `RuntimeError` if the group or Ray was shut down, in a fork, or within a round."""
+        if self._over:
+            raise RuntimeError(self._over)
         if self._is_in_round:
             raise RuntimeError(
                 "expected no call of a group while its workers answer, got one in a function that "
@@ -433,6 +436,17 @@ class Ranks:
                 if self._records[rank].why is None:
                     _log.warning("rank %d is left out: %s", rank, reason_in_a_line(error))
                 self._records[rank].leave_out(error)
+
+
+_alive: weakref.WeakSet[Ranks] = weakref.WeakSet()
+
+
+def _end_copies() -> None:
+    for ranks in list(_alive):
+        ranks._over = "this process is a fork of the group's: call the group where it was made"
+
+
+os.register_at_fork(after_in_child=_end_copies)
 
 
 def _refuse_class(actor: Any) -> None:

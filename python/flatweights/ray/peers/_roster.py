@@ -397,7 +397,7 @@ class Roster(Ranks):
             seconds: The longest wait for ranks that are alive.
         """
         unhealthy = self.unhealthy()
-        if not unhealthy or self._is_shut_down:
+        if not unhealthy or self._over:
             return []
         dead = [
             rank for rank, why in unhealthy.items() if isinstance(why, ray.exceptions.RayActorError)
@@ -441,7 +441,7 @@ class Roster(Ranks):
             patient: Whether to wait for owed answers, and for actors that Ray restarts, instead of
                 asking each rank once.
         """
-        if self._is_shut_down:
+        if self._over:
             return []
         self.check_open()
         asked = [*self.unhealthy(ranks)]
@@ -456,7 +456,9 @@ class Roster(Ranks):
         return ranks
 
     def shut_down(self) -> None:
-        """End all workers; none is called any more."""
+        """End all workers; none is called any more. In a fork of the process, it does nothing."""
+        if self._over:
+            return
         leaving = [record for record, kill in self._leaving if kill]
         for record in [*self._all().values(), *leaving]:
             end_actor(record.worker.handle)
@@ -465,7 +467,7 @@ class Roster(Ranks):
         self._leaving.clear()
         self.agents.shut_down()
         self.lanes.close()
-        self._is_shut_down = True
+        self._over = "the group was shut down"
         self.latest = Latest()
 
     def _next_stamp(self) -> Stamp:
