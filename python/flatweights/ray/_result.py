@@ -83,7 +83,7 @@ def copied(extras: Any) -> Any:
     return extras
 
 
-def parts_of(model: Any) -> list[Any]:
+def parts_of(model: Any) -> list[NDArray[Any]]:
     """Return the arrays that ``model`` consists of: the same objects each time."""
     if isinstance(model, FlatWeights):
         return [model.buffer]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from numpy.typing import NDArray
 
 from flatweights.ray._errors import FULL, reason_in_a_line, too_small
 from flatweights.ray._result import packed_nbytes, parts_of
@@ -101,7 +102,7 @@ class Round:
         self._exchanged: Any = None  # the agents that have the average
         self._ref: ray.ObjectRef | None = None
         self._session: tuple[str, str] | None = None  # the session of Ray in which it was put
-        self._in_store: list[Any] = []  # the parts in the store, if none can change
+        self._in_store: list[NDArray[Any]] = []  # the parts in the store, if none can change
 
     @property
     def weights(self) -> Any:
@@ -125,7 +126,7 @@ class Round:
             self.seconds["put"] = time.monotonic() - begin
         return self._ref
 
-    def _put(self) -> Any:
+    def _put(self) -> ray.ObjectRef:
         try:
             return ray.put(self.weights)
         except FULL as error:
@@ -230,7 +231,7 @@ def _session() -> tuple[str, str]:
     return context.get_job_id(), context.get_node_id()
 
 
-def _consists_of(model: Any, arrays: Sequence[Any]) -> bool:
+def _consists_of(model: Any, arrays: Sequence[NDArray[Any]]) -> bool:
     """Whether the arrays of ``model`` are these very objects."""
     parts = parts_of(model)
     return len(parts) == len(arrays) and all(map(operator.is_, parts, arrays))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import ray
@@ -38,19 +38,23 @@ from flatweights.ray.peers._by_lane import GroupLanes
 _KEPT = 4  # outcomes that members may fetch
 
 
+SentWeights: TypeAlias = AverageOf | Sequence[ray.ObjectRef] | None
+"""The weights of an outcome, or a list with a reference to them; None without weights."""
+
+
 class BranchOutcome(NamedTuple):
     """An outcome for members of one branch.
 
     Attributes:
         number: Its number.
         body: The outcome.
-        weights: Its weights: None, a reference in a list, or `AverageOf`.
+        weights: Its weights.
         tokens: The tokens of the members.
     """
 
     number: int
     body: bytes
-    weights: Any
+    weights: SentWeights
     tokens: Sequence[bytes]
 
 
@@ -84,7 +88,7 @@ class Branch:
         self._turn = turn
         self._seats: dict[bytes, Seat] = {}
         self._senders: dict[int, Seat] = {}  # by rank, the member that a model here belongs to
-        self._outcomes: dict[int, tuple[bytes, Any]] = {}
+        self._outcomes: dict[int, tuple[bytes, NDArray[np.uint8]]] = {}
         self.news = News(made)
         threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
 
@@ -116,11 +120,11 @@ class Branch:
         else:
             self._lanes.give_up(seat.lane)
 
-    def deliver(self, token: bytes, body: bytes, buffer: Any) -> None:
+    def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """Take an ask that does not fit into a lane."""
         self._seats[token].receive(Letter(body, buffer, None))
 
-    def fetch(self, number: int) -> tuple[bytes, Any]:
+    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
         """Return an outcome that did not fit into a lane: its body and its buffer.
 
         Raises:
@@ -159,11 +163,16 @@ class Branch:
                 self._lose(seat, MemberDiedError(f"{seat.who}: {type(error).__name__}: {error}"))
         _core.Mailbox.wake(posted)
 
-    def _buffer_of(self, weights: Any) -> Any:
+    def _buffer_of(self, weights: SentWeights) -> NDArray[np.uint8] | None:
         """Return the packed weights of an outcome; None if it has none."""
+        if weights is None:
+            return None
+        buffer: NDArray[np.uint8]
         if isinstance(weights, AverageOf):
-            return self._end.weights(weights.number).buffer
-        return None if weights is None else ray.get(weights[0])
+            buffer = self._end.weights(weights.number).buffer
+        else:
+            buffer = ray.get(weights[0])
+        return buffer
 
     def _run(self) -> None:
         while True:
@@ -216,8 +225,7 @@ class BranchAgent(Agent):
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
         """See `Branch.enter`."""
-        address: bytes = self._branch.news.ask(self._branch.enter, rank, who, token)
-        return address
+        return self._branch.news.ask(self._branch.enter, rank, who, token)
 
     def attach(self, token: bytes, nonce: bytes) -> None:
         """See `Branch.attach`."""
@@ -227,14 +235,13 @@ class BranchAgent(Agent):
         """See `Branch.forget`."""
         self._branch.news.tell(self._branch.forget, token)
 
-    def deliver(self, token: bytes, body: bytes, buffer: Any) -> None:
+    def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """See `Branch.deliver`."""
         self._branch.news.ask(self._branch.deliver, token, body, buffer)
 
-    def fetch(self, number: int) -> tuple[bytes, Any]:
+    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
         """See `Branch.fetch`."""
-        fetched: tuple[bytes, Any] = self._branch.news.ask(self._branch.fetch, number)
-        return fetched
+        return self._branch.news.ask(self._branch.fetch, number)
 
     def post(self, outcome: BranchOutcome) -> None:
         """See `Branch.post`."""

@@ -12,7 +12,9 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import ray
 
 from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.members._asks import MemberDiedError
@@ -41,7 +43,7 @@ class Ticket(NamedTuple):
     rank: int
     seat: int
     address: bytes | None
-    branch: Any = None
+    branch: ray.actor.ActorHandle | None = None
 
 
 class Entry(NamedTuple):

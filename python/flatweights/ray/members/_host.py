@@ -15,19 +15,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._door import Entry, Ticket
 from flatweights.ray.members._ended import mark_end
 from flatweights.ray.members._meeting import Meeting
-from flatweights.ray.members._seats import Letter
+from flatweights.ray.members._news import Result
+from flatweights.ray.members._seats import Away, Letter, Reply
 from flatweights.ray.members._terms import Terms
-
-_Result = TypeVar("_Result")
 
 _LAST_REPLIES = 1.0  # seconds in which finished calls return their results
 
@@ -102,12 +103,14 @@ class Host:
         """
         await self._ask(self._meeting.attach, token, nonce)
 
-    async def exchange(self, token: bytes, body: bytes | None = None, buffer: Any = None) -> Any:
+    async def exchange(
+        self, token: bytes, body: bytes | None = None, buffer: NDArray[np.uint8] | None = None
+    ) -> Reply:
         """Ask for a call; return the body of the outcome, and references to the weights.
 
         Without a body, return the first outcome.
         """
-        caller: Future[Any] = Future()
+        caller: Future[Reply] = Future()
         self._running += 1
         try:
             if body is None:
@@ -118,25 +121,26 @@ class Host:
         finally:
             self._running -= 1
 
-    async def deliver(self, token: bytes, body: bytes, buffer: Any) -> None:
+    async def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """Take an ask that does not fit into a lane; the lane then announces it."""
         await self._ask(self._meeting.put, token, Letter(body, buffer, None))
 
-    async def hand(self, token: bytes, body: bytes | None, buffer: Any) -> None:
+    async def hand(
+        self, token: bytes, body: bytes | None, buffer: NDArray[np.uint8] | Away | None
+    ) -> None:
         """Take an ask from the agent of a node; without a body, the member is ready."""
         if body is None:
             self._meeting.news.tell(self._meeting.expect, token, None)
         else:
             self._meeting.news.tell(self._meeting.put, token, Letter(body, buffer, None))
 
-    async def fetch(self, number: int) -> tuple[bytes, Any]:
+    async def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
         """Return an outcome that did not fit into a lane: its body and its buffer.
 
         Raises:
             KeyError: If it is no longer kept.
         """
-        fetched: tuple[bytes, Any] = await self._ask(self._meeting.fetch, number)
-        return fetched
+        return await self._ask(self._meeting.fetch, number)
 
     async def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead that has dropped its end, or has given up to enter."""
@@ -146,10 +150,9 @@ class Host:
 
     async def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
-        absent: list[int] = await self._ask(self._meeting.door.absent)
-        return absent
+        return await self._ask(self._meeting.door.absent)
 
-    async def _ask(self, method: Callable[..., Any], *args: Any) -> Any:
+    async def _ask(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the meeting's thread; return its result, or raise its exception."""
         return await _until(self._meeting.news.asked(method, *args))
 
@@ -176,7 +179,7 @@ class Host:
             ray.kill(handle)
 
 
-async def _until(done: Future[_Result]) -> _Result:
+async def _until(done: Future[Result]) -> Result:
     """Wait until ``done``; return its result, or raise its exception.
 
     If a member is cancelled (`ray.cancel`), Ray cancels its calls, too. The future is shielded from

@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import ray
@@ -147,7 +147,7 @@ class HostEnd(ABC):
         buffer: NDArray[np.uint8] | None,
         patience: float | None,
         is_urgent: bool,
-    ) -> tuple[bytes, Any]:
+    ) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Send an ask and its weights; return the body of the outcome, and its weights."""
 
 
@@ -183,7 +183,7 @@ class HostByLane(HostEnd):
         buffer: NDArray[np.uint8] | None,
         patience: float | None,
         is_urgent: bool,
-    ) -> tuple[bytes, Any]:
+    ) -> tuple[bytes, NDArray[np.uint8] | None]:
         if not self._lane.ask(body, buffer, is_urgent=is_urgent):
             # There is no window, or the ask is too long for a mailbox.
             check_connected()
@@ -191,10 +191,12 @@ class HostByLane(HostEnd):
             self._lane.ask(b"", None, is_urgent=is_urgent)
         return self._outcome(patience)
 
-    def _outcome(self, patience: float | None) -> tuple[bytes, Any]:
+    def _outcome(self, patience: float | None) -> tuple[bytes, NDArray[np.uint8] | None]:
         body, buffers = self._lane.outcome(patience)
         if len(body) <= NUMBER.size:
-            fetched: tuple[bytes, Any] = ray.get(self._actor.fetch.remote(*NUMBER.unpack(body)))
+            fetched: tuple[bytes, NDArray[np.uint8] | None] = ray.get(
+                self._actor.fetch.remote(*NUMBER.unpack(body))
+            )
             return fetched
         return body, buffers[0] if buffers else None
 
@@ -208,7 +210,7 @@ class HostByStore(HostEnd):
         # The references of the last outcome. If one thread drops its reference when another has
         # just received the same, Ray never finds the object. So references are dropped one outcome
         # later.
-        self._last_refs: Any = None
+        self._last_refs: list[ray.ObjectRef] | None = None
 
     def start(self, timeout: float | None) -> Outcome:
         """Call without a body."""
@@ -232,12 +234,14 @@ class HostByStore(HostEnd):
         buffer: NDArray[np.uint8] | None,
         patience: float | None,
         is_urgent: bool,
-    ) -> tuple[bytes, Any]:
+    ) -> tuple[bytes, NDArray[np.uint8] | None]:
         check_connected()
         call = self._actor.exchange.remote(self._pass.token, body, buffer)
         return self._take(call, patience)
 
-    def _take(self, call: Any, patience: float | None) -> tuple[bytes, Any]:
+    def _take(
+        self, call: ray.ObjectRef, patience: float | None
+    ) -> tuple[bytes, NDArray[np.uint8] | None]:
         try:
             body, refs = ray.get(call, timeout=patience)
         except ray.exceptions.GetTimeoutError:

@@ -59,13 +59,14 @@ from flatweights.ray.members._asks import (
     MemberDiedError,
     Outcome,
 )
-from flatweights.ray.members._branch import BranchAgent, BranchOutcome
+from flatweights.ray.members._branch import BranchAgent, BranchOutcome, SentWeights
 from flatweights.ray.members._door import Door
 from flatweights.ray.members._healing import Healing
 from flatweights.ray.members._news import News
 from flatweights.ray.members._past import Past
 from flatweights.ray.members._seats import (
     Letter,
+    Reply,
     Seat,
     State,
     outcome_message,
@@ -518,7 +519,7 @@ class Meeting:
                 self._lose(seat, why)
         _core.Mailbox.wake(posted)
         for agent, there in away.items():
-            weights: Any = None
+            weights: SentWeights = None
             try:
                 if exchanged is not None and agent.has(exchanged):
                     weights = AverageOf(exchanged.number)
@@ -580,7 +581,7 @@ class Meeting:
             raise LaneError("no such member")
         seat.attach(self._lanes.connect(token, nonce))
 
-    def expect(self, token: bytes, caller: Future[Any] | None) -> None:
+    def expect(self, token: bytes, caller: Future[Reply] | None) -> None:
         """Note that a member waits for its first outcome, in a call through Ray or at a branch."""
         seat = self.door.present.get(token)
         if seat is not None:

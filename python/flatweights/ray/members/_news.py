@@ -6,12 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.lanes._driver_lane import Lanes
+
+Result = TypeVar("Result")
 
 
 class News:
@@ -34,13 +36,13 @@ class News:
         self._calls.append(lambda: method(*args))
         self.lanes.ring()
 
-    def ask(self, method: Callable[..., Any], *args: Any) -> Any:
+    def ask(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the thread; return its result, or raise its exception."""
         return self.asked(method, *args).result()
 
-    def asked(self, method: Callable[..., Any], *args: Any) -> Future[Any]:
+    def asked(self, method: Callable[..., Result], *args: Any) -> Future[Result]:
         """Make the thread call ``method``; return a future for its result or exception."""
-        done: Future[Any] = Future()
+        done: Future[Result] = Future()
 
         def call() -> None:
             try:

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import ray
@@ -52,12 +52,16 @@ from flatweights.ray.peers._wait import Deadline
 SLICE = 1.0  # seconds between two looks for events that ring no bell
 
 
+Reply: TypeAlias = tuple[bytes, list[ray.ObjectRef] | None]
+"""The result of a member's call through Ray: the outcome, and a reference to its weights."""
+
+
 class Letter(NamedTuple):
     """An ask that came through Ray: its body, its buffer, and the future of its caller."""
 
     body: bytes
     buffer: NDArray[np.uint8] | Away | None
-    caller: Future[Any] | None
+    caller: Future[Reply] | None
 
 
 class Away(NamedTuple):
@@ -113,7 +117,7 @@ class Seat:
     answer: SeatAnswer | None = None
     why: MemberDiedError | None = None
     _letters: deque[Letter] = field(default_factory=deque)
-    _caller: Future[Any] | None = None  # of its call through Ray, which waits
+    _caller: Future[Reply] | None = None  # of its call through Ray, which waits
     _layouts: dict[str, Layout] = field(default_factory=dict)  # layouts that it has sent, by digest
 
     @property
@@ -131,7 +135,7 @@ class Seat:
         """Take the lane to it: it is ready for its first outcome."""
         self.lane, self.state = lane, State.READY
 
-    def expect(self, caller: Future[Any] | None) -> None:
+    def expect(self, caller: Future[Reply] | None) -> None:
         """Note that it waits for its first outcome: in a call through Ray, or at its branch."""
         self._caller, self.state = caller, State.READY
         if caller is not None:
@@ -156,7 +160,7 @@ class Seat:
         self.why = end_of(self.who, self.lane.parting)
         return True
 
-    def tell(self, number: int) -> Future[Any] | None:
+    def tell(self, number: int) -> Future[Reply] | None:
         """Note that it gets outcome ``number``; return the future of its call through Ray."""
         self.has, self.state = number, State.WORKING
         self._drop_ask()
@@ -191,7 +195,7 @@ class Seat:
         """Read the ask, if it has arrived."""
         lane = self.lane
         body: bytes | None = None
-        buffer: Any = None
+        buffer: NDArray[np.uint8] | Away | None = None
         if lane is not None and lane.is_answered:
             body, buffers = lane.take()[1]
             buffer = buffers[0] if buffers else None
@@ -251,7 +255,12 @@ class SeatAnswer(RayAnswer):
     """
 
     def __init__(
-        self, seat: Seat, ask: Ask, body: bytes, layout: Layout | None, buffer: Any
+        self,
+        seat: Seat,
+        ask: Ask,
+        body: bytes,
+        layout: Layout | None,
+        buffer: NDArray[np.uint8] | Away | None,
     ) -> None:
         """Take the ask of ``seat``, and the layout and the buffer that it names."""
         super().__init__(None)
@@ -289,6 +298,7 @@ class SeatAnswer(RayAnswer):
     def bring(self) -> bool:
         """Ask the agent for weights that are away; return whether they are."""
         if self.away is not None:
+            assert self.agent is not None
             self.ref = self.agent.handle.give.remote(self.seat.rank)
         return self.away is not None
 
@@ -304,7 +314,7 @@ def _ask_in(body: bytes) -> tuple[Ask, bytes | None]:
     return Ask(*fields), layout
 
 
-def as_array(buffer: Any) -> NDArray[np.uint8]:
+def as_array(buffer: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
     """Return the packed buffer of an ask or an outcome; an empty one, if it has none."""
     return np.empty(0, np.uint8) if buffer is None else buffer
 

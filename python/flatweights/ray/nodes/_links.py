@@ -316,7 +316,7 @@ class _Peer:
                 self._links.received_bytes[self.place] += count
                 view = view[count:]
 
-    def _move(self, call: Callable[[Any], int], data: Any) -> int | None:
+    def _move(self, call: Callable[[Buffer], int], data: Buffer) -> int | None:
         """Return the number of bytes that a socket's call moved; None if it would have to wait."""
         try:
             count = call(data)

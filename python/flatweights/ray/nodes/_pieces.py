@@ -17,6 +17,7 @@ from flatweights._trees import Tree
 from flatweights._weights import FlatWeights
 
 Bytes = NDArray[np.uint8]
+Model = NDArray[Any] | FlatWeights
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def packed_bytes(template: Template, model: Any) -> Bytes:
     return buffer
 
 
-def model_of(piece: Bytes, layout: Layout) -> Any:
+def model_of(piece: Bytes, layout: Layout) -> Model:
     """Return the bytes of a piece of this ``layout`` as a model for `flatweights.average`."""
     if len(layout) == 1 and piece.size != layout.nbytes:  # the last of an array
         return piece.view(layout.slots[0].dtype)

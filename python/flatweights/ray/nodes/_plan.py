@@ -28,7 +28,7 @@ from flatweights._flatten import new_vector
 from flatweights._layout import Layout
 from flatweights._running_average import RunningAverage, running_of, state_of
 from flatweights._sources import Kind, Template
-from flatweights.ray.nodes._pieces import Bytes, Piece, model_of, pieces_of
+from flatweights.ray.nodes._pieces import Bytes, Model, Piece, model_of, pieces_of
 from flatweights.ray.nodes._rounding import Coding, Residuals
 
 Sums = Literal["float64", "float32"]
@@ -249,7 +249,7 @@ def sum_nbytes(layout: Layout) -> int:
     return total
 
 
-def _sum_of(contribution: Sequence[Bytes], layout: Layout, like: Any) -> RunningAverage:
+def _sum_of(contribution: Sequence[Bytes], layout: Layout, like: Model) -> RunningAverage:
     """Return the `RunningAverage` that a contribution holds, of models like ``like``."""
     memory, weights, kept = contribution
     parts, start = {}, 0

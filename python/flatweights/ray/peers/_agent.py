@@ -62,9 +62,9 @@ class Command(NamedTuple):
 
     number: int
     call: Call
-    ranks: Mapping[int, tuple[Any, Sequence[Any]]]
+    ranks: Mapping[int, tuple[ray.actor.ActorHandle, Sequence[Any]]]
     weights: Any
-    fences: Sequence[Any]
+    fences: Sequence[ray.ObjectRef]
     reading: Reading | None
 
 

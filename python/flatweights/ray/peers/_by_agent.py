@@ -73,14 +73,16 @@ class NodeCall:
 class NodeAnswer(Answer):
     """The answer of a worker that an agent called: a summary or a small value, until brought."""
 
+    agent: AgentEnd
+
     def __init__(self, call: NodeCall, rank: int, handle: ray.actor.ActorHandle) -> None:
         """Wait for the agent's result for ``rank``."""
         self.call = call
         self.agent = call.agent
         self._rank = rank
         self._handle = handle
-        self._value: Any = None  # the value itself, in the store, once it is brought
-        self._after: Any = None  # exists once the worker has run a call that is over
+        self._value: ray.ObjectRef | None = None  # in the store, once it is brought
+        self._after: ray.ObjectRef | None = None  # exists once the worker's last call is over
 
     @property
     def is_in_store(self) -> bool:
@@ -88,7 +90,7 @@ class NodeAnswer(Answer):
         return self._value is not None
 
     @property
-    def _own(self) -> Any:
+    def _own(self) -> ray.ObjectRef | None:
         """The reference to wait for instead of the command; None, to wait for the command."""
         return self._value if self._after is None else self._after
 
@@ -233,7 +235,7 @@ class AgentEnd:
         """Note that it drops averages that its workers were not sent."""
         self.averages &= {self.sent}
 
-    def _fence(self, worker: Worker) -> Any:
+    def _fence(self, worker: Worker) -> ray.ObjectRef | None:
         """Return a reference that exists after all calls of this process on the worker's handle.
 
         None, if this agent made the last call.

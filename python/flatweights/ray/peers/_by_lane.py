@@ -191,7 +191,7 @@ class LaneAnswer(Answer):
         end = None if timeout is None else begin + timeout
         there: dict[Answer, None] = {}
         while True:
-            by_ray: dict[Any, list[LaneAnswer]] = {}
+            by_ray: dict[ray.ObjectRef, list[LaneAnswer]] = {}
             is_enough = False  # an answer has failed, or come through Ray
             for answer in answers:
                 lane = answer._lane

@@ -46,6 +46,7 @@ from flatweights.ray._wire import Travels
 from flatweights.wire import WireDType
 
 if TYPE_CHECKING:
+    from flatweights.ray.peers._by_agent import AgentEnd
     from flatweights.ray.peers._summary import Exchanged
 
 # Up to this size, arguments travel with the call and results with its reply. It is faster to put a
@@ -100,7 +101,7 @@ class Answer(ABC):
             meaning: `take` returns every value.
     """
 
-    agent: Any = None
+    agent: AgentEnd | None = None
     packed: Packed | None = None
 
     @property
@@ -181,7 +182,7 @@ class Payload:
 
     value: Any
     nbytes: int
-    put: Callable[[], Any]
+    put: Callable[[], ray.ObjectRef]
     argument: Any = None
     is_frozen: bool = False
     exchanged: Exchanged | None = None

@@ -20,7 +20,7 @@ from flatweights.ray.lanes._end import LaneError
 _SERVE = "serve_lane"
 _METHOD = "_actor_method_call"  # of handles: all calls go through it, also in Ray 2.40
 
-_logs: "weakref.WeakValueDictionary[Any, CallLog]" = weakref.WeakValueDictionary()
+_logs: "weakref.WeakValueDictionary[ray.ActorID, CallLog]" = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 

@@ -88,7 +88,12 @@ class Record:
         self.owed, self.kept = answer, None
 
     def settle(
-        self, answer: Answer, *, is_there: bool = True, is_late: bool = False, version: Any = None
+        self,
+        answer: Answer,
+        *,
+        is_there: bool = True,
+        is_late: bool = False,
+        version: Stamp | None = None,
     ) -> None:
         """Note the outcome of a call.
 

@@ -28,7 +28,7 @@ class Recipe:
     args: Sequence[Any]
     arguments: ByRank | None
     options: Mapping[str, Any]
-    kept: dict[int, Any] = dataclasses.field(default_factory=dict)
+    kept: dict[int, tuple[Sequence[Any], Sequence[Any]]] = dataclasses.field(default_factory=dict)
 
     def with_more(
         self, args: Sequence[Any], arguments: ByRank | None, options: Mapping[str, Any]

@@ -9,9 +9,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
 from flatweights.ray._errors import check_connected
@@ -125,7 +125,7 @@ class PulledSource(Source):
     A thread makes them, so `take` waits for none.
     """
 
-    def __init__(self, way: str, number: int, layout: bytes, outlet: Any) -> None:
+    def __init__(self, way: str, number: int, layout: bytes, outlet: ray.actor.ActorHandle) -> None:
         """Take the outlet, an actor."""
         super().__init__(way, number, layout, self._take)
         self._outlet = outlet

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import ray
@@ -87,6 +87,10 @@ def _relay_board(name: str, node: str, end: float) -> tuple[bytes, BoardAddress]
     return layout, BoardAddress(*address)
 
 
+Newest: TypeAlias = tuple[int, float, "NDArray[np.uint8] | list[ray.ObjectRef]"]
+"""Version, time and bytes of weights; the bytes perhaps as a reference, in a list."""
+
+
 class Outlet:
     """The actor on the publisher's node from which others pull. It ends when none of them does."""
 
@@ -96,7 +100,7 @@ class Outlet:
         self._record = Record(*record)
         self._asked = time.monotonic()
         self._turn = threading.Lock()
-        self._put: tuple[int, float, Any] | None = None
+        self._put: Newest | None = None
         self._source: BoardSource | None = None
         _start(self._watch, ray.get_runtime_context().current_actor)
 
@@ -117,7 +121,7 @@ class Outlet:
             if self._source.wait_for_end(0.0):
                 raise ConnectionError("the publisher has ended")
 
-    def newer(self, seen: int) -> Any:
+    def newer(self, seen: int) -> Newest | tuple[()] | None:
         """Return version, age and bytes of weights newer than ``seen``, once there are any.
 
         Returns:
@@ -138,7 +142,7 @@ class Outlet:
             version, published, buffer = self._newest(source)
             return version, time.monotonic() - published, buffer
 
-    def _newest(self, source: BoardSource) -> tuple[int, float, Any]:
+    def _newest(self, source: BoardSource) -> Newest:
         """Return version, time and bytes; of each version, there is one object in Ray's store."""
         before = 0 if self._put is None else self._put[0]
         news = source.take(before)
@@ -229,7 +233,9 @@ class Relay:
             assert self._board is not None
             return self._board
 
-    def _publish(self, board: Board, version: int, published: float, buffer: Any) -> None:
+    def _publish(
+        self, board: Board, version: int, published: float, buffer: NDArray[np.uint8]
+    ) -> None:
         target: NDArray[np.uint8] = board.publication.begin()
         np.copyto(target, buffer)
         del target

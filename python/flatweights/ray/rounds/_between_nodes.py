@@ -345,7 +345,7 @@ class _BrokenError(Exception):
 
 def _there(refs: list[ray.ObjectRef], timeout: float) -> list[ray.ObjectRef]:
     """Wait for all ``refs``, until the time is up; return those that exist."""
-    there: list[Any] = []
+    there: list[ray.ObjectRef] = []
     if refs:
         there, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout)
     return there
