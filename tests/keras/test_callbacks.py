@@ -425,6 +425,57 @@ def test_logs_that_sample_weights_or_masks_weight_are_those_of_all_samples() -> 
             assert logs == pytest.approx(expected, rel=1e-5)
 
 
+def test_losses_of_several_outputs_are_weighted_by_samples() -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(56, 3)), rng.normal(size=(56, 1)) * np.arange(56)[:, None]
+    # Parts of whole batches, of which Keras knows the shape, and with a shorter last batch.
+    parts = [slice(0, 20), slice(20, 56)]
+
+    def model() -> Any:
+        keras.utils.set_random_seed(3)
+        begin = keras.Input((3,))
+        outputs = [keras.layers.Dense(1, name=name)(begin) for name in "ab"]
+        made = keras.Model(begin, outputs)
+        made.compile(keras.optimizers.SGD(0.0), ["mse", "mae"])
+        return made
+
+    def fit(member: Any, network: Any, mine: slice) -> Any:
+        data, logs = (x[mine], [y[mine]] * 2), AverageLogs(member=member)
+        history = network.fit(
+            *data, 10, verbose=0, shuffle=False, validation_data=data, callbacks=[logs]
+        )
+        return {name: values[0] for name, values in history.history.items()}
+
+    alone = model()
+    own = [alone.evaluate(x[p], [y[p]] * 2, 10, 0, return_dict=True) for p in parts]
+    expected = {name: (20 * own[0][name] + 36 * own[1][name]) / 56 for name in own[0]}
+    assert {"a_loss", "b_loss"} < expected.keys()
+    expected |= {f"val_{name}": value for name, value in expected.items()}
+    with ThreadPoolExecutor(2) as pool:
+        for logs in pool.map(fit, LocalMeeting(2).join_all(), [model(), model()], parts):
+            assert logs == pytest.approx(expected, rel=1e-5)
+
+
+def test_metrics_whose_weights_are_all_zero_are_zero_as_without_members() -> None:
+    from flatweights.keras import AverageLogs
+
+    def fit(member: Any, network: Any, callbacks: Any = None) -> Any:
+        x, y, weights = np.ones((8, 8)), np.ones(8), np.zeros(8)
+        logs = [AverageLogs(member=member)] if callbacks is None else callbacks
+        return network.fit(x, y, sample_weight=weights, verbose=0, callbacks=logs).history
+
+    models = [compiled(Place(), weighted_metrics=["mae"]) for _ in range(3)]
+    expected = fit(None, models[2], [])
+    assert expected["mae"] == [0.0]
+    with ThreadPoolExecutor(2) as pool:
+        for logs in pool.map(fit, LocalMeeting(2).join_all(), models[:2]):
+            assert logs == expected
+
+
 def best_of_first(place: Place, unit: str) -> Any:
     """Return the weights after a training whose first epoch, without an average, was the best."""
     import keras

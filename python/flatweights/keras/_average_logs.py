@@ -50,6 +50,8 @@ class AverageLogs(MemberCallback):
     >>> member.leave()
     """
 
+    weighs_logs = True
+
     def __init__(
         self,
         *,
@@ -104,23 +106,10 @@ class AverageLogs(MemberCallback):
                 "each member trains alone"
             )
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin to count the epoch's samples."""
-        super().on_epoch_begin(epoch)
-        self._trained: dict[str, float] | None = None
-        self._tested: dict[str, float] = {}
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Read the number of samples of the training before the validation resets it."""
-        super().on_test_begin()
-        if self._is_in_fit:
-            self._trained = self._samples.counts()
-
     def on_test_end(self, logs: Any = None) -> None:
         """Read the number of samples of the validation."""
         if self._is_in_fit:
             self._samples.end_test()
-            self._tested = self._samples.counts()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the numbers in ``logs`` by their averages.
@@ -135,14 +124,16 @@ class AverageLogs(MemberCallback):
             return
         logs = {} if logs is None else logs
         own = {name: one for name, value in logs.items() if (one := _number(value)) is not None}
-        samples = {name: np.float64(self._weight_of(name)) for name in own}
+        samples = {name: np.float64(self._samples.weight_of(name)) for name in own}
         if self._rule is not None:
             samples = dict.fromkeys(own, np.float64(1))
-        if self._nonfinite == "skip" and not all(map(np.isfinite, own.values())):
+        counts = self._nonfinite != "skip" or all(map(np.isfinite, own.values()))
+        if not counts:
             own = samples = dict.fromkeys(own, np.float64(0))  # but it may stop the training
         part = {
             "logs": {name: value * samples[name] for name, value in own.items()},
             "samples": samples,
+            "counts": np.float64(counts),
             "stops": np.float64(self.model.stop_training),
         }
 
@@ -161,18 +152,12 @@ class AverageLogs(MemberCallback):
         if result is None:
             return
         mean = result.weights
-        with np.errstate(invalid="ignore"):  # 0 / 0, if all members were left out
-            logs.update({name: float(mean["logs"][name] / mean["samples"][name]) for name in own})
+        # If all weights are 0, Keras' own mean is 0; it is NaN if all members were left out.
+        empty = 0.0 if mean["counts"] else np.nan
+        for name in own:
+            weight = mean["samples"][name]
+            logs[name] = float(mean["logs"][name] / weight) if weight else empty
         self.model.stop_training = bool(mean["stops"])
-
-    def _weight_of(self, name: str) -> float:
-        """Return the weight of this member's value of a log."""
-        if name.startswith("val_"):
-            total, counts = self._samples.tested, self._tested
-        else:
-            total, counts = self._samples.read(), self._trained or self._samples.counts()
-        # A user's own train_step may count no samples.
-        return counts.get(name.removeprefix("val_"), total) if total else 1.0
 
 
 def _number(value: Any) -> np.float64 | None:

@@ -20,7 +20,13 @@ _lock = threading.Lock()
 
 
 class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback that averages something in a meeting."""
+    """A callback that averages something in a meeting.
+
+    Attributes:
+        weighs_logs: Whether it reads the weight of each log.
+    """
+
+    weighs_logs = False
 
     def __init__(self, lease: MemberLease) -> None:
         """Average with the member of ``lease``, on its terms."""
@@ -57,7 +63,7 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if averaging is not None:
             averaging.begin_fit(self)
         self._progress = None if averaging is None else averaging.progress
-        self._samples = Samples(self.model)
+        self._samples = Samples(self.model, by_log=self.weighs_logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Meet the others, if they may be in another epoch; begin to count samples."""
