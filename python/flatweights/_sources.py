@@ -175,6 +175,25 @@ class Template:
                 raise TypeError(f"{where}{self.at_slot(i)}: expected a NumPy array, got {got}")
         return targets
 
+    def targets(self, out: Any, where: str = "out") -> list[NDArray[Any]]:
+        """Return the parts of ``out`` after checking that bytes can be moved straight into them.
+
+        Raises:
+            TypeError: As `match`; or if one is not a NumPy array.
+            ValueError: As `match`; or if one is read-only or not contiguous.
+        """
+        self.match(out, where)
+        targets = self.read_out(out, where)
+        for i, target in enumerate(targets):
+            if not (target.flags.writeable and target.flags.c_contiguous):
+                lacks = "contiguous" if target.flags.writeable else "writable"
+                raise ValueError(f"{where}{self.at_slot(i)}: expected an array that is {lacks}")
+        return targets
+
+    def parts_in(self, buffer: NDArray[np.uint8]) -> list[NDArray[Any]]:
+        """Return what a packed ``buffer`` holds, as `read` returns it: views, or the buffer."""
+        return [buffer] if self.packed else self.layout.packed_views(buffer)
+
     def first_nonfinite(self, parts: list[NDArray[Any]]) -> int | None:
         """Return the first slot of ``parts``, a result of `read`, that holds NaN or infinity."""
         i = _core.first_nonfinite(self.layout.core, self.packed, parts, 0)

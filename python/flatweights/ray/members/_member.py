@@ -238,12 +238,12 @@ class Member:
         self._check_process()
         template = Template.of(weights, "weights")
         parts = template.read(weights, "weights")
-        targets = None if out is None else _targets(template, out)
+        targets = None if out is None else template.targets(out)
         layout = template.layout
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
         with self._call() as host:
             buffer = host.new_buffer(layout)
-            _core.move_parts([buffer] if template.packed else layout.packed_views(buffer), parts)
+            _core.move_parts(template.parts_in(buffer), parts)
             outcome, mean = self._exchange(host, ask, layout, buffer, state)
             return self._round(outcome, _model(template, mean, out, targets))
 
@@ -323,8 +323,7 @@ class Member:
             buffer = None
             if ask.root == self.rank:
                 buffer = host.new_buffer(layout)
-                targets = [buffer] if template.packed else layout.packed_views(buffer)
-                _core.move_parts(targets, parts)
+                _core.move_parts(template.parts_in(buffer), parts)
             outcome, sent = host.exchange(ask, layout, buffer)
             self._note(outcome)
             model: Model = _model(template, sent, None, None)
@@ -598,17 +597,6 @@ def _check_rank(rank: int, size: int, name: str) -> int:
     return checked
 
 
-def _targets(template: Template, out: Any) -> list[NDArray[Any]]:
-    """Return the arrays of ``out``, after checking that the mean can be written to them."""
-    template.match(out, "out")
-    targets = template.read_out(out)
-    for i, target in enumerate(targets):
-        if not (target.flags.writeable and target.flags.c_contiguous):
-            lacks = "contiguous" if target.flags.writeable else "writable"
-            raise ValueError(f"out{template.at_slot(i)}: expected an array that is {lacks}")
-    return targets
-
-
 def _model(
     template: Template, mean: NDArray[np.uint8], out: Any, targets: list[NDArray[Any]] | None
 ) -> Any:
@@ -616,5 +604,5 @@ def _model(
     model = template.new() if targets is None else out
     if targets is None:
         targets = template.read_out(model)
-    _core.move_parts(targets, [mean] if template.packed else template.layout.packed_views(mean))
+    _core.move_parts(targets, template.parts_in(mean))
     return sealed(model) if out is None else model

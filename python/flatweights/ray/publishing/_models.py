@@ -36,19 +36,15 @@ class Arrays:
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         """Copy the arrays into a packed ``buffer``."""
-        template = self._template
-        parts = template.read(self._model, self._where)
+        parts = self._template.read(self._model, self._where)
         self._check_shapes(parts)
-        targets = [buffer] if template.packed else template.layout.packed_views(buffer)
-        _core.move_parts(targets, parts)
+        _core.move_parts(self._template.parts_in(buffer), parts)
 
     def scatter(self, buffer: NDArray[np.uint8]) -> None:
         """Copy a packed ``buffer`` into the arrays."""
-        template = self._template
-        sources = [buffer] if template.packed else template.layout.packed_views(buffer)
-        targets = template.read_out(self._model, self._where)
+        targets = self._template.read_out(self._model, self._where)
         self._check_shapes(targets)
-        _core.move_parts(targets, sources)
+        _core.move_parts(targets, self._template.parts_in(buffer))
 
     def _check_shapes(self, arrays: list[NDArray[Any]]) -> None:
         """Raise, naming the slot, if an array has taken the place of one of another shape."""
@@ -67,12 +63,7 @@ class Arrays:
             TypeError: If one is no NumPy array.
             ValueError: If one is read-only or not contiguous.
         """
-        self._template.match(self._model, self._where)
-        for i, target in enumerate(self._template.read_out(self._model, self._where)):
-            if not (target.flags.writeable and target.flags.c_contiguous):
-                lacks = "contiguous" if target.flags.writeable else "writable"
-                slot = self._template.at_slot(i)
-                raise ValueError(f"{self._where}{slot}: expected an array that is {lacks}")
+        self._template.targets(self._model, self._where)
 
 
 def source_of(model: Any, where: str) -> Variables:
