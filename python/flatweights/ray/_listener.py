@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import select
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
+
+from flatweights._forks import in_forks
 
 _STRANGERS = 64  # connections that have not been greeted yet
 _PAUSE = 0.05  # seconds until the next attempt to accept
@@ -167,18 +167,6 @@ def shut(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
 def kept(connection: socket.socket) -> socket.socket:
     """Close the copies of a socket in forks of this process; return the socket."""
-    _sockets.add(connection)
-    return connection
-
-
-def _close_copies() -> None:
-    for connection in list(_sockets):
-        connection.close()
-
-
-os.register_at_fork(after_in_child=_close_copies)
+    return in_forks(connection, socket.socket.close)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar, cast
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._average import Nonfinite, check_nonfinite, read_weight
+from flatweights._forks import finalizer
 from flatweights._layout import Layout
 from flatweights._numbers import as_integer, check_count
 from flatweights._sources import Template, check_flat_weights
@@ -175,7 +175,7 @@ class Member:
         self._caller = 0  # the thread that holds it
         self._over: str = ""
         self._process = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, host, self._process)
+        self._finalizer = finalizer(self, host.close)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -520,12 +520,6 @@ class Member:
             result.failed.pop(self.rank, None)
             result.late = tuple(sorted({*result.late, self.rank}))
         return result
-
-
-def _close(host: HostEnd, process: int) -> None:
-    """Close ``host``, unless this is a fork of its process."""
-    if process == os.getpid():
-        host.close()
 
 
 def _line_of(error: BaseException) -> str:

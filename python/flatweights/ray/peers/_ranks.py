@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from flatweights._forks import in_forks
 from flatweights._numbers import as_integer
 from flatweights.ray._errors import (
     check_connected,
@@ -234,7 +233,10 @@ class Ranks:
         self._session = session_of_ray()
         self.lanes = GroupLanes()
         self._records = {rank: self._record_of(actor) for rank, actor in enumerate(actors)}
-        _alive.add(self)
+        in_forks(self, Ranks._end_copy)
+
+    def _end_copy(self) -> None:
+        self._over = "this process is a fork of the group's: call the group where it was made"
 
     def _checked(self, handles: Iterable[ray.actor.ActorHandle]) -> list[ray.actor.ActorHandle]:
         """Return the actors, checked to be at least one, of a right class, and not in the group."""
@@ -441,17 +443,6 @@ class Ranks:
                 if self._records[rank].why is None:
                     _log.warning("rank %d is left out: %s", rank, reason_in_a_line(error))
                 self._records[rank].leave_out(error)
-
-
-_alive: weakref.WeakSet[Ranks] = weakref.WeakSet()
-
-
-def _end_copies() -> None:
-    for ranks in list(_alive):
-        ranks._over = "this process is a fork of the group's: call the group where it was made"
-
-
-os.register_at_fork(after_in_child=_end_copies)
 
 
 def _refuse_class(actor: Any) -> None:

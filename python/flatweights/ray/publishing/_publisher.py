@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import weakref
 from typing import Any, NoReturn
 
+from flatweights._forks import finalizer, in_forks
 from flatweights.ray.publishing import _names
 from flatweights.ray.publishing._board import Board, Reading
 from flatweights.ray.publishing._errors import SupersededError
@@ -75,14 +75,14 @@ class Publisher:
         self._over = ""
         tick = weakref.WeakMethod(self._tick)
         self._board = Board(self._layout.nbytes, lambda: _call(tick))
-        self._finalizer = weakref.finalize(self, _close, self._board, os.getpid())
+        self._finalizer = finalizer(self, self._board.close)
         try:
             self._record, before = _names.claim(name, self._layout.pickled, self._board.address)
         except BaseException:
             self._finalizer()
             raise
         self._next = self._record.number * _names.VERSIONS + 1
-        _alive.add(self)
+        in_forks(self, Publisher._end_copy)
         if before is not None and before.node == self._record.node:
             end = time.monotonic() + _HANDOVER
             # The last publisher may have ended, or be stopped: then it learns it from the records.
@@ -160,6 +160,9 @@ class Publisher:
                 who = "" if newer is None else f": {newer.who}"
             raise SupersededError(f"another publisher of {self.name!r} has taken over{who}")
 
+    def _end_copy(self) -> None:
+        self._over = "this process is a fork of the publisher's: make one here"
+
     def _tick(self) -> None:
         """Close the board if this publisher is superseded and the newer one could not tell it."""
         with contextlib.suppress(Exception):  # Ray may be shut down
@@ -171,20 +174,3 @@ def _call(method: weakref.WeakMethod[Any]) -> None:
     bound = method()
     if bound is not None:
         bound()
-
-
-def _close(board: Board, process: int) -> None:
-    """Close ``board``, unless this is a fork of its process."""
-    if process == os.getpid():
-        board.close()
-
-
-_alive: weakref.WeakSet[Publisher] = weakref.WeakSet()
-
-
-def _end_copies() -> None:
-    for publisher in list(_alive):
-        publisher._over = "this process is a fork of the publisher's: make one here"
-
-
-os.register_at_fork(after_in_child=_end_copies)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import ray
 
+from flatweights._forks import finalizer, in_forks
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._variables import Variables
@@ -96,8 +95,8 @@ class Subscriber:
         self._lock = state.lock
         state.connect(timeout)
         threading.Thread(target=state.watch, name="flatweights-subscriber", daemon=True).start()
-        self._finalizer = weakref.finalize(self, _close, state, os.getpid())
-        _alive.add(self)
+        self._finalizer = finalizer(self, state.close)
+        in_forks(self, Subscriber._end_copy)
 
     @property
     def way(self) -> str:
@@ -203,6 +202,10 @@ class Subscriber:
     def __reduce__(self) -> NoReturn:
         """Refuse: a subscriber belongs to its process."""
         raise TypeError("a Subscriber cannot be pickled: make it in the process that reads")
+
+    def _end_copy(self) -> None:
+        self._lock = self._state.lock = threading.Lock()
+        self._state.refuse("this process is a fork of its process: make one here")
 
     def _target_of(self, out: Any) -> Variables:
         """Return the variables to set: ``out``, if given; raise unless they have the layout."""
@@ -367,21 +370,3 @@ class _State:
             raise RuntimeError(f"the subscriber of {self._name!r}: {why}")
 
         self.take = take
-
-
-def _close(state: _State, process: int) -> None:
-    """Close ``state``, unless this is a fork of its process."""
-    if process == os.getpid():
-        state.close()
-
-
-_alive: weakref.WeakSet[Subscriber] = weakref.WeakSet()
-
-
-def _end_copies() -> None:
-    for subscriber in list(_alive):
-        subscriber._lock = subscriber._state.lock = threading.Lock()
-        subscriber._state.refuse("this process is a fork of its process: make one here")
-
-
-os.register_at_fork(after_in_child=_end_copies)

@@ -1,0 +1,39 @@
+"""Objects that belong to one process: its forks have copies of them, which they must not use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+Owned = TypeVar("Owned")
+Finalizer: TypeAlias = "weakref.finalize[[int, Callable[[], object]], Any]"
+
+_ends: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
+
+
+def in_forks(owned: Owned, end: Callable[[Owned], object]) -> Owned:
+    """Call ``end`` with ``owned`` in each fork of this process, while it lives; return it."""
+    _ends[owned] = end
+    return owned
+
+
+def finalizer(owner: object, close: Callable[[], object]) -> Finalizer:
+    """Return a finalizer of ``owner``, which calls ``close``, except in a fork of this process."""
+    return weakref.finalize(owner, _close_in, os.getpid(), close)
+
+
+def _close_in(process: int, close: Callable[[], object]) -> None:
+    if process == os.getpid():
+        close()
+
+
+def _end_copies() -> None:
+    for owned, end in list(_ends.items()):
+        with contextlib.suppress(OSError):  # of a socket that is broken
+            end(owned)
+
+
+os.register_at_fork(after_in_child=_end_copies)
