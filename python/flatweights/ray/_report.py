@@ -233,23 +233,15 @@ def _in_bytes(result: Round) -> str:
 
 def _by_ways(result: Round) -> str:
     """Return the way to each rank, with reasons of those without a lane; "" if no rank has one."""
-    ranks = _ranks_by_way(result)
+    ranks: dict[str, list[int]] = {}
+    for rank, way in result.ways.items():
+        ranks.setdefault(way, []).append(rank)
     if "lane" not in ranks:
         return ""
     if len(ranks) == 1:
         return " by lanes"
     texts = [f"{', '.join(map(str, of))} by {way}" for way, of in ranks.items()]
     return f" ({'; '.join(texts)})"
-
-
-def _ranks_by_way(result: Round) -> dict[str, list[int]]:
-    ranks: dict[str, list[int]] = {}
-    for rank, way in result.ways.items():
-        if way in ranks:
-            ranks[way].append(rank)
-        else:
-            ranks[way] = [rank]
-    return ranks
 
 
 @contextlib.contextmanager

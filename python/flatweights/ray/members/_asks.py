@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flatweights._average import Nonfinite
 
@@ -147,6 +150,10 @@ class Outcome(NamedTuple):
     error: Exception | None = None
     layout: bytes | None = None
     facts: tuple[Any, ...] = ()
+
+
+Told: TypeAlias = tuple[bytes, NDArray[np.uint8] | None]
+"""An outcome as a member gets it, pickled; and its weights, or a state."""
 
 
 def remember(known: dict[str, Any], digest: str, layout: Any = None) -> None:

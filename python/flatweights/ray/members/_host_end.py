@@ -23,7 +23,7 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
 from flatweights.ray.lanes._protocol import NUMBER
-from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome, end_of, remember
+from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome, Told, end_of, remember
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._ended import seconds_since_end
 from flatweights.ray.members._host import Host
@@ -147,7 +147,7 @@ class HostEnd(ABC):
         buffer: NDArray[np.uint8] | None,
         patience: float | None,
         is_urgent: bool,
-    ) -> tuple[bytes, NDArray[np.uint8] | None]:
+    ) -> Told:
         """Send an ask and its weights; return the body of the outcome, and its weights."""
 
 
@@ -183,7 +183,7 @@ class HostByLane(HostEnd):
         buffer: NDArray[np.uint8] | None,
         patience: float | None,
         is_urgent: bool,
-    ) -> tuple[bytes, NDArray[np.uint8] | None]:
+    ) -> Told:
         if not self._lane.ask(body, buffer, is_urgent=is_urgent):
             # There is no window, or the ask is too long for a mailbox.
             check_connected()
@@ -191,12 +191,10 @@ class HostByLane(HostEnd):
             self._lane.ask(b"", None, is_urgent=is_urgent)
         return self._outcome(patience)
 
-    def _outcome(self, patience: float | None) -> tuple[bytes, NDArray[np.uint8] | None]:
+    def _outcome(self, patience: float | None) -> Told:
         body, buffers = self._lane.outcome(patience)
         if len(body) <= NUMBER.size:
-            fetched: tuple[bytes, NDArray[np.uint8] | None] = ray.get(
-                self._actor.fetch.remote(*NUMBER.unpack(body))
-            )
+            fetched: Told = ray.get(self._actor.fetch.remote(*NUMBER.unpack(body)))
             return fetched
         return body, buffers[0] if buffers else None
 
@@ -234,14 +232,12 @@ class HostByStore(HostEnd):
         buffer: NDArray[np.uint8] | None,
         patience: float | None,
         is_urgent: bool,
-    ) -> tuple[bytes, NDArray[np.uint8] | None]:
+    ) -> Told:
         check_connected()
         call = self._actor.exchange.remote(self._pass.token, body, buffer)
         return self._take(call, patience)
 
-    def _take(
-        self, call: ray.ObjectRef, patience: float | None
-    ) -> tuple[bytes, NDArray[np.uint8] | None]:
+    def _take(self, call: ray.ObjectRef, patience: float | None) -> Told:
         try:
             body, refs = ray.get(call, timeout=patience)
         except ray.exceptions.GetTimeoutError:

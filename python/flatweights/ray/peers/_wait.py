@@ -11,6 +11,7 @@ from flatweights.ray._errors import FULL, WorkerError, late_error, too_small
 from flatweights.ray._result import weight_of
 from flatweights.ray._wire import nbytes_of
 from flatweights.ray.peers._contract import Answer
+from flatweights.ray.peers._store import RayAnswer
 from flatweights.robust import AnyRule, Rule
 
 _FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow later
@@ -147,26 +148,6 @@ class Deadline(NamedTuple):
 _NEVER = Deadline(None, None)
 
 
-class _NoAnswer(Answer):
-    """A placeholder for an answer for which nobody waits any more."""
-
-    is_in_store = False
-
-    @classmethod
-    def wait(
-        cls, answers: Sequence[Any], timeout: float | None, enough: int = 1
-    ) -> Sequence[Answer]:
-        """Return no answers."""
-        return []
-
-    def take(self) -> Any:
-        """Raise: there is no value."""
-        raise LookupError("no answer has come")
-
-    def let_go(self) -> None:
-        """Do nothing."""
-
-
 class Arrivals:
     """The wait for answers by rank: the ranks that have answered, failed, or are late.
 
@@ -219,7 +200,8 @@ class Arrivals:
             seconds_waited: The seconds of the wait.
         """
         arrivals = cls(Deadline(timeout, None))
-        arrivals.answers = {**answers, **dict.fromkeys([*failed, *late], _NoAnswer())}
+        nobody = RayAnswer(None)  # for which nobody waits
+        arrivals.answers = {**answers, **dict.fromkeys([*failed, *late], nobody)}
         arrivals.arrived = {*answers}
         arrivals.failed = {**failed}
         arrivals.late = sorted(late)
