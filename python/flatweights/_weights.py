@@ -317,3 +317,30 @@ def sealed(model: Any) -> Any:
         return {key: sealed(part) for key, part in model.items()}
     parts = map(sealed, model)
     return type(model)(*parts) if hasattr(model, "_fields") else type(model)(parts)
+
+
+@overload
+def frozen(model: FlatWeights) -> FlatWeights: ...
+@overload
+def frozen(model: Any) -> Any: ...
+def frozen(model: Any) -> Any:
+    """Return a view as `sealed` does of a new ``model``, which cannot be written to itself, either.
+
+    So its numbers stay as they are, which `sealed` alone does not show.
+    """
+    view = sealed(model)
+    _freeze(view)
+    return view
+
+
+def _freeze(model: Any) -> None:
+    if isinstance(model, FlatWeights):
+        model = model._buffer
+    if isinstance(model, (dict, list, tuple)):
+        for part in model.values() if isinstance(model, dict) else model:
+            _freeze(part)
+        return
+    memory = model.base
+    while isinstance(memory, np.ndarray):
+        memory.flags.writeable = False
+        memory = memory.base

@@ -93,6 +93,20 @@ def parts_of(model: Any) -> list[NDArray[Any]]:
     return [model if isinstance(model, np.ndarray) else np.asarray(model)]
 
 
+def may_change(model: Any) -> bool:
+    """Whether the numbers of ``model`` may change: a read-only view shows what others write.
+
+    The weights of an optimizer of `flatweights.server` are such a view, which each step changes.
+    """
+    for part in parts_of(model):
+        memory: Any = part
+        while isinstance(memory, np.ndarray):
+            if memory.flags.writeable:
+                return True
+            memory = memory.base
+    return False
+
+
 def packed_nbytes(model: Any) -> int | None:
     """Return the bytes of ``model`` in one packed buffer; None if its kind cannot be averaged."""
     if isinstance(model, FlatWeights):

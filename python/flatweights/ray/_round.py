@@ -13,7 +13,7 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights.ray._errors import FULL, reason_in_a_line, too_small
-from flatweights.ray._result import packed_nbytes, parts_of
+from flatweights.ray._result import may_change, packed_nbytes, parts_of
 
 
 class Round:
@@ -122,7 +122,7 @@ class Round:
             begin = time.monotonic()
             self._ref = self._put()
             parts = parts_of(self.weights)
-            self._in_store = [] if any(part.flags.writeable for part in parts) else parts
+            self._in_store = [] if may_change(self.weights) else parts
             self.seconds["put"] = time.monotonic() - begin
         return self._ref
 

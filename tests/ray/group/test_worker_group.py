@@ -26,6 +26,7 @@ from flatweights.ray import (
     WorkerError,
     WorkerGroup,
 )
+from flatweights.server import FedAvgM
 
 pytestmark = pytest.mark.ray
 
@@ -247,6 +248,27 @@ def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int, tmp_pat
         group.average("act", {0: "die before"})
     assert restored(group) == [0]
     assert_same(group.step("get_weights")[0], weights_of(1.0, size))
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
+def test_what_was_sent_does_not_follow_the_steps_of_an_optimizer(make: Make, size: int) -> None:
+    """Its weights are read-only, and each step changes them."""
+    group = make(2, size)
+    group.broadcast(weights_of(0.0, size))  # in Ray's store: there are no lanes yet
+    group.step("ping")
+    optimizer = FedAvgM(weights_of(1.0, size))
+    group.broadcast(optimizer.weights)
+    optimizer.step(weights_of(2.0, size))
+    with pytest.raises(WorkerError):
+        group.average("act", {0: "die before"})
+    assert restored(group) == [0]
+    assert_same(group.step("get_weights")[0], weights_of(1.0, size))
+    twice = Round(optimizer.weights, [0])
+    for value in (3.0, 4.0):
+        optimizer.step(weights_of(value, size))
+        group.broadcast(twice)
+        for found in group.step("get_weights").values():
+            assert_same(found, optimizer.weights)
 
 
 @pytest.mark.parametrize("kind", [dict, FlatWeights])

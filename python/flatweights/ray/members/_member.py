@@ -22,7 +22,7 @@ from flatweights._layout import Layout
 from flatweights._numbers import as_integer, check_count
 from flatweights._sources import Template, check_flat_weights
 from flatweights._trees import as_array
-from flatweights._weights import sealed
+from flatweights._weights import frozen
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
 from flatweights.ray._variables import Variables, text_of
@@ -599,4 +599,4 @@ def _model(
     if targets is None:
         targets = template.read_out(model)
     _core.move_parts(targets, template.parts_in(mean))
-    return sealed(model) if out is None else model
+    return frozen(model) if out is None else model

@@ -11,7 +11,7 @@ import numpy as np
 
 from flatweights import _core
 from flatweights._sources import Kind
-from flatweights._weights import FlatWeights, sealed
+from flatweights._weights import FlatWeights, frozen, sealed
 from flatweights.ray._failpoints import reach
 from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._links import StreamError
@@ -140,8 +140,8 @@ class NodeEnd:
         if coding is not None:
             return Difference(sealed(model), coding.layout, coding.base, version)
         if template.kind in (Kind.FLAT_WEIGHTS, Kind.ARRAY):
-            return sealed(model)
-        return sealed(template.build(template.layout.packed_views(model)))
+            return frozen(model)
+        return frozen(template.build(template.layout.packed_views(model)))
 
     def _begin(self, plan: Plan, me: int) -> Plan:
         """Return ``plan``; for models in 16 bits, with the residuals of this node."""

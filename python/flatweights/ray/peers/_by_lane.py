@@ -23,8 +23,8 @@ from flatweights import _core
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout
 from flatweights._settings import RAY, ray_setting
-from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._result import is_arrays, parts_of
+from flatweights._weights import FlatWeights, frozen
+from flatweights.ray._result import is_arrays, may_change
 from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
 from flatweights.ray.lanes._end import LaneError, is_shortage
 from flatweights.ray.lanes._message import Message, make_message
@@ -126,13 +126,13 @@ class GroupLanes:
             if layout is None:
                 made = new_vector(value.size, value.dtype).reshape(value.shape)
                 made[...] = value
-                return sealed(made)
+                return frozen(made)
             buffer = layout.new_buffer()
             if isinstance(value, FlatWeights):
                 _core.move_parts([buffer], [value.buffer])
             else:
                 _core.move_parts(layout.packed_views(buffer), [*value.values()])
-            return FlatWeights.wrap(sealed(buffer), layout)
+            return FlatWeights.wrap(frozen(buffer), layout)
         finally:
             _core.withdraw_offer()
 
@@ -389,7 +389,7 @@ class Worker:
             argument_of(payload)
         elif not payload.is_frozen:
             payload.value = sent_weights(payload)  # the caller's may have changed since then
-            if [part for part in parts_of(payload.value) if part.flags.writeable]:
+            if may_change(payload.value):
                 payload.value = self._frozen(payload)
             payload.is_frozen = True
 

@@ -10,8 +10,8 @@ import numpy as np
 import ray
 
 from flatweights._layout import Layout
-from flatweights._weights import FlatWeights, sealed
-from flatweights.ray._result import is_arrays
+from flatweights._weights import FlatWeights, frozen
+from flatweights.ray._result import is_arrays, may_change
 from flatweights.ray._round import Round
 from flatweights.ray._wire import GroupWire
 from flatweights.ray.peers._contract import BY_VALUE, Payload, Stamp
@@ -71,7 +71,7 @@ class Latest:
             base = self._base_for(model)
         if isinstance(value, FlatWeights):
             buffer = value.buffer
-            if buffer.nbytes <= BY_VALUE and buffer.flags.writeable:
+            if buffer.nbytes <= BY_VALUE and may_change(value):
                 value = value.copy()  # it may change before a restarted worker needs it
         payload = payload_of(value)
         payload.exchanged = exchanged
@@ -252,7 +252,7 @@ def merged(weights: Mapping[str, Any], subset: Mapping[str, Any]) -> FlatWeights
     """Return a copy of ``weights`` with the values of ``subset``."""
     parts = {name: np.asarray(part) for name, part in subset.items()}
     if not all(name in weights for name in parts):
-        return sealed(FlatWeights({**weights, **parts}))
+        return frozen(FlatWeights({**weights, **parts}))
     whole = FlatWeights(weights)
     whole.update(parts)
-    return sealed(whole)
+    return frozen(whole)

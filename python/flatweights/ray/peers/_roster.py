@@ -28,7 +28,7 @@ import numpy as np
 import ray
 
 from flatweights._layout import Layout
-from flatweights._weights import sealed
+from flatweights._weights import frozen
 from flatweights.ray._errors import (
     FULL,
     WorkerError,
@@ -507,7 +507,7 @@ class Roster(Ranks):
             finally:
                 self._close(arrivals)
             if values:
-                return sealed(values[rank])
+                return frozen(values[rank])
             if record.why is None:
                 error = arrivals.failed[rank]
                 asked = "get_weights, which all workers start from unless initial= is given"

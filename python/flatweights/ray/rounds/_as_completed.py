@@ -26,7 +26,7 @@ from flatweights import _core
 from flatweights._average import mean_of_packed
 from flatweights._layout import Layout
 from flatweights._sources import check_flat_weights
-from flatweights._weights import FlatWeights, sealed
+from flatweights._weights import FlatWeights, frozen
 from flatweights.ray._errors import (
     WorkerError,
     is_lost,
@@ -570,7 +570,7 @@ class AsCompleted:
         del packed
         sent.answer.let_go()
         return Round(
-            FlatWeights.wrap(sealed(mean), layout),
+            FlatWeights.wrap(frozen(mean), layout),
             (sent.rank,),
             seconds={"wait": 0.0, "average": time.monotonic() - begin},
             nbytes=mean.nbytes,

@@ -22,7 +22,7 @@ import ray
 from flatweights import _core
 from flatweights._average import read_weights
 from flatweights._sources import Kind, Template
-from flatweights._weights import sealed
+from flatweights._weights import frozen
 from flatweights.ray._errors import late_error
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
@@ -125,7 +125,7 @@ class NodesAverage:
         mean = self._agents.end.weights(plan.number)
         difference = mean if plan.coding is not None else None
         if self._codec.is_encoded:
-            mean = sealed(self._codec.finish(self._codec.decode(mean)))
+            mean = frozen(self._codec.finish(self._codec.decode(mean)))
             template = Template.of(mean)
         if self._out is not None:
             target = template.read_out(self._out)
@@ -135,7 +135,7 @@ class NodesAverage:
         elif template.kind in (Kind.MAPPING, Kind.TREE):
             containers = summaries[used[0]].containers
             assert containers is not None
-            mean = sealed(containers.build(containers.leaves(mean, "the average")))
+            mean = frozen(containers.build(containers.leaves(mean, "the average")))
         traffic = self._traffic.items()
         result = Round(
             mean,

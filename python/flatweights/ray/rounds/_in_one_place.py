@@ -10,7 +10,7 @@ from typing import Any
 from flatweights._average import average_used, mean_of_packed
 from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
-from flatweights._weights import FlatWeights, sealed
+from flatweights._weights import FlatWeights, frozen
 from flatweights.ray._failpoints import reach
 from flatweights.ray._result import Packed, copied, split
 from flatweights.ray._round import Round
@@ -80,7 +80,7 @@ class DriverAverage:
         at_once = self._request.rule is not None or (self._may_hold_all() and not skips)
         mean = self._codec.finish(self._at_once() if at_once else self._by_runs())
         return Round(
-            sealed(mean) if self._out is None else mean,
+            frozen(mean) if self._out is None else mean,
             self._used,
             failed=self._arrivals.failed and dict(sorted(self._arrivals.failed.items())),
             quarantined=sorted({*self._arrivals.quarantined, *self._left_out}),
@@ -192,7 +192,7 @@ class DriverAverage:
         self._used = ranks
         self._nbytes = dict.fromkeys(ranks, mean.nbytes)
         self._seconds += time.monotonic() - begin
-        return FlatWeights.wrap(sealed(mean), layout)
+        return FlatWeights.wrap(frozen(mean), layout)
 
     def _by_runs(self) -> Any:
         """Add runs of ranks to a running sum while waiting for others."""
