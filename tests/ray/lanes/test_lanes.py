@@ -877,6 +877,30 @@ def test_a_fork_of_the_driver_leaves_its_lanes_alone(driver: Driver) -> None:
     assert driver.values("echo", 2) == [2]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_the_end_of_a_worker_is_seen_although_a_fork_of_it_lives_on() -> None:
+    """Such as a process that loads its data: the others would wait for the worker as long."""
+    lanes = Lanes()
+    token = lanes.new_token()
+    worker = WorkerLane(lanes.address, token)
+    lane = lanes.connect(token, worker.mailbox.nonce)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        worker.close()
+        lanes.wait([], 10)
+        assert lane.is_closed
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        os.close(read)
+        lanes.close()
+
+
 def test_a_packet_that_cannot_be_read_breaks_no_wait_and_is_named_later() -> None:
     lanes = Lanes()
     token = lanes.new_token()

@@ -17,6 +17,7 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray import _failpoints as failpoints
+from flatweights.ray._listener import kept
 from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, is_shortage
 from flatweights.ray.lanes._message import Message, join_message, make_message
 from flatweights.ray.lanes._protocol import (
@@ -235,7 +236,7 @@ def _connect(address: bytes, hello: bytes, descriptor: int, patience: float) -> 
     """
     end, pause = time.monotonic() + patience, _PAUSE
     while (left := end - time.monotonic()) > 0:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             connection.settimeout(left)
             connection.connect(address)
