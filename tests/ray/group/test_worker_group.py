@@ -271,6 +271,23 @@ def test_what_was_sent_does_not_follow_the_steps_of_an_optimizer(make: Make, siz
             assert_same(found, optimizer.weights)
 
 
+def test_what_was_sent_does_not_follow_a_dict_in_which_arrays_are_replaced(make: Make) -> None:
+    """The arrays cannot change themselves, so that they are not copied."""
+    group = make(2)
+    group.broadcast(weights_of(0.0, SMALL))  # in Ray's store: there are no lanes yet
+    group.step("ping")
+    first, second = ({k: v.copy() for k, v in weights_of(x, SMALL).items()} for x in (1.0, 2.0))
+    for array in (*first.values(), *second.values()):
+        array.flags.writeable = False
+    expected = dict(first)
+    group.broadcast(first)
+    first["w"] = second["w"]
+    with pytest.raises(WorkerError):
+        group.average("act", {0: "die before"})
+    assert restored(group) == [0]
+    assert_same(dict(group.step("get_weights")[0]), expected)
+
+
 @pytest.mark.parametrize("kind", [dict, FlatWeights])
 def test_what_was_sent_by_ray_is_what_lanes_send_later(
     make: Make, kind: Any, tmp_path: Path

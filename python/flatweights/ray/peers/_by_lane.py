@@ -389,8 +389,11 @@ class Worker:
             argument_of(payload)
         elif not payload.is_frozen:
             payload.value = sent_weights(payload)  # the caller's may have changed since then
+            is_dict = isinstance(payload.value, dict) and not isinstance(payload.value, FlatWeights)
             if may_change(payload.value):
-                payload.value = self._frozen(payload)
+                self._replace(payload, self._group.copy_of(payload.value))
+            elif is_dict:  # the caller may replace arrays in it
+                self._replace(payload, dict(payload.value))
             payload.is_frozen = True
 
     @staticmethod
@@ -487,11 +490,11 @@ class Worker:
                 where = f"there is no lane to rank {self.rank}"
                 raise RuntimeError(f"{RAY}=lanes: {where}: {setback.reason}")
 
-    def _frozen(self, payload: Payload) -> Any:
-        """Return a read-only copy of the weights, in a window if one is free."""
-        made = self._group.copy_of(payload.value)
+    @staticmethod
+    def _replace(payload: Payload, made: Any) -> None:
+        """Let ``payload`` bring ``made`` instead, which does not change."""
+        payload.value = made
         payload.put = lambda: ray.put(made)
-        return made
 
 
 def _text_of(error: Exception) -> str:
