@@ -509,6 +509,6 @@ def test_a_monitored_session_with_a_finalized_graph(graph: Any, tmp_path: Path) 
 def test_a_network_of_many_operations_is_searched(graph: Any) -> None:
     w = tf1.get_variable("w", [])
     x = tf.constant(1.0)
-    for _ in range(3000):  # deeper than Python's recursion
+    for _ in range(1_200):  # deeper than Python's recursion
         x = x * w
     assert list(TensorFlowVariables(x).variables) == ["w"]

@@ -298,7 +298,6 @@ class SeatAnswer(RayAnswer):
     def bring(self) -> bool:
         """Ask the agent for weights that are away; return whether they are."""
         if self.away is not None:
-            assert self.agent is not None
             self.ref = self.agent.handle.give.remote(self.seat.rank)
         return self.away is not None
 

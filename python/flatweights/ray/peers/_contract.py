@@ -46,7 +46,6 @@ from flatweights.ray._wire import Travels
 from flatweights.wire import WireDType
 
 if TYPE_CHECKING:
-    from flatweights.ray.peers._by_agent import AgentEnd
     from flatweights.ray.peers._summary import Exchanged
 
 # Up to this size, arguments travel with the call and results with its reply. It is faster to put a
@@ -101,7 +100,7 @@ class Answer(ABC):
             meaning: `take` returns every value.
     """
 
-    agent: AgentEnd | None = None
+    agent: Any = None  # of a way, which this interface does not know
     packed: Packed | None = None
 
     @property
