@@ -2,8 +2,9 @@
 
 - `_contract` is the interface between rounds and workers: calls and answers. `_wait` waits for
   answers.
+- `_recipe` starts the actors of a group, whose arguments may depend on the rank (`_by_rank`).
 - `_ranks` has a record for each worker of a group. `_roster` sends workers the weights that they
-  should have; `_latest` keeps these weights.
+  should have; `_latest` keeps these weights, `_start` those that all workers start from.
 - A call travels by one of three ways: `_store` through Ray, `_by_lane` through memory that driver
   and worker map, `_by_agent` through an `_agent` on the worker's node. A result may stay on
   that node; then the driver has a `_summary` of it.
