@@ -18,6 +18,9 @@ from flatweights.tensorflow.library._load import Library
 
 _lock = TurnLock()
 
+# Errors of reading a variable that has no value, or that was destroyed.
+_UNREADABLE = (tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError)
+
 
 class EagerOperations(Operations):
     """Reads and writes eager variables."""
@@ -94,13 +97,13 @@ class _OnHost:
                 self._reading,
                 self._context,
             )
-        except (tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError) as error:
-            self._raise_uninitialized(error)
+        except _UNREADABLE as error:
+            _raise_uninitialized(self._bucket, error)
             raise
         values = [as_array(tensor, "variable") for tensor in tensors]
         slots = self._bucket.layout.slots
         if any(value.size != slot.size for value, slot in zip(values, slots, strict=True)):
-            self._raise_uninitialized(None)
+            _raise_uninitialized(self._bucket, None)
         # A raw operation may have given a variable another shape.
         return [value.reshape(slot.shape) for value, slot in zip(values, slots, strict=True)]
 
@@ -112,15 +115,6 @@ class _OnHost:
             handle = self._bucket.variables[j].handle
             value = _aliased(array, self._bucket.dtype, self._context)
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-
-    def _raise_uninitialized(self, error: Exception | None) -> None:
-        pairs = zip(self._bucket.layout.slots, self._bucket.variables, strict=True)
-        names = [repr(slot.name) for slot, v in pairs if not v.is_initialized()]
-        if names:
-            raise RuntimeError(
-                f"expected initialized variables, got uninitialized: {', '.join(names)}; assign "
-                "values first"
-            ) from error
 
 
 class _Elsewhere:
@@ -143,7 +137,14 @@ class _Elsewhere:
         self._write = tf.function(write, autograph=False, input_signature=signature)
 
     def read(self) -> list[NDArray[Any]]:
-        return self._bucket.layout.vector_views(as_array(self._read(), "variables"))
+        try:
+            vector = as_array(self._read(), "variables")
+        except _UNREADABLE as error:
+            _raise_uninitialized(self._bucket, error)
+            raise
+        if vector.size != self._bucket.layout.size:
+            _raise_uninitialized(self._bucket, None)
+        return self._bucket.layout.vector_views(vector)
 
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
         if len(values) == len(self._bucket.slots):
@@ -152,6 +153,17 @@ class _Elsewhere:
             return
         for j, value in values.items():
             self._bucket.variables[j].assign(value, read_value=False)
+
+
+def _raise_uninitialized(bucket: Bucket, error: Exception | None) -> None:
+    """Raise `RuntimeError` if variables are not initialized."""
+    pairs = zip(bucket.layout.slots, bucket.variables, strict=True)
+    names = [repr(slot.name) for slot, v in pairs if not v.is_initialized()]
+    if names:
+        raise RuntimeError(
+            f"expected initialized variables, got uninitialized: {', '.join(names)}; assign "
+            "values first"
+        ) from error
 
 
 def _aliased(array: NDArray[Any], dtype: tf.DType, context: Any) -> tf.Tensor:
