@@ -26,6 +26,7 @@ BENCHES = (
     "contention",
     "wire",
     "robust",
+    "gpu",
     "nodes",
 )
 

@@ -8,6 +8,7 @@ with streaming stores above its threshold.
 import ctypes
 import os
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -33,9 +34,11 @@ def describe() -> dict[str, str]:
         if line.startswith("model name"):
             cpu = line.partition(":")[2].strip()
             break
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = ""
+    if shutil.which("git"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip()
     return {
         "cpu": cpu,
         "cores": str(len(os.sched_getaffinity(0))),

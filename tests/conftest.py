@@ -122,12 +122,17 @@ def _uses_ray(file: str) -> bool:
     return file.endswith(".md") or "pytest.mark.ray" in (TESTS.parent / file).read_text()
 
 
-def pytest_configure() -> None:
-    """Change settings before Ray is imported, while nothing else runs.
+def pytest_configure(config: pytest.Config) -> None:
+    """Change settings before Ray and TensorFlow are imported, while nothing else runs.
 
     Interrupts work even if a shell has started the tests in the background. Ray prints nothing
     about its processes, since that could come at any time, within the output that a test compares.
+
+    TensorFlow puts all variables on a GPU that it sees, but most tests are about those of the host.
+    So GPUs are hidden unless the tests of GPUs are asked for by file.
     """
+    if not any("test_gpu" in argument for argument in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "."
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,6 +12,7 @@
 #include "casts.hpp"
 #include "checks.hpp"
 #include "eager_tensors.hpp"
+#include "flatweights/device_copies.hpp"
 #include "flatweights/flatten.hpp"
 #include "without_gil.hpp"
 
@@ -309,17 +310,27 @@ bool gather(const BoundLayout& bound, const py::list& objects, const py::array& 
   check_environment();
   const WithoutGil nogil;
   std::vector<Copy> copies;
+  std::vector<DeviceCopy> device_copies;
   copies.reserve(parts.size());
   std::optional<EagerReader> reader;
   if (tensors != nullptr) reader.emplace(*tensors);
   for (Part& part : parts) {
     if (part.handle != nullptr) {
-      part.copy.from = reader->memory(part.handle, dtype, part.slot->shape);
-      if (part.copy.from == nullptr) return false;
+      std::byte* const memory = reader->memory(part.handle, dtype, part.slot->shape);
+      if (memory == nullptr) return false;
+      if (part.copy.size == 0) continue;
+      if (reader->may_be_on_gpu()) {
+        if (!is_on_device(memory)) return false;
+        device_copies.push_back(
+            {nullptr, memory, part.copy.to, part.copy.size, itemsize, itemsize, dtype, dtype});
+        continue;
+      }
+      part.copy.from = memory;
     }
     if (ranges_overlap(part.copy.from, part.copy.size * itemsize, begin, nbytes)) return false;
     copies.push_back(part.copy);
   }
+  if (!device_copies.empty()) copy_from_devices(std::move(device_copies));
   copy_all(copies);
   for (const std::span<std::byte> zero : zeros) std::ranges::fill(zero, std::byte{0});
   return true;

@@ -9,6 +9,7 @@
 #include "bindings.hpp"
 #include "bound_variables.hpp"
 #include "checks.hpp"
+#include "flatweights/device_copies.hpp"
 #include "python_calls.hpp"
 #include "released_owners.hpp"
 #include "variables_library.hpp"
@@ -18,6 +19,7 @@ namespace flatweights::bind {
 void bind_variables(py::module_& m) {
   bind_released_owners();
   py::register_exception<UnreadyError>(m, "UnreadyError");
+  m.def("device_obstacle", &device_obstacle);
   py::class_<VariablesLibrary>(m, "VariablesLibrary")
       .def(py::init<const std::string&>(), py::arg("path"))
       .def_property_readonly("nonce",

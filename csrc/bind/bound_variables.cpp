@@ -2,10 +2,13 @@
 
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <utility>
 
+#include "flatweights/device_copies.hpp"
 #include "flatweights/flatten.hpp"
+#include "flatweights/rooms.hpp"
 #include "new_array.hpp"
 #include "released_owners.hpp"
 #include "without_gil.hpp"
@@ -375,23 +378,45 @@ void BoundVariables::with_locked(VariableAccess access, const std::vector<std::s
 void BoundVariables::gather(const std::vector<ArrayPart>& parts) {
   check_environment();
   std::vector<Copy> copies;
+  std::vector<DeviceCopy> device_copies;
   copies.reserve(parts.size());
   with_locked(
       VariableAccess::kRead, nullptr, nullptr,
       [&](const std::vector<VariableMemory>& memory, const VariablesLock&) {
         for (std::size_t i = 0; i < parts.size(); ++i) {
           if (memory[i].data == nullptr) continue;
-          copies.push_back({parts[i].data, static_cast<const std::byte*>(memory[i].data),
-                            slot_of(i).size, parts[i].itemsize, parts[i].dtype, slot_of(i).dtype});
+          if (memory[i].stream != nullptr)
+            device_copies.push_back(device_copy(i, memory[i].stream, memory[i].data, parts[i]));
+          else
+            copies.push_back({parts[i].data, static_cast<const std::byte*>(memory[i].data),
+                              slot_of(i).size, parts[i].itemsize, parts[i].dtype,
+                              slot_of(i).dtype});
         }
         copy_all(copies);
+        if (!device_copies.empty()) copy_from_devices(std::move(device_copies));
       });
+}
+
+DeviceCopy BoundVariables::device_copy(std::size_t variable, void* stream, void* memory,
+                                       const ArrayPart& part) const {
+  const Slot& slot = slot_of(variable);
+  DeviceCopy copy{};
+  copy.stream = stream;
+  copy.device = static_cast<std::byte*>(memory);
+  copy.host = part.data;
+  copy.size = slot.size;
+  copy.device_itemsize = slot.itemsize;
+  copy.host_itemsize = part.itemsize;
+  copy.device_dtype = slot.dtype;
+  copy.host_dtype = part.dtype;
+  return copy;
 }
 
 void BoundVariables::scatter(const std::vector<ArrayPart>& parts,
                              const std::vector<std::size_t>* chosen, const py::object& owner) {
   check_environment();
   std::vector<Copy> copies;
+  std::vector<DeviceCopy> device_copies;
   copies.reserve(parts.size());
   std::vector<const void*> aliased;
   VariableAlias alias{};
@@ -409,9 +434,15 @@ void BoundVariables::scatter(const std::vector<ArrayPart>& parts,
       [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
         for (std::size_t i = 0; i < parts.size(); ++i) {
           if (memory[i].data == nullptr) continue;
-          copies.push_back({static_cast<std::byte*>(memory[i].data), parts[i].data, slot_of(i).size,
-                            slot_of(i).itemsize, slot_of(i).dtype, parts[i].dtype});
+          if (memory[i].stream != nullptr)
+            device_copies.push_back(device_copy(i, memory[i].stream, memory[i].data, parts[i]));
+          else
+            copies.push_back({static_cast<std::byte*>(memory[i].data), parts[i].data,
+                              slot_of(i).size, slot_of(i).itemsize, slot_of(i).dtype,
+                              parts[i].dtype});
         }
+        if (!device_copies.empty())
+          copy_to_devices(std::move(device_copies));  // first: it can fail
         copy_all(copies);
         lock.commit();
       });
@@ -423,24 +454,38 @@ void BoundVariables::update(Update operation, const py::array& x, bool packed, d
   check_environment();
   std::vector<Copy> copies;
   std::vector<InPlacePart> parts;
+  std::vector<DeviceCopy> reads;
+  std::vector<DeviceCopy> writes;
+  std::optional<Rooms> room;  // for the values of variables on GPUs, which the processor computes
+  std::byte* packed_values = nullptr;
   copies.reserve(averaged_.size());
   parts.reserve(averaged_.size());
-  with_locked(VariableAccess::kUpdate, &averaged_, nullptr,
-              [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
-                for (const std::size_t i : averaged_) {
-                  const VariableMemory& place = memory[i];
-                  if (place.data == nullptr) continue;
-                  const Slot& slot = slot_of(i);
-                  auto* const y = static_cast<std::byte*>(place.data);
-                  parts.push_back({slot.dtype, slot.size, y, values[i].data});
-                  if (place.before != nullptr)
-                    copies.push_back(
-                        {y, static_cast<const std::byte*>(place.before), slot.size, slot.itemsize});
-                }
-                copy_all(copies);
-                operation(parts, a);
-                lock.commit();
-              });
+  with_locked(
+      VariableAccess::kUpdate, &averaged_, nullptr,
+      [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
+        for (const std::size_t i : averaged_) {
+          const VariableMemory& place = memory[i];
+          if (place.data == nullptr) continue;
+          const Slot& slot = slot_of(i);
+          auto* y = static_cast<std::byte*>(place.data);
+          auto* const before = static_cast<std::byte*>(const_cast<void*>(place.before));
+          if (place.stream != nullptr) {
+            if (!room) packed_values = room.emplace(bound_.layout.nbytes(), 1).enter();
+            const ArrayPart value{packed_values + slot.offset, slot.dtype, slot.itemsize};
+            reads.push_back(device_copy(i, place.stream, before == nullptr ? y : before, value));
+            writes.push_back(device_copy(i, place.stream, y, value));
+            y = value.data;
+          } else if (before != nullptr) {
+            copies.push_back({y, before, slot.size, slot.itemsize});
+          }
+          parts.push_back({slot.dtype, slot.size, y, values[i].data});
+        }
+        if (!reads.empty()) copy_from_devices(std::move(reads));
+        copy_all(copies);
+        operation(parts, a);
+        if (!writes.empty()) copy_to_devices(std::move(writes));
+        lock.commit();
+      });
 }
 
 void BoundVariables::raise(const VariableFailure& failure) const {

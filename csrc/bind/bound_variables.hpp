@@ -11,6 +11,7 @@
 
 #include "casts.hpp"
 #include "checks.hpp"
+#include "flatweights/device_copies.hpp"
 #include "flatweights/inplace.hpp"
 #include "variables_library.hpp"
 
@@ -96,6 +97,9 @@ class BoundVariables {
                                                     Casts& casts) const;
   [[nodiscard]] std::vector<ArrayPart> averaged_parts(const py::array& x) const;
   [[nodiscard]] std::vector<ArrayPart> packed_parts(const py::array& buffer, Access access) const;
+
+  [[nodiscard]] DeviceCopy device_copy(std::size_t variable, void* stream, void* memory,
+                                       const ArrayPart& part) const;
 
   template <class F>
   void with_locked(VariableAccess access, const std::vector<std::size_t>* chosen,

@@ -63,14 +63,15 @@ void EagerReader::prefetch(const void* handle) noexcept {
     __builtin_prefetch(static_cast<const std::byte*>(handle) + i * kLine);
 }
 
-const std::byte* EagerReader::memory(void* handle, DType dtype,
-                                     const std::vector<std::size_t>& shape) {
+std::byte* EagerReader::memory(void* handle, DType dtype, const std::vector<std::size_t>& shape) {
   if (tensors_.data_type_(handle) != tensorflow_type(dtype)) return nullptr;
   if (!has_shape(handle, shape)) return nullptr;
   const char* const device = tensors_.device_type_(handle, status_);
-  if (failed() || device == nullptr || std::strcmp(device, "CPU") != 0) return nullptr;
-  const void* const memory = tensors_.pointer_(handle, status_);
-  return failed() ? nullptr : static_cast<const std::byte*>(memory);
+  if (failed() || device == nullptr) return nullptr;
+  may_be_on_gpu_ = std::strcmp(device, "GPU") == 0;
+  if (!may_be_on_gpu_ && std::strcmp(device, "CPU") != 0) return nullptr;
+  void* const memory = tensors_.pointer_(handle, status_);
+  return failed() ? nullptr : static_cast<std::byte*>(memory);
 }
 
 bool EagerReader::has_shape(void* handle, const std::vector<std::size_t>& shape) {

@@ -59,10 +59,13 @@ class EagerReader {
   // Begins to fetch what `memory` will read.
   static void prefetch(const void* handle) noexcept;
 
-  // The memory of a tensor, once it is computed; null if it is not of `dtype` and `shape`, or not
-  // in the memory of a CPU, or could not be computed.
-  [[nodiscard]] const std::byte* memory(void* handle, DType dtype,
-                                        const std::vector<std::size_t>& shape);
+  // The memory of a tensor, in that of the host or of a GPU, once TensorFlow has computed it, or
+  // has told the GPU to; null if it is not of `dtype` and `shape`, or on another device, or could
+  // not be computed.
+  [[nodiscard]] std::byte* memory(void* handle, DType dtype, const std::vector<std::size_t>& shape);
+
+  // Whether the tensor whose memory was returned last may be a GPU's.
+  [[nodiscard]] bool may_be_on_gpu() const noexcept { return may_be_on_gpu_; }
 
  private:
   [[nodiscard]] bool has_shape(void* handle, const std::vector<std::size_t>& shape);
@@ -70,6 +73,7 @@ class EagerReader {
 
   const EagerTensors& tensors_;
   void* status_;
+  bool may_be_on_gpu_ = false;
 };
 
 }  // namespace flatweights::bind

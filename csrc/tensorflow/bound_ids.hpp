@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "gpu_memory.hpp"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -18,6 +19,11 @@
 #include "tensorflow/core/util/device_name_utils.h"
 
 namespace flatweights {
+
+struct PlacedVariable {
+  tensorflow::core::WeakPtr<tensorflow::Var> variable;
+  GpuPlace place;
+};
 
 // Variables between the op that finds them and the call that binds them. An id is looked up
 // here, never turned into an address: it may come from the process of a remote session.
@@ -31,18 +37,20 @@ class BoundIds {
   [[nodiscard]] std::int64_t nonce() const noexcept { return nonce_; }
 
   // Keeps `variable`, without keeping it alive.
-  std::int64_t put(tensorflow::Var* variable) {
+  std::int64_t put(tensorflow::Var* variable, const GpuPlace& place) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (variables_.size() >= kMost) variables_.erase(variables_.begin());
-    variables_.emplace_hint(variables_.end(), ++last_, variable);
+    variables_.emplace_hint(
+        variables_.end(), ++last_,
+        PlacedVariable{tensorflow::core::WeakPtr<tensorflow::Var>(variable), place});
     return last_;
   }
 
-  // Takes out the variable that was put under `id`; null if there is none.
-  tensorflow::core::WeakPtr<tensorflow::Var> take(std::int64_t id) {
+  // Takes out the variable that was put under `id`; a null one if there is none.
+  PlacedVariable take(std::int64_t id) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = variables_.find(id);
-    if (found == variables_.end()) return tensorflow::core::WeakPtr<tensorflow::Var>();
+    if (found == variables_.end()) return {};
     auto variable = std::move(found->second);
     variables_.erase(found);
     return variable;
@@ -62,12 +70,12 @@ class BoundIds {
   }
 
   std::mutex mutex_;
-  std::map<std::int64_t, tensorflow::core::WeakPtr<tensorflow::Var>> variables_;
+  std::map<std::int64_t, PlacedVariable> variables_;
   std::int64_t last_ = 0;
   std::int64_t nonce_;
 };
 
-enum class BindStatus : std::int64_t { kBound, kUninitialized, kNotOnHost };
+enum class BindStatus : std::int64_t { kBound, kUninitialized, kOutOfReach, kBoundOnGpu };
 
 class BindVariableOp : public tensorflow::OpKernel {
  public:
@@ -81,13 +89,16 @@ class BindVariableOp : public tensorflow::OpKernel {
     values(1) = BoundIds::instance().nonce();
     const tensorflow::ResourceHandle& handle = tensorflow::HandleFromInput(context, 0);
     tensorflow::core::RefCountPtr<tensorflow::Var> variable;
-    if (!is_on_host(handle.device())) {
-      values(2) = static_cast<std::int64_t>(BindStatus::kNotOnHost);
+    const bool is_hosts = is_on_host(handle.device());
+    const GpuPlace place = is_hosts ? GpuPlace() : GpuPlace::of(*context, handle.device());
+    if (!is_hosts && place.stream == nullptr) {
+      values(2) = static_cast<std::int64_t>(BindStatus::kOutOfReach);
     } else if (!tensorflow::LookupResource(context, handle, &variable).ok()) {
       values(2) = static_cast<std::int64_t>(BindStatus::kUninitialized);
     } else {
-      values(0) = BoundIds::instance().put(variable.get());
-      values(2) = static_cast<std::int64_t>(BindStatus::kBound);
+      values(0) = BoundIds::instance().put(variable.get(), place);
+      values(2) =
+          static_cast<std::int64_t>(is_hosts ? BindStatus::kBound : BindStatus::kBoundOnGpu);
     }
   }
 

@@ -17,6 +17,7 @@
 
 #include "alias_buffer.hpp"
 #include "bound_ids.hpp"
+#include "gpu_memory.hpp"
 #include "tensorflow/core/common_runtime/dma_helper.h"
 #include "variables_api.hpp"
 
@@ -24,6 +25,7 @@ namespace flatweights {
 
 struct BoundVariable {
   tensorflow::core::WeakPtr<tensorflow::Var> variable;
+  GpuPlace place;
   tensorflow::DataType dtype;
   tensorflow::TensorShape shape;
 };
@@ -121,7 +123,9 @@ inline Variables* make_variables(const WantedVariable* wanted, std::size_t count
   std::vector<BoundVariable> found(count);
   std::vector<const tensorflow::Var*> addresses(count);
   for (std::size_t i = 0; i < count; ++i) {
-    found[i].variable = BoundIds::instance().take(wanted[i].id);
+    PlacedVariable taken = BoundIds::instance().take(wanted[i].id);
+    found[i].variable = std::move(taken.variable);
+    found[i].place = taken.place;
     found[i].dtype = static_cast<tensorflow::DataType>(wanted[i].dtype);
     for (int d = 0; d < wanted[i].rank; ++d) found[i].shape.AddDim(wanted[i].dims[d]);
     const auto variable = found[i].variable.GetNewRef();
@@ -187,6 +191,7 @@ class LockedVariables {
     tensorflow::Tensor tensor;
   };
 
+  GpuMemory gpu_memory_;
   std::vector<Held> held_;
   std::vector<Value> values_;  // what variables get when it is committed
 };
@@ -237,10 +242,12 @@ inline bool LockedVariables::add(const Variables::Entry& entry, LastSeen& last_s
     return false;
   }
   VariableMemory& where = memory[entry.index];
-  where = {nullptr, nullptr};
+  where = {nullptr, nullptr, nullptr};
   if (value.NumElements() == 0) return true;
-  last_seen.see(value);
-  if (alias != nullptr && alias->data[entry.index] != nullptr && !locked.copy_on_read_mode.load()) {
+  where.stream = gpu_memory_.has(bound.place, value) ? bound.place.stream : nullptr;
+  if (where.stream == nullptr) last_seen.see(value);
+  if (alias != nullptr && where.stream == nullptr && alias->data[entry.index] != nullptr &&
+      !locked.copy_on_read_mode.load()) {
     values_.push_back({&locked, flatweights::alias(alias->data[entry.index], bound.dtype,
                                                    bound.shape, value.TotalBytes(), owner)});
     return true;
@@ -249,7 +256,9 @@ inline bool LockedVariables::add(const Variables::Entry& entry, LastSeen& last_s
     where.data = value.data();
     return true;
   }
-  tensorflow::Tensor fresh(bound.dtype, bound.shape);
+  tensorflow::Tensor fresh =
+      where.stream == nullptr ? tensorflow::Tensor(bound.dtype, bound.shape)
+                              : tensorflow::Tensor(bound.place.allocator, bound.dtype, bound.shape);
   if (!fresh.IsInitialized()) {
     fail(failure, VariableTrouble::kNoMemory, entry.index);
     return false;

@@ -8,7 +8,7 @@
 namespace flatweights {
 
 // Raised with every change of the declarations below; libraries of another version are not used.
-inline constexpr std::uint32_t kVariablesApiVersion = 4;
+inline constexpr std::uint32_t kVariablesApiVersion = 5;
 
 // The exported function, `const VariablesApi*()`.
 inline constexpr char kVariablesApiSymbol[] = "flatweights_variables_api";
@@ -34,6 +34,7 @@ enum class VariableAccess {
 struct VariableMemory {
   void* data;          // null where there is nothing to move
   const void* before;  // the value, to be copied to `data` before it is updated; else null
+  void* stream;        // CUDA's, in the order of which a GPU's memory is used; null on the host
 };
 
 enum class VariableTrouble {
@@ -41,7 +42,7 @@ enum class VariableTrouble {
   kGone,           // destroyed: to be bound again
   kUninitialized,  // exists, has no value
   kNoMemory,       // none for a new value
-  kOther,          // another dtype, shape or memory; see `text`
+  kOther,          // another dtype or shape; see `text`
 };
 
 struct VariableFailure {
@@ -85,9 +86,9 @@ struct VariablesApi {
   void (*prefetch)(const Variables* variables);
 
   // Locks the variables at the `count` positions `chosen` (all if that is null), checks that each
-  // still has the dtype, shape and kind of memory that it was bound with, and writes its address
-  // to `memory`, which has an entry for every bound variable. Null after a failure: then nothing
-  // is locked and nothing has changed.
+  // still has the dtype and shape that it was bound with, and writes its address to `memory`, which
+  // has an entry for every bound variable. Null after a failure: then nothing is locked and nothing
+  // has changed.
   //
   // For writing, nothing else sees the memory: where the value is visible elsewhere, the address is
   // that of a new buffer, which becomes the variable's when `unlock` commits. With `alias`,

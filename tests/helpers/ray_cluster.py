@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ray_agent
 import ray_forks
+from gpus import shown_gpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +82,9 @@ def shared_ray(ray_folder: Path) -> Iterator[None]:
         for name, value in forks.environment.items():
             inherited.setenv(name, value)
         # The other agent serves actors with a `runtime_env`, such as those of Ray Train.
-        node = start_lean_ray(object_store_memory=_STORE, without=["dashboard_agent"])
+        node = start_lean_ray(
+            num_gpus=shown_gpus(), object_store_memory=_STORE, without=["dashboard_agent"]
+        )
     # Ray waits a second for each of its processes, and then lets it run.
     processes = [info.process for infos in node.all_processes.values() for info in infos]
     yield

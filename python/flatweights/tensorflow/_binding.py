@@ -13,7 +13,7 @@ from flatweights.tensorflow._buckets import Bucket, Operations
 from flatweights.tensorflow.library._load import Library
 
 # The op's status of a variable.
-_BOUND, _UNINITIALIZED, _NOT_ON_HOST = range(3)
+_BOUND, _UNINITIALIZED, _OUT_OF_REACH, _BOUND_ON_GPU = range(4)
 
 _NOT_INITIALIZED = "it is not initialized"
 
@@ -91,6 +91,8 @@ def _obstacle(answers: Sequence[NDArray[np.int64]], library: Library) -> str:
     if any(answer[1] != library.core.nonce for answer in answers):
         return "its session runs in another process"
     statuses = {int(answer[2]) for answer in answers}
-    if _NOT_ON_HOST in statuses:
-        return "it is not in host memory"
+    if _OUT_OF_REACH in statuses:
+        return "it is neither in host memory nor on one of NVIDIA's GPUs"
+    if _BOUND_ON_GPU in statuses and (reason := _core.device_obstacle()):
+        return f"it is on a GPU, and {reason}"
     return _NOT_INITIALIZED if _UNINITIALIZED in statuses else ""

@@ -1,0 +1,342 @@
+// A ring of slots in memory that the host and all GPUs reach. A get has the GPU fill a slot, and
+// goes on with the next ones; then it waits for the first slot's event and empties it. A set fills
+// a slot, has the GPU empty it, and goes on with the next; it does not wait for the last ones.
+// Slots are numbered, and used in turn: before its next use, a slot waits for the event of its last
+// one.
+//
+// One mutex guards the ring. Callers may hold locks of variables when they take it, but nobody who
+// holds it takes one. Kernels run on TensorFlow's own stream, so everything is in the order in
+// which it was queued; TensorFlow relies on that, too, when it reuses memory that kernels still
+// read.
+#include "flatweights/device_copies.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "flatweights/cuda_driver.hpp"
+#include "flatweights/device_copy_ptx.hpp"
+#include "flatweights/flatten.hpp"
+
+namespace flatweights {
+namespace {
+
+// As in device_copy.cu.
+struct Piece {
+  const std::byte* from;
+  std::byte* to;
+  std::uint64_t size;
+};
+
+// Smaller slots cost launches, which the copies then wait for: with 2 MB, a get of 100 MB from an
+// H200 takes 1.15 times as long. With one slot more or less, nothing changes.
+constexpr std::size_t kSlots = 4;
+constexpr std::size_t kSlotBytes = std::size_t{8} << 20;
+constexpr std::size_t kAlign = 16;         // the widest loads of the kernel
+constexpr std::size_t kPieceBytes = 4096;  // for one block of threads, 16 bytes for each of them
+constexpr std::size_t kMostPieces = 2 * kSlotBytes / kPieceBytes;
+constexpr unsigned kThreads = 256;
+
+struct Slot {
+  std::byte* memory = nullptr;
+  Piece* pieces = nullptr;       // what the GPU copies
+  std::size_t count = 0;         // of them
+  std::vector<Copy> copies;      // what the processor copies
+  void* in_use_until = nullptr;  // an event; null if no GPU uses it
+
+  void clear() noexcept {
+    count = 0;
+    copies.clear();
+  }
+
+  void add(const std::byte* from, std::byte* to, std::size_t nbytes) noexcept {
+    for (std::size_t done = 0; done < nbytes; done += kPieceBytes)
+      pieces[count++] = {from + done, to + done, std::min(kPieceBytes, nbytes - done)};
+  }
+};
+
+// Makes a context the thread's, from here to the end of the scope.
+class ContextGuard {
+ public:
+  ContextGuard(const CudaDriver& driver, void* context) : driver_(driver) {
+    driver.check(driver.push_context(context), "cuCtxPushCurrent");
+  }
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
+  ~ContextGuard() {
+    void* popped = nullptr;
+    driver_.pop_context(&popped);
+  }
+
+ private:
+  const CudaDriver& driver_;
+};
+
+// The ring, and what each GPU needs to fill and empty its slots.
+class Staging {
+ public:
+  // Waits for other threads. What it returns lives as long as the process, since threads may copy
+  // while that exits.
+  static Staging& lock(std::unique_lock<std::mutex>& turn) {
+    static auto* const staging = new Staging;
+    if (getpid() != staging->process_)
+      throw CudaError("NVIDIA's driver does not work in a forked process");
+    turn = std::unique_lock(staging->mutex_);
+    return *staging;
+  }
+
+  // The number of the next slot of the ring.
+  std::size_t next() noexcept { return next_++; }
+
+  // Slot `number`, after the GPU's last use of it.
+  Slot& wait_for(std::size_t number) {
+    Slot& slot = slots_[number % kSlots];
+    if (slot.in_use_until != nullptr) {
+      driver_.check(driver_.synchronize_event(slot.in_use_until), "cuEventSynchronize");
+      slot.in_use_until = nullptr;
+    }
+    return slot;
+  }
+
+  // Has the GPU copy the pieces of slot `number`, in the order of `stream`.
+  void launch(std::size_t number, void* stream);
+
+  // Gives copies whose stream is unknown one that follows all that their GPU was given so far.
+  void assign_streams(std::vector<DeviceCopy>& copies);
+
+ private:
+  // In the context of one GPU.
+  struct Device {
+    void* function = nullptr;
+    void* stream = nullptr;  // for memory whose own stream is unknown
+    std::array<void*, kSlots> events{};
+  };
+
+  Staging();
+  void* context_in_use() const;
+  Device& device_of(void* context);
+
+  const CudaDriver& driver_ = CudaDriver::instance();
+  const pid_t process_ = getpid();
+  std::mutex mutex_;
+  std::array<Slot, kSlots> slots_;
+  std::map<void*, Device> devices_;  // by context
+  std::size_t next_ = 0;
+};
+
+// Fails if no GPU can be used, so that nothing is bound which could not be moved.
+Staging::Staging() {
+  constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE: all GPUs reach it
+  constexpr std::size_t kTableBytes = kMostPieces * sizeof(Piece);
+  void* const context = context_in_use();
+  const ContextGuard guard(driver_, context);
+  device_of(context);
+  void* memory = nullptr;
+  driver_.check(driver_.allocate_on_host(&memory, kSlots * (kTableBytes + kSlotBytes), kPortable),
+                "cuMemHostAlloc");
+  auto* begin = static_cast<std::byte*>(memory);
+  for (Slot& slot : slots_) {
+    slot.pieces = reinterpret_cast<Piece*>(begin);
+    slot.memory = begin + kTableBytes;
+    begin += kTableBytes + kSlotBytes;
+  }
+}
+
+// The context of a GPU that the process uses already: to make one takes much of a GPU's memory.
+void* Staging::context_in_use() const {
+  int count = 0;
+  driver_.check(driver_.count_devices(&count), "cuDeviceGetCount");
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    int device = 0;
+    unsigned flags = 0;
+    int is_active = 0;
+    driver_.check(driver_.device_at(&device, ordinal), "cuDeviceGet");
+    driver_.check(driver_.primary_context_state(device, &flags, &is_active),
+                  "cuDevicePrimaryCtxGetState");
+    if (is_active == 0) continue;
+    void* context = nullptr;
+    driver_.check(driver_.retain_primary_context(&context, device), "cuDevicePrimaryCtxRetain");
+    return context;
+  }
+  throw CudaError("the process uses none of NVIDIA's GPUs");
+}
+
+Staging::Device& Staging::device_of(void* context) {
+  constexpr unsigned kWithoutTiming = 2;  // CU_EVENT_DISABLE_TIMING
+  constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
+  const auto found = devices_.find(context);
+  if (found != devices_.end()) return found->second;
+  Device made;
+  void* module = nullptr;
+  driver_.check(driver_.load_module(&module, kDeviceCopyPtx), "cuModuleLoadData");
+  driver_.check(driver_.function_of_module(&made.function, module, "flatweights_copy"),
+                "cuModuleGetFunction");
+  driver_.check(driver_.create_stream(&made.stream, kNonBlocking), "cuStreamCreate");
+  for (void*& event : made.events)
+    driver_.check(driver_.create_event(&event, kWithoutTiming), "cuEventCreate");
+  return devices_.emplace(context, made).first->second;
+}
+
+void Staging::launch(std::size_t number, void* stream) {
+  void* context = nullptr;
+  driver_.check(driver_.context_of_stream(stream, &context), "cuStreamGetCtx");
+  const ContextGuard guard(driver_, context);
+  const Device& device = device_of(context);
+  Slot& slot = slots_[number % kSlots];
+  void* const event = device.events[number % kSlots];
+  void* arguments[] = {&slot.pieces};
+  driver_.check(driver_.launch(device.function, static_cast<unsigned>(slot.count), 1, 1, kThreads,
+                               1, 1, 0, stream, arguments, nullptr),
+                "cuLaunchKernel");
+  const int recorded = driver_.record_event(event, stream);
+  if (recorded != 0) driver_.synchronize_context();  // the slot may be reused after the error
+  driver_.check(recorded, "cuEventRecord");
+  slot.in_use_until = event;
+}
+
+// The context that memory belongs to; null if it belongs to none, as from allocators in the order
+// of streams.
+void* context_of_memory(const CudaDriver& driver, const void* memory) noexcept {
+  constexpr int kContext = 1;  // CU_POINTER_ATTRIBUTE_CONTEXT
+  void* context = nullptr;
+  const auto address = reinterpret_cast<std::uintptr_t>(memory);
+  return driver.pointer_attribute(&context, kContext, address) == 0 ? context : nullptr;
+}
+
+void Staging::assign_streams(std::vector<DeviceCopy>& copies) {
+  std::map<void*, void*> streams;  // by context
+  for (DeviceCopy& copy : copies) {
+    if (copy.stream != nullptr) continue;
+    void* const context = context_of_memory(driver_, copy.device);
+    void*& stream = streams[context];
+    if (stream == nullptr) {
+      const ContextGuard guard(driver_, context);
+      driver_.check(driver_.synchronize_context(), "cuCtxSynchronize");
+      stream = device_of(context).stream;
+    }
+    copy.stream = stream;
+  }
+}
+
+// Cuts copies into what a slot has room for.
+class Cutter {
+ public:
+  // Takes copies in any order; those of one stream are cut together.
+  explicit Cutter(std::vector<DeviceCopy>& copies) : copies_(copies) {
+    const auto by_stream = [](const DeviceCopy& a, const DeviceCopy& b) {
+      return reinterpret_cast<std::uintptr_t>(a.stream) <
+             reinterpret_cast<std::uintptr_t>(b.stream);
+    };
+    if (!std::ranges::is_sorted(copies, by_stream)) std::ranges::stable_sort(copies, by_stream);
+  }
+
+  [[nodiscard]] bool is_done() const noexcept { return copy_ == copies_.size(); }
+
+  // Calls `take(copy, begin, size, at)` for the elements that are copied next: `size` of them from
+  // `begin` on, `at` bytes from the beginning of a slot. Returns their stream.
+  template <class F>
+  void* next(F&& take) {
+    void* const stream = copies_[copy_].stream;
+    std::size_t at = 0;
+    std::size_t pieces = 0;
+    while (copy_ < copies_.size() && copies_[copy_].stream == stream) {
+      const DeviceCopy& copy = copies_[copy_];
+      const std::size_t room = std::min(kSlotBytes - at, (kMostPieces - pieces) * kPieceBytes);
+      const std::size_t size = std::min(copy.size - begin_, room / copy.device_itemsize);
+      if (size == 0) break;
+      take(copy, begin_, size, at);
+      const std::size_t nbytes = size * copy.device_itemsize;
+      at += (nbytes + kAlign - 1) / kAlign * kAlign;
+      pieces += (nbytes + kPieceBytes - 1) / kPieceBytes;
+      begin_ += size;
+      if (begin_ < copy.size) break;
+      ++copy_;
+      begin_ = 0;
+    }
+    return stream;
+  }
+
+ private:
+  std::span<const DeviceCopy> copies_;
+  std::size_t copy_ = 0;   // the next one
+  std::size_t begin_ = 0;  // its next element
+};
+
+}  // namespace
+
+std::string device_obstacle() {
+  try {
+    std::unique_lock<std::mutex> turn;
+    static_cast<void>(Staging::lock(turn));
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool is_on_device(const void* memory) noexcept {
+  constexpr int kMemoryType = 2;   // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+  constexpr unsigned kDevice = 2;  // CU_MEMORYTYPE_DEVICE
+  if (!CudaDriver::is_found()) return false;
+  const CudaDriver& driver = CudaDriver::instance();
+  unsigned type = 0;
+  const auto address = reinterpret_cast<std::uintptr_t>(memory);
+  return driver.pointer_attribute(&type, kMemoryType, address) == 0 && type == kDevice &&
+         context_of_memory(driver, memory) != nullptr;
+}
+
+void copy_from_devices(std::vector<DeviceCopy> copies) {
+  std::unique_lock<std::mutex> turn;
+  Staging& staging = Staging::lock(turn);
+  staging.assign_streams(copies);
+  std::deque<std::size_t> under_way;
+  const auto finish_one = [&] {
+    copy_all(staging.wait_for(under_way.front()).copies);
+    under_way.pop_front();
+  };
+  for (Cutter cutter(copies); !cutter.is_done();) {
+    if (under_way.size() == kSlots) finish_one();
+    const std::size_t number = staging.next();
+    Slot& slot = staging.wait_for(number);
+    slot.clear();
+    void* const stream = cutter.next(
+        [&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t at) {
+          slot.add(copy.device + begin * copy.device_itemsize, slot.memory + at,
+                   size * copy.device_itemsize);
+          slot.copies.push_back({copy.host + begin * copy.host_itemsize, slot.memory + at, size,
+                                 copy.host_itemsize, copy.host_dtype, copy.device_dtype});
+        });
+    staging.launch(number, stream);
+    under_way.push_back(number);
+  }
+  while (!under_way.empty()) finish_one();
+}
+
+void copy_to_devices(std::vector<DeviceCopy> copies) {
+  std::unique_lock<std::mutex> turn;
+  Staging& staging = Staging::lock(turn);
+  for (Cutter cutter(copies); !cutter.is_done();) {
+    const std::size_t number = staging.next();
+    Slot& slot = staging.wait_for(number);
+    slot.clear();
+    void* const stream = cutter.next(
+        [&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t at) {
+          slot.add(slot.memory + at, copy.device + begin * copy.device_itemsize,
+                   size * copy.device_itemsize);
+          slot.copies.push_back({slot.memory + at, copy.host + begin * copy.host_itemsize, size,
+                                 copy.device_itemsize, copy.device_dtype, copy.host_dtype});
+        });
+    copy_all(slot.copies);
+    staging.launch(number, stream);
+  }
+}
+
+}  // namespace flatweights
