@@ -28,6 +28,7 @@ MODULES = [
     "_daemon",
     "_dtypes",
     "_flatten",
+    "_forks",
     "_frameworks",
     "_inplace",
     "_layout",
