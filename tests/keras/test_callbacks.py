@@ -525,6 +525,42 @@ def test_a_model_that_is_built_by_its_first_step_is_refused_by_name() -> None:
             model.fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=[AverageLogs()])
 
 
+def test_layers_that_the_first_batch_builds_are_averaged_too() -> None:
+    import keras
+
+    from flatweights.keras import AverageWeights
+
+    class Half(keras.Model):  # type: ignore[misc]
+        """A model whose own `build` leaves its layer unbuilt."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def build(self, shape: Any) -> None:
+            self.scale = self.add_weight(shape=(), initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            return self.scale * self.dense(x)
+
+    def fit(member: Any) -> Any:
+        model = Half()
+        model.build((None, 8))
+        assert model.built
+        assert len(model.weights) == 1
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        x, y = images("dense")
+        mine = slice(member.rank, None, 2)
+        averaging = AverageWeights(member=member)
+        model.fit(x[mine], y[mine], BATCH, 2, verbose=0, callbacks=[averaging])
+        return model.get_weights()
+
+    with ThreadPoolExecutor(2) as pool:
+        ours, others = pool.map(fit, LocalMeeting(2).join_all())
+    assert len(ours) == 3
+    assert all(map(np.array_equal, ours, others))
+
+
 def advised(member: Any, model: Any, options: dict[str, Any]) -> str:
     import keras
 

@@ -168,7 +168,8 @@ class AverageWeights(MemberCallback):
         self._last_weight = 0.0  # in the last average, if samples are counted
         self._batch = -1  # the number of the last batch
         super().on_train_begin()
-        self._is_started = False
+        self._is_started = self._is_complete = False
+        self._found = -1  # variables of the model when it was started
         if self.model.built:
             self._start()
 
@@ -185,8 +186,10 @@ class AverageWeights(MemberCallback):
         if self._is_apart:
             return
         self._trained = True
-        if not self._is_started:  # the first batch has built the model
-            self._start()
+        if not self._is_complete:  # the first batch may have built the model, or layers in it
+            self._is_complete = True
+            if len(self.model.weights) != self._found:
+                self._start()
         if self._unit == "batch":
             self._steps += batch - self._batch  # several, with steps_per_execution
             self._batch = batch
@@ -272,6 +275,7 @@ class AverageWeights(MemberCallback):
             outer = self.outer  # it has stepped since: the given one has the weights of the start
         # Seeds stay each member's own, or all would drop the same units.
         weights = list(model.weights)
+        self._found = len(weights)
         if outer is not None:
             self._learned = TensorFlowVariables(list(model.trainable_variables))
             weights = list(model.non_trainable_weights)
