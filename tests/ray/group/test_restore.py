@@ -1,5 +1,8 @@
 """`restore` waits for owed answers and for restarts, until its time is up."""
 
+import contextlib
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -11,7 +14,7 @@ from ray_pool import Lend, only_late
 from ray_workers import PlainWorker, wait_for, weights_of
 from reference import assert_same
 
-from flatweights.ray import WorkerGroup
+from flatweights.ray import WorkerError, WorkerGroup
 from flatweights.ray.peers._wait import wait_any
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
@@ -76,6 +79,31 @@ class Gated(PlainWorker):
         super().__init__(rank)
         if ray.get_runtime_context().was_current_actor_reconstructed:
             wait_for(Path(gate))
+
+
+@pytest.mark.parametrize("late", [(1,), (0, 1)], ids=["one", "all"])
+def test_a_late_rank_that_dies_is_brought_back_by_weights(
+    lend: Lend, tmp_path: Path, late: tuple[int, ...]
+) -> None:
+    """Calls that wait for no answer, or have theirs at once, learn of its death, too."""
+    group = lend(PlainWorker, 2, max_restarts=-1)
+    group.broadcast(weights_of(1.0))
+    pids = group.step("pid")
+    hang: tuple[Any, ...] = ("act", dict.fromkeys(late, "hang"), str(tmp_path))
+    with only_late(len(late)), contextlib.suppress(WorkerError):
+        group.average(*hang, timeout=0.05, min_results=1)
+    assert sorted(group.unhealthy) == [*late]
+    for rank in late:
+        os.kill(pids[rank], signal.SIGKILL)
+    sent: list[int] = []
+    end = time.monotonic() + 120
+    while len(sent) < 2:
+        assert time.monotonic() < end, group.unhealthy
+        with contextlib.suppress(WorkerError):
+            sent = group.broadcast(weights_of(2.0))
+        time.sleep(0.01)
+    for weights in group.step("get_weights").values():
+        assert_same(weights, weights_of(2.0))
 
 
 def test_rounds_do_not_wait_for_a_process_that_starts_again(tmp_path: Path) -> None:

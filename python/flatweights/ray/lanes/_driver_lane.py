@@ -279,6 +279,13 @@ class Lanes:
         for box in boxes:
             if box.is_answered:  # perhaps before the bell was armed
                 return
+        self._hear(seconds)
+
+    def look(self) -> None:
+        """Note which workers have died, without waiting: `wait` may find its answers without it."""
+        self._hear(0.0)
+
+    def _hear(self, seconds: float | None) -> None:
         for descriptor, _ in self._poll.poll(seconds):
             if descriptor == self._bell:
                 self._doorbell.hear()

@@ -150,6 +150,11 @@ class GroupLanes:
         if asleep:
             _core.Mailbox.wake(asleep)
 
+    def look(self) -> None:
+        """Note which workers have died, before a wait that has no time to learn it."""
+        if self.made is not None:
+            self.made.look()
+
     def done(self) -> None:
         """Withdraw the offer, and forget the last command."""
         _core.withdraw_offer()
