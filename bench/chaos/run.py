@@ -34,7 +34,7 @@ class Plan:
     Attributes:
         seed: It decides the faults and all weights.
         seconds: The time with faults, in all.
-        quiet: Seconds of each of the three turns without faults: before, in the middle, afterwards.
+        quiet: Seconds without faults once all processes are there: before, in the middle, after.
         every: The fewest and the most seconds between two faults.
         lasting: The fewest and the most seconds that a process is stopped.
         size: The number of ranks.
@@ -263,10 +263,10 @@ class Run:
             self._wait_until_all_take_part()
         else:
             mode.is_quiet = True
-            self._watch(begin + plan.quiet)
             end = time.monotonic() + HANG
             while not mode.is_as_at_first() and time.monotonic() < end:
                 self._watch(time.monotonic() + _POLL)
+            self._watch(time.monotonic() + plan.quiet)
             self.record.usage.append(usage_of(own_processes()))
             mode.is_quiet = False
 
