@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from flatweights.tensorflow import TensorFlowVariables
 
@@ -21,6 +22,21 @@ tf1 = tf.compat.v1
 
 # For tests whose behaviour does not depend on the way of moving weights, or has only one way.
 only_bound = pytest.mark.parametrize("path", ["bound"], indirect=True)
+
+
+def shared_variable(name: str, value: Any) -> Any:
+    """A variable that is looked up by its name at each use, as in a session."""
+    handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=value.shape, shared_name=name)
+    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+    return BaseResourceVariable(
+        trainable=True,
+        shape=value.shape,
+        dtype=tf.float32,
+        handle=handle,
+        handle_name=name,
+        distribute_strategy=None,
+        cached_value=None,
+    )
 
 
 @dataclass

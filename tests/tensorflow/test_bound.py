@@ -19,6 +19,7 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import executor as eager_executor
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 from tf_forks import Forks
+from tf_models import shared_variable
 
 from flatweights import _core
 from flatweights.tensorflow import TensorFlowVariables
@@ -326,21 +327,6 @@ def test_another_shape_is_an_error_that_changes_nothing(
     assert weights.get_flat()[4:6].tolist() == [6, 7]
     weights.set_flat(range(10))
     assert read([a, *others[4:]]).tolist() == list(range(4, 10))
-
-
-def shared_variable(name: Any, value: Any) -> Any:
-    """A variable that is looked up by its name at each use, as in a session."""
-    handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=value.shape, shared_name=name)
-    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-    return BaseResourceVariable(
-        trainable=True,
-        shape=value.shape,
-        dtype=tf.float32,
-        handle=handle,
-        handle_name=name,
-        distribute_strategy=None,
-        cached_value=None,
-    )
 
 
 SETS = {name: call for name, call in CALLS.items() if name.startswith("set")}

@@ -23,8 +23,8 @@ import pytest
 import tensorflow as tf
 from numpy.typing import NDArray
 from reference import same_bits
-from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, UninitializedVariable
-from tf_models import only_bound
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
+from tf_models import only_bound, shared_variable
 
 from flatweights import FlatWeights
 from flatweights.tensorflow import TensorFlowVariables
@@ -649,25 +649,9 @@ def test_an_uninitialized_variable_is_named_and_a_set_initializes_it(place: str)
     assert weights.get_flat().tolist() == [0, 1, 2, 3, 4]
 
 
-def shared_variable(name: str, value: Any) -> Any:
-    """A variable on the GPU that is looked up by its name at each use, as in a session."""
-    value = on_device(value)
-    with tf.device(DEVICE):
-        handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=value.shape, shared_name=name)
-        tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-    return BaseResourceVariable(
-        trainable=True,
-        shape=value.shape,
-        dtype=tf.float32,
-        handle=handle,
-        handle_name="a",
-        distribute_strategy=None,
-        cached_value=None,
-    )
-
-
 def test_a_variable_that_was_destroyed_is_made_anew(place: str, path: str) -> None:
-    a = shared_variable(f"a, {place}, {path}", [1.0, 2.0])
+    with tf.device(DEVICE):
+        a = shared_variable(f"a, {place}, {path}", on_device([1.0, 2.0]))
     with tf.device(PLACES[place][-1]):
         b = tf.Variable([3.0], name="b")
     weights = TensorFlowVariables([a, b])
