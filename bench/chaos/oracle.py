@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 Model = dict[str, NDArray[Any]]
 BEGUN = "begun"
 """The first note of each process."""
+FULL = "full"
+"""The file whose time is that of the last step that all ranks were in."""
 _SPAN = 1 << 17  # elements of the table that noise is cut from
 
 
@@ -175,6 +177,8 @@ class Log:
         at, ranks = time.monotonic(), tuple(used)
         for rank in ranks:
             self._folder.joinpath(f"{rank}.seen").touch()
+        if set(ranks).issuperset(expected):
+            self._folder.joinpath(FULL).touch()
         entry = (number, ranks, tuple(expected), digest, key, meeting, is_late)
         self._write(Got(self.rank, self.life, at, *entry))
 

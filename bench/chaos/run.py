@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from bench import nodes
-from bench.chaos import faults
+from bench.chaos import faults, oracle
 from bench.chaos.oracle import Entry, Got, Note, read_logs
 
 HANG = 60.0  # seconds without a step that a rank takes part in
 _START = 300.0  # seconds that processes have to start: six import TensorFlow on few cores
 _POLL = 0.05
+_FULL_STEPS = 3  # before a turn without faults: all recover, from the last fault too
 _MEMORY = "/memfd:flatweights"  # the target of the descriptor of such a file
 _PACKETS = "0005"  # the type of the sockets of lanes and boards; Ray has none of it
 
@@ -34,7 +35,8 @@ class Plan:
     Attributes:
         seed: It decides the faults and all weights.
         seconds: The time with faults, in all.
-        quiet: Seconds without faults once all processes are there: before, in the middle, after.
+        quiet: Seconds without faults once all ranks were in a few steps: before, in the middle,
+            after.
         every: The fewest and the most seconds between two faults.
         lasting: The fewest and the most seconds that a process is stopped.
         size: The number of ranks.
@@ -266,6 +268,10 @@ class Run:
             end = time.monotonic() + HANG
             while not mode.is_as_at_first() and time.monotonic() < end:
                 self._watch(time.monotonic() + _POLL)
+            for _ in range(_FULL_STEPS):
+                last = time.time()
+                while not self._was_full_since(last) and time.monotonic() < end:
+                    self._watch(time.monotonic() + _POLL)
             self._watch(time.monotonic() + plan.quiet)
             self.record.usage.append(usage_of(own_processes()))
             mode.is_quiet = False
@@ -307,6 +313,13 @@ class Run:
                 return
         self._show_stacks()
         raise TimeoutError(f"not all ranks take part after {seconds:.0f} s: {self._ages()}")
+
+    def _was_full_since(self, begin: float) -> bool:
+        """Whether all ranks were in a step; in modes ``in_turns``, each in one."""
+        if self._mode.in_turns:
+            return all(time.time() - age > begin for age in self._ages().values())
+        full = self._folder / oracle.FULL
+        return full.exists() and full.stat().st_mtime > begin
 
     def _ages(self) -> dict[int, float]:
         """Return, by rank, the seconds since its last step."""
