@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tf_models import only_bound
 
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._session import SessionOperations
 
 tf1 = tf.compat.v1
-
-bound_alone = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ SETS = {name: call for name, call in CALLS.items() if name.startswith("set")}
 OTHERS = {name: call for name, call in CALLS.items() if name not in SETS}
 
 
-@bound_alone
+@only_bound
 def test_variables_of_an_initialized_session_are_bound_at_once(path: Any) -> None:
     v = variable("v", [1, 2])
     weights = bound(v, initialized())
@@ -77,7 +76,7 @@ def test_variables_of_an_initialized_session_are_bound_at_once(path: Any) -> Non
     assert weights.sess.run(v).tolist() == [3, 4]
 
 
-@bound_alone
+@only_bound
 def test_variables_are_bound_at_their_first_use_else(path: Any) -> None:
     v = variable("v", [1, 2])
     weights = TensorFlowVariables(v)
@@ -87,7 +86,7 @@ def test_variables_are_bound_at_their_first_use_else(path: Any) -> None:
     assert weights.unbound == {}
 
 
-@bound_alone
+@only_bound
 def test_variables_that_are_initialized_later_are_bound_then(path: Any) -> None:
     v = variable("v", [1, 2])
     session = tf1.Session()
@@ -98,7 +97,7 @@ def test_variables_that_are_initialized_later_are_bound_then(path: Any) -> None:
     assert weights.unbound == {}
 
 
-@bound_alone
+@only_bound
 def test_ref_type_variables_are_listed_and_moved_beside_bound_ones(path: Any) -> None:
     old, v = variable("old", [1, 2], use_resource=False), variable("v", 3)
     weights = TensorFlowVariables([old, v], initialized())
@@ -175,7 +174,7 @@ def test_values_of_an_earlier_run_do_not_change(call: Any) -> None:
         assert [value.tolist() for value in held] == before
 
 
-@bound_alone
+@only_bound
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_another_shape_is_an_error_that_changes_nothing(path: Any, call: Any) -> None:
     before = [variable(f"b{i}", [3]) for i in range(4)]
@@ -410,7 +409,7 @@ def after_binding(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]
     return calls
 
 
-@bound_alone
+@only_bound
 def test_a_session_that_recovers_while_it_is_bound_is_bound_again(
     path: Any, after_binding: list[Callable[[], object]]
 ) -> None:
@@ -423,7 +422,7 @@ def test_a_session_that_recovers_while_it_is_bound_is_bound_again(
         assert weights.unbound == {}
 
 
-@bound_alone
+@only_bound
 def test_a_session_that_is_set_while_another_is_bound_has_its_own_values(
     path: Any, after_binding: list[Callable[[], object]]
 ) -> None:
@@ -439,7 +438,7 @@ def test_a_session_that_is_set_while_another_is_bound_has_its_own_values(
     assert [session.run(v).tolist() for session in (first, second)] == [[1, 2], [5, 6]]
 
 
-@bound_alone
+@only_bound
 def test_a_variable_that_is_destroyed_at_construction_is_bound_later(
     path: Any, after_binding: list[Callable[[], object]]
 ) -> None:
@@ -467,7 +466,7 @@ def operations_of(graph: Any, kind: Any) -> Any:
     return [op for op in graph.get_operations() if op.type == kind]
 
 
-@bound_alone
+@only_bound
 def test_a_graph_has_one_binding_operation_for_each_variable(path: Any, graph: Any) -> None:
     a, b, old = variable("a", 1), variable("b", 2), variable("old", 3, use_resource=False)
     TensorFlowVariables([a, b, old])
@@ -475,7 +474,7 @@ def test_a_graph_has_one_binding_operation_for_each_variable(path: Any, graph: A
     assert [op.inputs[0].op for op in found] == [a.handle.op, b.handle.op]
 
 
-@bound_alone
+@only_bound
 def test_binding_is_outside_of_the_callers_scopes(path: Any, graph: Any) -> None:
     a = variable("a", 1)
     with tf.device("/CPU:1"):

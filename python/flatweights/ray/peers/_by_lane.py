@@ -150,11 +150,6 @@ class GroupLanes:
         if asleep:
             _core.Mailbox.wake(asleep)
 
-    def look(self) -> None:
-        """Note which workers have died, before a wait that has no time to learn it."""
-        if self.made is not None:
-            self.made.look()
-
     def done(self) -> None:
         """Withdraw the offer, and forget the last command."""
         _core.withdraw_offer()
@@ -194,6 +189,8 @@ class LaneAnswer(Answer):
         """Return the answers that have arrived."""
         begin = now = time.monotonic()
         end = None if timeout is None else begin + timeout
+        if timeout is not None and timeout <= 0:  # no sleep will learn of deaths
+            answers[0]._lanes.look()
         there: dict[Answer, None] = {}
         while True:
             by_ray: dict[ray.ObjectRef, list[LaneAnswer]] = {}

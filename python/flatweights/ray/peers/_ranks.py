@@ -372,7 +372,6 @@ class Ranks:
     def _see_off(self) -> None:
         """Part with removed workers that owe no answer any more."""
         leaving, self._leaving = self._leaving, []
-        self.lanes.look()
         for record, kill in leaving:
             if record.owed is not None and wait_any([record.owed], time.monotonic()):
                 record.drop_owed()

@@ -418,7 +418,6 @@ class Roster(Ranks):
                 sent.append(self.probe(record.worker.rank)[0])
         if sent:
             wait_any(sent, now + _MOMENT, len(sent))
-        self.lanes.look()
         for record in records:
             if record.owed is not None and wait_any([record.owed], now) and record.end_probe():
                 back.append(record.worker.rank)
@@ -523,8 +522,6 @@ class Roster(Ranks):
     def _drop_owed(self, ranks: Iterable[int], end: float | None) -> list[int]:
         """Drop owed answers of ``ranks`` as they arrive; return the ranks that still owe one."""
         owing = {owed: rank for rank in ranks if (owed := self._records[rank].owed) is not None}
-        if owing:
-            self.lanes.look()
         while owing and (there := wait_any(owing, end)):
             for answer in there:
                 self._records[owing.pop(answer)].drop_owed()
