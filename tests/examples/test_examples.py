@@ -5,6 +5,7 @@ import errno
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,32 @@ def test_a_program_is_one_file_that_imports_public_names_alone(path: Path) -> No
     ours = {name for name in imported if name.startswith("flatweights")}
     assert ours
     assert [name for name in ours if "._" in name or "examples" in name] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("cartpole_async", ["--save=no/policy"], "expected a file in a folder that exists"),
+        ("cartpole_evolution", ["--save=."], "expected a file in a folder that exists"),
+        ("cartpole_policy_gradient", ["--save=no/p"], "expected a file in a folder that exists"),
+        ("resnet", ["--checkpoint=no/file"], "expected a file in a folder that exists"),
+        ("resnet", ["--num-gpus=0"], "--num-gpus: expected at least 1, got 0"),
+        ("digits_lbfgs", ["--actors=-1"], "no fewer than 0 actors"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_training(
+    name: str,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = import_module(f"flatweights.examples.{name}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        program.main(options)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 120])

@@ -1,6 +1,8 @@
 """The programs of `flatweights.examples`, each run once, small, in the Ray of these tests."""
 
 import re
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from hashlib import sha256
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import ray
 from numpy.typing import NDArray
-from reference import assert_mean
+from reference import assert_mean, clean_environment
 from safetensors.numpy import load_file
 
 from flatweights import FlatWeights
@@ -289,6 +291,22 @@ def test_a_ray_with_less_than_actors_reserve_is_refused(program: Program) -> Non
         program("resnet", "--num-workers=99")
     with pytest.raises(SystemExit, match=r"^GPUs of Ray: expected at least 1, got 0$"):
         program("resnet", "--num-gpus=1")
+    with pytest.raises(SystemExit, match=r"^CPUs of Ray: expected at least 64, got 2$"):
+        program("keras_parallel", "--workers=64")
+
+
+def test_a_program_that_starts_ray_with_more_cpus_joins_a_cluster_that_is_there() -> None:
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-m", "flatweights.examples.keras_parallel", "--workers=64"],
+        env=clean_environment(RAY_ADDRESS=address),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "CPUs of Ray: expected at least 64, got 2"
 
 
 @pytest.mark.slow

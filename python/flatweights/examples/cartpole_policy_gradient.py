@@ -17,6 +17,7 @@ updates.
 import argparse
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -196,10 +197,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     add("--updates", type=int, default=UPDATES, help="updates, at most; default: %(default)s")
     add("--goal", type=float, default=475, help="mean return of 100 episodes; default: %(default)s")
     add("--seed", type=int, default=0, help="seed of the first weights and the episodes")
-    add("--save", help="file to write the weights to")
+    add("--save", type=Path, help="file to write the weights to")
     options = parser.parse_args(arguments)
     if min(options.workers, options.updates) < 1:
         parser.error(f"expected at least 1 worker and 1 update, got {vars(options)}")
+    if options.save and (options.save.is_dir() or not options.save.absolute().parent.is_dir()):
+        parser.error(f"--save: expected a file in a folder that exists, got {options.save}")
     ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")
     group = WorkerGroup.create(Player, options.workers, options.seed, arguments=lambda rank: [rank])
     learner, returns, steps = Learner(options.seed, options.updates), deque[float](maxlen=100), 0

@@ -137,8 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     add("--seed", type=int, default=0, help="seed of the data and the first weights")
     add("--actors", type=int, default=0, help="actors that compute gradients, each on its part")
     options = parser.parse_args(arguments)
-    if min(options.layers, options.width, options.iterations) < 1:
-        parser.error(f"expected at least 1 layer, unit and iteration, got {vars(options)}")
+    if min(options.layers, options.width, options.iterations) < 1 or options.actors < 0:
+        expected = "at least 1 layer, unit and iteration, and no fewer than 0 actors"
+        parser.error(f"expected {expected}, got {vars(options)}")
     settings, actors = (options.layers, options.width, options.seed), options.actors
     set_up_tensorflow()
     from flatweights.tensorflow import TensorFlowVariables

@@ -24,6 +24,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         parser.error("expected --average gradients with --replace: a new worker gets their state")
     if min(options.workers, options.epochs) < 1 or BATCH % options.workers:
         parser.error(f"expected at least 1 epoch, and workers that share {BATCH}: {vars(options)}")
-    cpus = max(options.workers, os.cpu_count() or 1)
-    ray.init(num_cpus=cpus, ignore_reinit_error=True, logging_level="ERROR")
+    connect = partial(ray.init, ignore_reinit_error=True, logging_level="ERROR")
+    try:
+        connect(num_cpus=max(options.workers, os.cpu_count() or 1))
+    except ValueError:  # there is a cluster (RAY_ADDRESS, `ray start`), with CPUs of its own
+        connect()
+    available = ray.cluster_resources().get("CPU", 0)
+    if available < options.workers:  # else Ray Train waits for ever
+        raise SystemExit(f"CPUs of Ray: expected at least {options.workers}, got {available:g}")
     losses = {}
     print(f"{'':12}{'epochs':>8}{'last loss':>12}{'accuracy':>10}{'seconds':>9}", flush=True)
     for workers in sorted({1, options.workers}):

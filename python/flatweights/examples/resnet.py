@@ -289,6 +289,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     counts = ("num_workers", "num_residual_units", "rounds", "steps", "batch_size", "eval_every")
     if min(getattr(options, name) for name in counts) < 1:
         parser.error(f"expected at least 1 of {', '.join(counts)}, got {vars(options)}")
+    if options.num_gpus is not None and options.num_gpus < 1:
+        parser.error(f"--num-gpus: expected at least 1, got {options.num_gpus}; else --num-workers")
+    if options.checkpoint and not options.checkpoint.absolute().parent.is_dir():
+        parser.error(f"--checkpoint: expected a file in a folder that exists: {options.checkpoint}")
     options.workers = options.num_gpus or options.num_workers
     return options
 
