@@ -228,6 +228,24 @@ def test_centered_clipping_is_that_of_the_paper(rng: np.random.Generator) -> Non
         assert np.allclose(got, expected, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("equal", [2, 3, 5])
+def test_sources_that_differ_from_many_equal_ones_move_the_centre(equal: int, dtype: str) -> None:
+    center = np.zeros(4, dtype)
+    moved = np.array([3.0, 0.0, 0.0, 4.0], dtype)
+    sources = [center] * equal + [moved]
+    expected = moved / np.float64(5 * (equal + 1))
+    got = robust.centered_clipping(sources, center, radius=1.0, steps=1)
+    assert np.allclose(got, expected, rtol=1e-6)
+    got = robust.centered_clipping(sources, radius=1.0, steps=1)
+    assert np.allclose(got, expected, rtol=1e-6)
+    far = np.full(4, 1e9, dtype)  # its distances from the others show no direction
+    if equal > 2:
+        got = robust.centered_clipping([*sources, far], center, radius=1.0, steps=1)
+        assert np.allclose(got, moved / np.float64(5 * (equal + 2)), rtol=1e-6)
+    assert same_bits(robust.geometric_median(sources), center)
+
+
 def test_all_sources_equal_are_their_own_centre() -> None:
     sources = [np.full(5, 3.0, np.float32)] * 4
     assert same_bits(robust.geometric_median(sources), sources[0])

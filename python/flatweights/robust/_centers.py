@@ -46,15 +46,26 @@ def _weighted_median(values: Distances, weights: NDArray[np.float64]) -> float:
     return float(values[order[np.searchsorted(reached, reached[-1] / 2)]])
 
 
-def _near(squares: Distances, weights: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _near(
+    squares: Distances, weights: NDArray[np.float64], *, like_most: bool
+) -> NDArray[np.bool_]:
     """Return which sources are so near to most others that their distances have a direction.
 
     The distances of a far source from the others differ by less than their rounding errors, so they
-    do not show in which direction the source lies.
+    do not show in which direction the source lies. From equal sources it has one distance, which is
+    exact.
+
+    Args:
+        squares: Squared distances between all pairs.
+        weights: One for each source.
+        like_most: Whether only sources that equal most others are near, if most are equal. If not,
+            those that differ show what is far.
     """
     rows = np.array([_weighted_median(row, weights) for row in squares])
-    most = _FAR**2 * _weighted_median(rows, weights)
-    near: NDArray[np.bool_] = rows <= most
+    middle = _weighted_median(rows, weights)
+    if not (middle or like_most) and (differ := rows > 0).any():
+        middle = _weighted_median(rows[differ], weights[differ])
+    near: NDArray[np.bool_] = rows <= _FAR**2 * middle
     return near if (weights * near).any() else np.ones_like(near)
 
 
@@ -100,7 +111,7 @@ class GeometricMedian(DistanceRule):
         weights = np.array([job.weights[k] for k in present])
         # As average does, so that only ratios matter, and their sum is finite.
         weights /= weights.max()
-        weights *= _near(squares, weights)
+        weights *= _near(squares, weights, like_most=True)  # which are the median then
         shares = weights / weights.sum()
         for _ in range(self.steps):
             pull = weights / np.maximum(_from_center(squares, shares), self.smoothing)
@@ -148,7 +159,7 @@ class CenteredClipping(DistanceRule):
         self, job: Job, squares: Distances, present: list[int]
     ) -> tuple[list[int], list[float]]:
         count = len(present)
-        near = _near(squares[:count, :count], np.ones(count))
+        near = _near(squares[:count, :count], np.ones(count), like_most=False)
         shares = np.zeros(len(squares))
         shares[-1 if self.center is not None else _middle(squares)] = 1.0
         distance = _from_center(squares, shares)
@@ -224,7 +235,8 @@ def centered_clipping(
     Optimization", ICML 2021. In each step the centre moves by the mean of the sources' differences
     from it, after each difference longer than ``radius`` is scaled to that length. So a source
     moves the result by at most ``radius / n`` per step. A source that is 100,000 times as far from
-    most others as those are from each other does not move it.
+    most others as those are from each other does not move it. If most
+    are equal, only the others count for this.
 
     >>> import numpy as np
     >>> from flatweights import robust
