@@ -24,7 +24,7 @@ from flatweights.ray._variables import Variables
 from flatweights.ray._wire import WireMessage, WorkerWire
 from flatweights.ray.lanes._worker_lane import NoLane, WorkerLanes
 from flatweights.ray.peers._contract import Head, Stamp, weights_of
-from flatweights.wire import MissedUpdateError
+from flatweights.wire import MissedUpdateError, Snapshot
 
 _MOST_GROUPS = 64  # whose last calls a worker remembers
 
@@ -288,9 +288,10 @@ def _receive(
             state.version = version
             return
         new_weights = new_weights.weights()
-    if state.version is None and _was_restarted() and _is_subset(worker, new_weights):
+    sent = new_weights.weights if isinstance(new_weights, Snapshot) else new_weights
+    if state.version is None and _was_restarted() and _is_subset(worker, sent):
         raise ValueError(
-            f"expected all weights, got {len(new_weights)} of {len(worker.variables.layout)}: "
+            f"expected all weights, got {len(sent)} of {len(worker.variables.layout)}: "
             "restarted, and not sent the others since"
         )
     if isinstance(new_weights, WireMessage):

@@ -16,6 +16,7 @@ import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, StaleWorkerError, WorkerError, WorkerGroup
 from flatweights.ray import _worker as worker_module
+from flatweights.ray._wire import GroupWire
 from flatweights.ray.peers import _latest as latest_module
 from flatweights.ray.peers._latest import Latest
 
@@ -33,6 +34,17 @@ class Different(PlainWorker):
         return value
 
 
+class Twins(PlainWorker):
+    """Workers with two weights of one shape."""
+
+    def __init__(self, rank: int = 0, size: int = 5) -> None:
+        super().__init__(rank, size)
+        self.model = twins(-1.0, -2.0)
+
+    def train(self, step: float = 1.0) -> FlatWeights:
+        return self.get_weights()
+
+
 class WithoutWeights(PlainWorker):
     def get_weights(self) -> FlatWeights:
         raise LookupError("there are none yet")
@@ -43,6 +55,10 @@ class WithoutWeights(PlainWorker):
 
 def own(rank: int, size: int = 5) -> FlatWeights:
     return FlatWeights({"w": np.full(size, 10.0 * rank), "n": np.int64(rank)})
+
+
+def twins(a: float, b: float) -> FlatWeights:
+    return FlatWeights({"a": np.full(5, a), "b": np.full(5, b)})
 
 
 def after_training(start: FlatWeights, rank: int) -> FlatWeights:
@@ -245,6 +261,66 @@ def test_subsets_of_names_that_are_not_known_add_up(
         assert_same(weights, FlatWeights({"w": np.full(5, 2.0), "n": np.int64(7)}))
 
 
+@pytest.fixture(scope="module")
+def twin_actors(way: str, all_actors: Actors) -> Iterator[list[Any]]:
+    with all_actors.loan() as lend:
+        yield list(lend(Twins, 2).actors().values())
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("given", ["weights", "reference", "later reference"])
+def test_subsets_of_one_shape_add_up_although_no_names_are_known(
+    twin_actors: list[Any], given: str, wire_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fresh() -> WorkerGroup:
+        ray.get([actor.build_anew.remote() for actor in twin_actors])
+        return WorkerGroup(twin_actors, initial=None, wire_dtype=wire_dtype)
+
+    if given == "later reference" and wire_dtype is None:
+        monkeypatch.setattr(latest_module, "_if_here", lambda ref: None)
+    send: Callable[[Any], Any] = (lambda model: model) if given == "weights" else ray.put
+    group = fresh()
+    for name, value in (("a", 3.0), ("b", 4.0), ("a", 5.0)):
+        group.step("ping", broadcast=send({name: np.full(5, value)}), ranks=[0])
+    for weights in in_all(group):
+        assert_same(weights, twins(5.0, 4.0))
+    group = fresh()
+    for name, value in (("a", 3.0), ("b", 4.0), ("a", 5.0)):
+        group.publish(send({name: np.full(5, value)}))
+    for weights in in_all(group):
+        assert_same(weights, twins(5.0, 4.0))
+    for names in ("ab", "ba", "aabb"):
+        group = fresh()
+        published = {"a": -1.0, "b": -2.0}
+        loop = group.as_completed("train", updates=12)
+        for value, (name, _) in enumerate(zip(names, loop, strict=False)):
+            published[name] = float(value)
+            group.publish(send({name: np.full(5, published[name])}))
+        assert [found.number for found in loop][-1] == 12
+        for weights in in_all(group):
+            assert_same(weights, twins(published["a"], published["b"]))
+
+
+def test_other_names_of_the_same_shapes_replace_all_weights(twin_actors: list[Any]) -> None:
+    ray.get([actor.build_anew.remote() for actor in twin_actors])
+    group = WorkerGroup(twin_actors, initial=None)
+    group.broadcast(twins(1.0, 2.0))
+    renamed = Latest().after({"x": np.zeros(5), "y": np.ones(5)}, ("", 1))
+    assert renamed.is_unclear(twins(1.0, 2.0))
+    renamed.names, renamed.are_all = ("a", "b"), True
+    assert not renamed.is_changed_by(twins(1.0, 2.0))
+    assert renamed.is_changed_by({"b": np.zeros(5)})
+
+
+def test_a_subset_that_is_published_after_refused_weights_is_completed(fresh: Fresh) -> None:
+    group = fresh()
+    with pytest.raises(WorkerError, match="unknown names"):
+        group.broadcast({"w": np.zeros(5), "n": np.int64(0), "x": np.zeros(1)})
+    group.publish({"n": np.int64(8)})
+    for weights in in_all(group):
+        assert_same(weights, FlatWeights({**own(0), "n": np.int64(8)}))
+
+
 def test_a_reference_to_a_subset_leaves_the_rest_to_the_latest_weights(fresh: Fresh) -> None:
     subset = FlatWeights({"n": np.int64(8)})
     for kind in (ray.put(subset), ray.put(dict(subset))):
@@ -323,6 +399,9 @@ def test_a_restarted_worker_refuses_a_subset(monkeypatch: pytest.MonkeyPatch) ->
     worker.variables = SimpleNamespace(layout=own(1).layout)
     stamp = ("group", 0)
     monkeypatch.setattr(worker_module, "_was_restarted", lambda: True)
+    _, wire = GroupWire("bfloat16").message({"n": np.int64(1)})
+    with pytest.raises(ValueError, match="expected all weights, got 1 of 2: restarted"):
+        worker.call_version((("other", 0), ("other", 0), None), wire.snapshot(), None)
     with pytest.raises(ValueError, match="expected all weights, got 1 of 2: restarted"):
         worker.call_version((stamp, stamp, None), {"n": np.int64(1)}, None)
     with pytest.raises(StaleWorkerError):

@@ -65,7 +65,8 @@ class Latest:
             payload = payload_of(message)
             if isinstance(message, Difference) and difference is not None:
                 payload.exchanged = exchanged if message.values is difference.values else None
-            return Latest(wire, payload, version, self.number + 1, tuple(model), self.are_all)
+            names = self._names_after(model, False)
+            return Latest(wire, payload, version, self.number + 1, names, self.are_all)
         model = _if_here(value) if isinstance(value, ray.ObjectRef) else value
         if self.is_changed_by(model):
             base = self._base_for(model)
@@ -95,8 +96,7 @@ class Latest:
             TypeError: If they are not arrays, or, with a wire, not weights by name.
             ValueError: If they are a subset, and the earlier weights are not known by name.
         """
-        value = model_of(weights)
-        names, number = self.names, self.number + 1
+        value, number = model_of(weights), self.number + 1
         if isinstance(value, ray.ObjectRef):
             value = ray.get(value)
         if isinstance(value, Mapping) and not isinstance(value, FlatWeights):
@@ -109,7 +109,7 @@ class Latest:
             whole = self.model()
             self._check_is_by_name(whole, value)
             value = merged(whole, value)
-        names = tuple(value) if isinstance(value, Mapping) else names
+        names = self._names_after(value, False)
         if self.wire is not None:
             if isinstance(value, np.ndarray):
                 raise TypeError("wire_dtype: expected weights by name, got a vector")
@@ -121,14 +121,34 @@ class Latest:
 
     def is_changed_by(self, weights: Any) -> bool:
         """Whether ``weights`` leave some of these as they are; see `is_change`."""
-        return is_change(weights, self.names, self.are_all, self.model, self.version is not None)
+        if self.version is None:
+            return False
+        return is_change(weights, self.names, self.are_all, self.model)
+
+    def is_unclear(self, weights: Any) -> bool:
+        """Whether only the names of all weights show that ``weights`` leave some as they are.
+
+        As many weights of other names may be other weights of the model, or the same by position.
+        """
+        if self.are_all or self.version is None:
+            return False
+        model = model_of(weights)
+        if isinstance(model, ray.ObjectRef):
+            model = _if_here(model)
+            if model is None:
+                return True
+        if not isinstance(model, (dict, Mapping)) or len(model) != len(self.names):
+            return False
+        return bool(set(self.names).difference(model))
 
     def _names_after(self, weights: Any, is_change: bool) -> tuple[str, ...]:
         """Return the names after ``weights``."""
         if not isinstance(weights, (dict, Mapping)):
             return self.names
         given = tuple(weights)
-        return (*self.names, *[n for n in given if n not in self.names]) if is_change else given
+        if not is_change and not (self.are_all and {*given} < {*self.names}):
+            return given
+        return (*self.names, *[n for n in given if n not in self.names])
 
     def _for_references(self) -> Latest | None:
         """Return these weights for a reference that may have only some; None if there are none."""
@@ -189,7 +209,6 @@ def is_change(
     names: tuple[str, ...],
     are_all: bool,
     model: Callable[[], Any],
-    is_known: bool = True,
 ) -> bool:
     """Whether ``weights`` are by name, and leave some of the weights before them as they are.
 
@@ -200,7 +219,6 @@ def is_change(
         names: The names of the weights before, as far as they are known.
         are_all: Whether these are certainly all names.
         model: A function that returns the weights before.
-        is_known: Whether there are any.
 
     Raises:
         ValueError: If they are fewer than a vector, whose names are not known.
@@ -208,15 +226,14 @@ def is_change(
     if not isinstance(weights, (dict, Mapping)):  # dicts are recognised faster
         return False
     if not names:
-        if is_known:
-            check_follows(weights, model())
+        check_follows(weights, model())
         return False
     given = tuple(weights)
     if given == names or not (missing := set(names).difference(given)):
         return False
     if len(missing) == len(names) - len(given):  # all are known
         return True
-    if len(given) == len(names) and is_known:
+    if len(given) == len(names):
         before = model()
         if isinstance(before, Mapping):
             before, after = Layout.of(before), Layout.of(weights)

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -125,6 +126,10 @@ class Roster(Ranks):
         if self.latest.version is None and self._start.initial is not None:
             self._await_owed(Deadline.after(timeout))
             self.publish(self._first_weights(None, timeout))
+        elif self._start.initial is None and not self.latest.are_all:
+            # Weights that are published later may be a subset, and `publish` asks no worker.
+            self._await_owed(Deadline.after(timeout))
+            self._learn_names(timeout)
         if self.latest.version is not None:
             self._start.initial = None
 
@@ -160,6 +165,8 @@ class Roster(Ranks):
             self._start.initial = None  # not needed again
         if self._start.initial is not None and starts and self.healthy():
             weights = self._first_weights(weights, timeout)
+        elif weights is not None and self.latest.is_unclear(weights):
+            self._learn_names(timeout)
         called, version = self.healthy(ranks), self.latest.version
         if weights is not None and not called and not self.healthy():
             took = self._send_to_unhealthy(weights, Deadline.after(timeout))
@@ -477,6 +484,10 @@ class Roster(Ranks):
         """Complete weights that were published before the first call, and may be a subset."""
         start = self._start
         if self.latest is start.published and self.healthy():
+            if start.initial is None:
+                self._learn_names(timeout)
+                start.published = None
+                return
             published = self.latest.model()
             whole = self._first_weights(published, timeout)
             start.published = start.initial = None
@@ -487,6 +498,13 @@ class Roster(Ranks):
         """Return the first weights to send, if the call sends ``weights``; see `Start`."""
         lowest = functools.partial(self._weights_of_lowest, timeout)
         return self._start.weights_with(weights, self.latest, lowest, timeout)
+
+    def _learn_names(self, timeout: float | None) -> None:
+        """Ask the lowest healthy rank for the names of all weights, if it can give its weights."""
+        with contextlib.suppress(WorkerError):
+            weights = self._weights_of_lowest(timeout)
+            if isinstance(weights, Mapping):
+                self.latest.names, self.latest.are_all = tuple(weights), True
 
     def _weights_of_lowest(self, timeout: float | None) -> Any:
         """Return a copy of the weights of the lowest healthy rank; note lost ranks.

@@ -95,5 +95,6 @@ class Start:
 
     def note_published(self, before: Latest, latest: Latest) -> None:
         """Note that ``latest`` were published after ``before``."""
-        if self.initial is not None and (before.version is None or before is self.published):
+        is_open = self.initial is not None or not latest.are_all
+        if is_open and (before.version is None or before is self.published):
             self.published = latest
