@@ -3,10 +3,20 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <stdexcept>
+#include <string>
 
 #include "flatweights/futex.hpp"
 
 namespace flatweights {
+namespace {
+
+[[noreturn]] void throw_overwritten(std::uint64_t number, std::uint32_t slot) {
+  throw std::runtime_error("publication: a process has overwritten memory that all share: number " +
+                           std::to_string(number) + " is not in slot " + std::to_string(slot));
+}
+
+}  // namespace
 
 bool Publication::is_held(std::uint32_t slot) const noexcept {
   return std::any_of(std::begin(holds_), std::end(holds_),
@@ -41,16 +51,19 @@ void Publication::commit(std::uint32_t slot, std::uint64_t number, std::int64_t 
     }
 }
 
-Publication::News Publication::hold(std::uint32_t reader, std::uint64_t seen) noexcept {
+Publication::News Publication::hold(std::uint32_t reader, std::uint64_t seen) {
   for (;;) {
     const std::uint64_t word = word_.load();
     const std::uint64_t number = number_of(word);
     const std::uint32_t slot = slot_of(word);
-    if (number <= seen || slot >= kSlots) return {};
+    if (number <= seen) return {};
+    if (slot >= kSlots) throw_overwritten(number, slot);
     holds_[reader].slot.store(slot + 1);
     if (slots_[slot].stamp.load() == number)
       return {number, slot, slots_[slot].time.load(std::memory_order_relaxed)};
     release(reader);
+    // The slot of the newest publication is never written: there must be a newer one by now.
+    if (word_.load() == word) throw_overwritten(number, slot);
   }
 }
 

@@ -56,7 +56,8 @@ class Publication {
 
   // Reader number `reader`. `hold` returns the newest publication if its number is above `seen`:
   // its slot stays as it is until `release`. A reader that holds a slot must release it first.
-  [[nodiscard]] News hold(std::uint32_t reader, std::uint64_t seen) noexcept;
+  // Throws std::runtime_error if a process has overwritten the memory, with nothing held.
+  [[nodiscard]] News hold(std::uint32_t reader, std::uint64_t seen);
   void release(std::uint32_t reader) noexcept { holds_[reader].slot.store(0); }
   [[nodiscard]] bool is_holding(std::uint32_t reader) const noexcept {
     return holds_[reader].slot.load() != 0;

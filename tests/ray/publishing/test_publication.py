@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import mmap
 import os
 import random
 import signal
@@ -213,6 +214,41 @@ def test_a_wrong_nonce_or_size_is_refused(board: Board) -> None:
             Reading(place, end)
     with pytest.raises(OSError, match="refused"):
         Reading(board.address._replace(socket=b"\0flatweights-nowhere"), end)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("at", "number"),
+    [
+        pytest.param(0, 1 << 8 | 200, id="a slot that does not exist"),
+        pytest.param(0, 7 << 8, id="a number that is not in its slot"),
+        pytest.param(128, 9, id="the stamp of the slot"),
+    ],
+)
+def test_memory_that_a_process_has_overwritten_is_told(board: Board, at: int, number: int) -> None:
+    """A reader would otherwise look for ever, or find nothing although something is new."""
+    reading = connect(board)
+    publish(board, 1)
+    descriptor, _ = board.publication.control
+    data = 4096  # a header comes first
+    with mmap.mmap(descriptor, 0) as memory:
+        memory[data + at : data + at + 8] = number.to_bytes(8, sys.byteorder)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends it even while it holds the interpreter's lock
+        code = 1
+        try:
+            with pytest.raises(RuntimeError, match="a process has overwritten memory that all"):
+                read(reading)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    publish(board, 8)
+    news = read(reading)
+    assert news is not None
+    assert news[0] == 8
+    assert (news[1] == 8).all()
 
 
 def test_the_end_of_a_board_is_seen(board: Board) -> None:
