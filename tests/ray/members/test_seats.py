@@ -30,7 +30,7 @@ from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
 from flatweights.ray.lanes._protocol import NUMBER
 from flatweights.ray.lanes._windows import Windows
 from flatweights.ray.members._asks import Ask
-from flatweights.ray.members._branch import Branch, BranchOutcome
+from flatweights.ray.members._branch import Branch, BranchAgent, BranchOutcome
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._seats import Letter, State
 from flatweights.ray.peers._by_lane import GroupLanes
@@ -627,3 +627,39 @@ def test_an_answer_of_a_branch_replaces_no_outcome_that_another_has_still_to_fet
     assert made.news.ask(made.fetch, 3) == (b"average", buffer)
     for lane in lanes:
         lane.close()
+
+
+def test_an_ask_with_the_wrong_number_of_bytes_ends_its_member_alone(
+    branch: tuple[Branch, TheHost],
+) -> None:
+    """It would otherwise be averaged, or end the thread that all members of the node wait for."""
+    made, host = branch
+    lanes = [lane_of(made, host, rank) for rank in range(2)]
+    tokens = [b"%016d" % rank for rank in range(2)]
+    made.news.ask(made.post, BranchOutcome(1, b"first", None, tokens))
+    weights = FlatWeights({"w": np.ones(100_000)})
+    body = pickle.dumps((tuple(Ask("average", weights.layout.digest)), weights.layout.pickled))
+    for lane, more in zip(lanes, (64, 0), strict=True):
+        assert lane.outcome(PATIENCE)[0] == b"first"
+        lane.ask(body, np.zeros(weights.buffer.nbytes + more, np.uint8), is_urgent=True)
+    token, why = host.next("lose")
+    assert token == tokens[0]
+    assert "expected 800,000 bytes of weights, got 800,064" in str(why)
+    assert host.next("hand")[0] == tokens[1]
+    for lane in lanes:
+        lane.close()
+
+
+def test_the_host_learns_why_a_branch_has_failed(
+    branch: tuple[Branch, TheHost], caplog: pytest.LogCaptureFixture
+) -> None:
+    made, _ = branch
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    stays = SimpleNamespace(_branch=made)
+    made.news.tell(fail)
+    with pytest.raises(MemoryError, match="no room"):
+        BranchAgent.stay(cast("Any", stays))
+    assert "the agent of a node of a meeting has failed" in caplog.text

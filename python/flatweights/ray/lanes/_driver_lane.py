@@ -154,6 +154,9 @@ class DriverLane(LaneEnd):
             (buffer,) = buffers
             if self._layout is None or self._digest != body:
                 raise LaneError("the layout of the weights is not known")
+            if buffer.nbytes != self._layout.nbytes:
+                expected = f"{self._layout.nbytes:,} bytes of weights"
+                raise LaneError(f"expected {expected}, got {buffer.nbytes:,}")
             return kind, Packed(buffer, self._layout)
         if kind == VALUE and body == _NOTHING:
             return kind, None

@@ -7,9 +7,11 @@ the ask.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from concurrent.futures import Future
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import ray
@@ -37,6 +39,8 @@ from flatweights.ray.peers._by_lane import GroupLanes
 
 _KEPT = 4  # outcomes that members may fetch
 
+_log = logging.getLogger("flatweights")
+
 
 SentWeights: TypeAlias = AverageOf | Sequence[ray.ObjectRef] | None
 """The weights of an outcome, or a list with a reference to them; None without weights."""
@@ -63,6 +67,7 @@ class Branch:
 
     Attributes:
         news: The calls that other threads want that thread to make.
+        failure: A future for the error that has ended that thread.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class Branch:
         self._senders: dict[int, Seat] = {}  # by rank, the member that a model here belongs to
         self._outcomes: dict[int, tuple[bytes, NDArray[np.uint8]]] = {}
         self.news = News(made)
+        self.failure: Future[NoReturn] = Future()
         threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
@@ -175,13 +181,17 @@ class Branch:
         return buffer
 
     def _run(self) -> None:
-        while True:
-            for seat in wait_for([*self._seats.values()], self.news, SLICE, 1):
-                if seat.why is not None:
-                    self._lose(seat, seat.why)
-                else:
-                    self._hand_on(seat)
-            self.news.read()
+        try:
+            while True:
+                for seat in wait_for([*self._seats.values()], self.news, SLICE, 1):
+                    if seat.why is not None:
+                        self._lose(seat, seat.why)
+                    else:
+                        self._hand_on(seat)
+                self.news.read()
+        except BaseException as error:  # else the members would wait for ever
+            _log.exception("the agent of a node of a meeting has failed")
+            self.failure.set_exception(error)
 
     def _hand_on(self, seat: Seat) -> None:
         """Pass a member's ask on to the host; large weights stay here."""
@@ -220,8 +230,8 @@ class BranchAgent(Agent):
         self._branch = Branch(host, self.lanes, self.end, self.turn)
 
     def stay(self) -> None:
-        """Never return: the host learns from the error when this process has died."""
-        threading.Event().wait()
+        """Never return: the host learns from the error when the branch has failed, or died."""
+        self._branch.failure.result()
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
         """See `Branch.enter`."""

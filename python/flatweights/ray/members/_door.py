@@ -22,6 +22,7 @@ from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import Seat, State
 from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
+from flatweights.ray.peers._store import end_actor
 from flatweights.ray.peers._wait import Deadline, seconds_left
 
 _GRACE = 5.0  # seconds in which the end of a rank's old process may become known
@@ -231,8 +232,9 @@ class Door:
         return seat is None or not seat.is_present
 
     def _lose_all(self, agent: AgentEnd, why: str) -> None:
-        """Count the members of a dead agent's node as dead."""
+        """Count the members of a dead agent's node as dead; its process may still have to end."""
         agent.is_dead = True
+        end_actor(agent.handle)
         for seat in [*self.present.values()]:
             if seat.agent is agent:
                 lost = f"{seat.who}: the agent of its node: {why}"

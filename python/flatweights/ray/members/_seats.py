@@ -262,7 +262,11 @@ class SeatAnswer(RayAnswer):
         layout: Layout | None,
         buffer: NDArray[np.uint8] | Away | None,
     ) -> None:
-        """Take the ask of ``seat``, and the layout and the buffer that it names."""
+        """Take the ask of ``seat``, and the layout and the buffer that it names.
+
+        Raises:
+            ValueError: If the buffer is not as long as the layout says.
+        """
         super().__init__(None)
         self.seat = seat
         self.ask = ask
@@ -273,6 +277,9 @@ class SeatAnswer(RayAnswer):
         if isinstance(buffer, Away):
             self.away, self.agent = buffer, seat.agent
         elif layout is not None and ask.root in (None, seat.rank):
+            if buffer is not None and buffer.nbytes != layout.nbytes:
+                got = f"got {buffer.nbytes:,}"
+                raise ValueError(f"expected {layout.nbytes:,} bytes of weights, {got}")
             self.packed = Packed(as_array(buffer), layout)
 
     @property
