@@ -337,7 +337,8 @@ def _kind_of(source: Any, where: str) -> Kind:
         return Kind.ARRAY
     if isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray)):
         return Kind.SEQUENCE
-    held = [name for name in ("get_weights", "weights") if hasattr(source, name)]  # of a model
+    calls = {"get_weights": "get_weights()", "weights": "weights"}  # of a model, or of a Round
+    held = [call for name, call in calls.items() if hasattr(source, name)]
     hint = f"; pass its {held[0]}" if held else ""
     raise TypeError(
         f"{where}: expected an array, FlatWeights, a mapping of arrays or a sequence of arrays, "

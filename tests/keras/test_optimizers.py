@@ -275,7 +275,7 @@ def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
         TypeError, match=r"variables: expected an object with layout.* got Sequential"
     ):
         member.average_variables(build("dense", 0))
-    with pytest.raises(TypeError, match="got Sequential; pass its get_weights"):
+    with pytest.raises(TypeError, match=r"got Sequential; pass its get_weights\(\)"):
         member.average(build("dense", 0))
     with pytest.raises(TypeError, match="timeout: expected a real number, got str"):
         AverageLogs(timeout="3")  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import ray
 
 import flatweights as fw
 from flatweights.ray import Publisher, StaleWeightsError, Subscriber, SupersededError
-from flatweights.ray.publishing import _ways
+from flatweights.ray.publishing import _subscriber, _ways
 
 pytestmark = [
     pytest.mark.ray,
@@ -357,6 +357,20 @@ def test_wrong_calls_are_refused() -> None:
         publisher.publish()
     with pytest.raises(TimeoutError, match=rf"process {os.getpid()} on .* was the last"):
         Subscriber("wrong", timeout=0.05)
+
+
+def test_the_end_of_the_time_does_not_hide_why_a_publisher_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reasons: list[Exception] = [ConnectionError("the publisher has ended")]
+
+    def connect(*_: object) -> None:
+        raise reasons.pop() if reasons else ray.exceptions.GetTimeoutError("no answer within 0 s")
+
+    monkeypatch.setattr(_subscriber, "connect", connect)
+    Publisher("ended", np.zeros(2)).close()
+    with pytest.raises(TimeoutError, match=r"ConnectionError: the publisher has ended$"):
+        Subscriber("ended", timeout=0.2)
 
 
 def test_a_newer_publisher_takes_over() -> None:

@@ -257,14 +257,17 @@ class _State:
     def connect(self, timeout: float | None) -> None:
         """Find the first source."""
         end = float("inf") if timeout is None else time.monotonic() + timeout
-        why = "there was none yet"
+        why, of = "there was none yet", -1  # and the number of the publisher
         while True:
             record = _names.find(self._name)
             if record is not None:
                 try:
                     source = connect(self._name, record, min(end, time.monotonic() + 3600))
                 except _GONE as error:
-                    why = f"{record.who} was the last: {type(error).__name__}: {error}"
+                    # The end cuts the last attempt short, which tells less than one before it.
+                    if of != record.number or not isinstance(error, TimeoutError):
+                        why = f"{record.who} was the last: {type(error).__name__}: {error}"
+                        of = record.number
                 else:
                     self.began = time.monotonic()
                     self._set(source, record)
