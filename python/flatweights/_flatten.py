@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._dtypes import promote
-from flatweights._layout import Layout, Parts, arrays_of
+from flatweights._layout import Layout, Parts, arrays_of, check_layout_kind
 
 
 def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -87,9 +87,10 @@ def unflatten(flat: NDArray[Any], layout: Layout) -> dict[str, NDArray[Any]] | l
         A dict from name to view if a mapping named the layout, else a list.
 
     Raises:
-        TypeError: If ``flat`` is not a NumPy array.
+        TypeError: If ``flat`` is not a NumPy array, or ``layout`` no `Layout`.
         ValueError: If ``flat`` has another length or is not contiguous.
     """
+    check_layout_kind(layout)
     views = layout.vector_views(flat)
     return dict(zip(layout.names, views, strict=True)) if layout.named else views
 

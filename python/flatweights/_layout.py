@@ -377,6 +377,14 @@ def layout_at(layout: Layout, positions: Sequence[int]) -> Layout:
     )
 
 
+def check_layout_kind(layout: object) -> None:
+    """Raise `TypeError` unless ``layout`` is a `Layout`: its weights are easily passed instead."""
+    if not isinstance(layout, Layout):
+        is_held = isinstance(getattr(layout, "layout", None), Layout)
+        hint = "its .layout" if is_held else "Layout.of(parts)"
+        raise TypeError(f"layout: expected a Layout, got {type(layout).__name__}; pass {hint}")
+
+
 def cast_for_slot(
     layout: Layout, i: int, value: ArrayLike, dtype: np.dtype[Any] | None = None
 ) -> NDArray[Any]:

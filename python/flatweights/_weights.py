@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flatweights._core import move_parts
-from flatweights._layout import Layout, Parts, cast_for_slot, named_arrays
+from flatweights._layout import Layout, Parts, cast_for_slot, check_layout_kind, named_arrays
 
 _SHOWN_PARTS = 10
 _SHOWN_ELEMENTS = 100
@@ -83,8 +83,10 @@ class FlatWeights(dict[str, NDArray[Any]]):
             layout: Layout of the buffer.
 
         Raises:
+            TypeError: If ``buffer`` is not a NumPy array, or ``layout`` no `Layout`.
             ValueError: If ``buffer`` is not such a vector.
         """
+        check_layout_kind(layout)
         self = cls.__new__(cls)
         layout._core.put_packed_views(buffer, layout._names, self)
         self._buffer, self._layout = buffer, layout
@@ -92,7 +94,12 @@ class FlatWeights(dict[str, NDArray[Any]]):
 
     @classmethod
     def empty(cls, layout: Layout) -> FlatWeights:
-        """Return weights over a new buffer of ``layout``: values undefined, padding zero."""
+        """Return weights over a new buffer of ``layout``: values undefined, padding zero.
+
+        Raises:
+            TypeError: If ``layout`` is no `Layout`.
+        """
+        check_layout_kind(layout)
         return cls.wrap(layout.new_buffer(), layout)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -1,5 +1,6 @@
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -413,6 +414,26 @@ class Named(FlatWeights):
 
 
 # Wrapping.
+
+
+@pytest.mark.parametrize(
+    ("passed", "hint"),
+    [
+        (FlatWeights({"w": np.zeros(3)}), "FlatWeights; pass its .layout"),
+        ({"w": np.zeros(3)}, "dict; pass Layout.of(parts)"),
+        (None, "NoneType; pass Layout.of(parts)"),
+    ],
+)
+def test_weights_in_place_of_their_layout_are_refused(passed: Any, hint: str) -> None:
+    message = re.escape(f"layout: expected a Layout, got {hint}")
+    calls: list[Callable[[], object]] = [
+        lambda: fw.unflatten(np.zeros(3), passed),
+        lambda: FlatWeights.wrap(np.zeros(64, np.uint8), passed),
+        lambda: FlatWeights.empty(passed),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 def test_wrap_moves_nothing(parts: Any) -> None:
