@@ -16,7 +16,7 @@ from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import assert_same
 
 import flatweights as fw
-from flatweights.ray import Round, WorkerGroup
+from flatweights.ray import Round, WorkerError, WorkerGroup
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
 
@@ -232,6 +232,17 @@ def test_a_removed_worker_may_live_on(group: WorkerGroup) -> None:
     found = until_joined(group.run(1_000_000, "train"))
     assert found.used == (0, 2)
     ray.kill(actor)
+
+
+def test_a_round_that_fails_leaves_it_to_the_next_one_who_has_left(lend: Lend) -> None:
+    group = lend(PlainWorker, 3, initial=None)
+    group.broadcast(weights_of(1.0))
+    group.remove(2, kill=False)
+    wrong = dict.fromkeys((0, 1), "other layout")  # which no worker can set
+    with pytest.raises(WorkerError, match="unknown names"):
+        list(group.run(1, "act", wrong))
+    first, second = group.run(2, "train")
+    assert (first.left, second.left) == ((2,), ())
 
 
 @pytest.mark.starts_actors

@@ -13,6 +13,7 @@ from reference import assert_same, same_bits
 import flatweights as fw
 from flatweights import FlatWeights, robust
 from flatweights.ray import WorkerError, WorkerGroup, average
+from flatweights.robust import AnyRule, Rule
 
 pytestmark = pytest.mark.ray
 
@@ -52,6 +53,21 @@ def test_every_rule_gives_what_it_gives_for_the_results(group: WorkerGroup) -> N
         assert list(found.scores.values()) == (expected.scores or [])
         assert found.record()["scores"] == {str(k): v for k, v in found.scores.items()}
         assert group.healthy_actor_ids() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("rule", [*RULES, lambda models: models[0]], ids=str)
+def test_a_rule_writes_out_only_if_enough_ranks_are_left(rule: AnyRule) -> None:
+    models = [np.array([value, -value]) for value in (1.0, 2.0, np.nan, 3.0, 5.0, np.inf, 6.0)]
+    refs, out = [ray.put(model) for model in models], np.full(2, 7.0)
+    with pytest.raises(WorkerError, match="rank 2: ValueError: rank 2: holds NaN"):
+        average(refs, rule=rule, out=out, nonfinite="skip", min_results=6)
+    assert out.tolist() == [7.0, 7.0]
+    found = average(refs, rule=rule, out=out, nonfinite="skip", min_results=5)
+    rest = [model for model in models if np.isfinite(model).all()]
+    assert same_bits(out, Rule.of(rule)(rest))
+    assert found.weights is out
+    assert {2, 5} <= {*found.quarantined}
+    assert [*found.failed] == [2, 5]
 
 
 def test_run_sends_what_the_rule_gives(group: WorkerGroup) -> None:

@@ -114,6 +114,10 @@ class DriverAverage:
         self._check()
         reach("averaging")
         begin = time.monotonic()
+        request = self._request
+        if request.rule is not None and request.nonfinite == "skip" and self._out is not None:
+            # A rule writes ``out``, which must stay as it is if too few ranks are left.
+            self._leave_out_spoiled(models, weights)
         ranks = self._used
         try:
             if self._request.rule is None:
@@ -139,6 +143,15 @@ class DriverAverage:
         self._used = [rank for rank in self._used if rank not in self._left_out]
         self._seconds += time.monotonic() - begin
         return mean
+
+    def _leave_out_spoiled(self, models: list[Any], weights: list[float]) -> None:
+        """Remove the models that hold NaN or infinity, and their weights, from these lists."""
+        spoiled = self._find_spoiled(self._used, models)
+        self._arrivals.quarantine(spoiled)
+        self._check()
+        left = [k for k, rank in enumerate(self._used) if rank not in spoiled]
+        models[:], weights[:] = [models[k] for k in left], [weights[k] for k in left]
+        self._used = [self._used[k] for k in left]
 
     def _apply(self, rule: Rule, models: list[Any], weights: list[float]) -> tuple[Any, list[int]]:
         """Return the result of ``rule``, and the positions of the models not found spoiled."""
