@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from keras_programs import BATCH, Place, Together, build, images, outcome
+from keras_programs import BATCH, STEPS, Place, Together, build, images, outcome
 from meetings import LocalMeeting
 
 import flatweights as fw
@@ -225,6 +225,33 @@ def test_weights_that_one_member_gets_between_build_and_fit_reach_all() -> None:
     expected = [weights + 1 for weights in build("dense", seed=0).get_weights()]
     for weights in in_threads(trained):
         assert all(map(np.array_equal, weights, expected))
+
+
+def test_weights_that_a_callback_sets_when_the_training_begins_reach_all(tmp_path: Path) -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs, average_gradients
+
+    def trained(epochs: tuple[int, int], place: Place, member: Any, model: Any) -> Any:
+        optimizer = average_gradients(keras.optimizers.SGD(0.05), member=member)
+        model.compile(optimizer, "mse")
+        restored = build("dense", seed=7 + member.rank)  # by a training that was broken off
+        keeper = keras.callbacks.BackupAndRestore(tmp_path / f"{epochs} {member.rank}")
+        keeper.set_model(restored)
+        restored.compile(keras.optimizers.SGD(0.05), "mse")
+        restored.optimizer.build(restored.trainable_variables)
+        keeper.on_epoch_end(epochs[member.rank] - 1)
+        keeper.set_model(model)
+        x, y = map(place.part, images("dense"))
+        model.fit(x, y, BATCH // 2, epochs=3, verbose=0, callbacks=[AverageLogs(), keeper])
+        return model.get_weights(), int(optimizer.iterations)
+
+    first, second = in_threads(partial(trained, (2, 2)))
+    assert first[1] == second[1] == STEPS
+    assert all(map(np.array_equal, first[0], second[0]))
+    for reply in in_threads(partial(outcome, partial(trained, (2, 1)))):
+        assert "expected all members to begin with the same epoch, got rank 0 begins " in reply
+        assert "with epoch 2, rank 1 begins with epoch 1" in reply
 
 
 def test_callbacks_of_a_fit_do_nothing_in_an_evaluation_of_the_users() -> None:

@@ -162,6 +162,34 @@ def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
     check_alike([state for _, state in ended])
 
 
+@pytest.mark.parametrize("epoch", [None, 1])
+def test_a_replaced_member_keeps_no_weights_that_a_callback_restores(
+    epoch: int | None, pool: ThreadPoolExecutor
+) -> None:
+    """As `keras.callbacks.BackupAndRestore` does, which knows an earlier epoch."""
+
+    class Restores(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            for variable in self.model.weights:
+                variable.assign(variable + 1)
+            self.model._initial_epoch = epoch or self.model._initial_epoch
+
+    meeting, go_on = LocalMeeting(2), threading.Event()
+    first, dead = fits(meeting)
+    dead.at[1, 3] = dies(dead)
+    first.at[2, -1] = lambda: go_on.wait(LIMIT)
+    for fit in (first, dead):
+        fit.start(pool)
+    new = replacement(meeting, dead)
+    new.more = [Restores()]
+    new.start(pool)
+    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
+    go_on.set()
+    ended = [fit.done.result(LIMIT) for fit in (first, new)]
+    assert epoch or ended[1][0].epoch == [*range(2, EPOCHS)]
+    check_alike([state for _, state in ended])
+
+
 def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     pool: ThreadPoolExecutor,
 ) -> None:

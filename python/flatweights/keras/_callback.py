@@ -62,11 +62,14 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._member: Member = self._lease.take()
         if averaging is not None:
             averaging.begin_fit(self)
+        self._averaging = averaging
         self._progress = None if averaging is None else averaging.progress
         self._samples = Samples(self.model, by_log=self.weighs_logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Meet the others, if they may be in another epoch; begin to count samples."""
+        if self._averaging is not None:
+            self._averaging.begin_epoch(epoch)
         if self._progress is not None:
             self._progress.begin_epoch(epoch)
         self._samples.begin_epoch()

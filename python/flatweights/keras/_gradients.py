@@ -22,7 +22,7 @@ from flatweights._core import move_parts
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._progress import Progress, State, callbacks_beside, keepers_among
 from flatweights.keras._settings import check_alike, settings_of
-from flatweights.ray import Member, Round
+from flatweights.ray import CallsDifferError, Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import compute_in_python
@@ -141,6 +141,7 @@ class Averaging:
         self._options = options
         self._is_started = False
         self._params: Any = None  # of the last `fit` that has begun, by which it is recognised
+        self._begun: Any = None  # the model of a `fit` that has begun, until its first epoch
         self._steps_before = int(optimizer.iterations)  # without averages
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
@@ -168,7 +169,7 @@ class Averaging:
         model = callback.model
         if self._params is callback.params is not None:  # another callback has begun it
             return
-        self._params, self.progress = callback.params, None
+        self._params, self.progress, self._begun = callback.params, None, None
         if not model.built and self.lease.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
         callbacks = callbacks_beside(callback)
@@ -182,11 +183,30 @@ class Averaging:
                 self.progress = Progress(self.lease, callback, callbacks, state)
                 if self.lease.take().lacks_state:
                     self.progress.join()
+            self._begun = model
         function = model.train_function
         if function is not None and not hasattr(function, "raises_causes"):
             # It may have been traced by an earlier fit, without the average.
             model.make_train_function(force=True)
             model.train_function = self._raising_causes(model.train_function)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Before the first epoch of a `fit`, give all members the same start again.
+
+        A callback may have set weights, and the first epoch, when the training began, as
+        `keras.callbacks.BackupAndRestore` does.
+
+        Raises:
+            CallsDifferError: If members begin with different epochs.
+        """
+        model, self._begun = self._begun, None
+        if model is None:
+            return
+        if self.progress is not None and self.progress.has_joined:
+            self.progress.begin(epoch)
+            return
+        self._is_started = False
+        self._start(model.trainable_variables, in_step=False, epoch=epoch)
 
     def _raising_causes(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return ``function``, but raising the error of a step instead of TensorFlow's.
@@ -307,11 +327,16 @@ class Averaging:
         if tf.executing_eagerly():
             self._start(variables, in_step=False)
 
-    def _start(self, variables: Sequence[Any], in_step: bool) -> None:
+    def _start(self, variables: Sequence[Any], in_step: bool, epoch: int | None = None) -> None:
         """Give all members the variables and slots of rank 0, unless they have them.
 
         In a step it is too late for that: the gradients were computed from the member's own
         variables.
+
+        Args:
+            variables: The variables.
+            in_step: Whether this is called in a step.
+            epoch: The first epoch of the `fit`, if it begins now.
         """
         if self._is_started:
             return
@@ -332,12 +357,13 @@ class Averaging:
         may_end_apart = self.lease.min_results is not None
         settings = settings_of(self._optimizer, callbacks, may_end_apart=may_end_apart)
         # A row for each member: whether it is in a step, the digests of its state and of its
-        # settings, and the bytes of these.
-        rows = np.zeros((member.size, 2 + 2 * _DIGEST))
-        rows[member.rank] = [in_step, *_digest(values), *_digest(settings), len(settings)]
+        # settings, the bytes of these, and its first epoch.
+        rows = np.zeros((member.size, 3 + 2 * _DIGEST))
+        own = [in_step, *_digest(values), *_digest(settings), len(settings), epoch or 0]
+        rows[member.rank] = own
         del values
-        with calls_are_equal(member, "start"):
-            part = {"the start of training": rows}
+        with calls_are_equal(member, "start" if epoch is None else "epoch"):
+            part = {"the start of training" if epoch is None else "the first epoch": rows}
             started = member.average(
                 part, timeout=self.lease.timeout, min_results=self.lease.min_results
             )
@@ -347,14 +373,15 @@ class Averaging:
             member.lacks_state = True
             self._is_started = True
             return
-        rows = np.rint(started.weights["the start of training"] * len(started.used))
+        rows = np.rint(started.weights[next(iter(part))] * len(started.used))
         root = min(started.used)
         differs = rows != rows[root]
+        _check_epochs(rows[:, -1].astype(int), started.used)
         if differs[[*started.used], 1 + _DIGEST :].any():
             expected = (
                 "average_gradients: expected optimizers and callbacks that change all members alike"
             )
-            check_alike(self.lease, expected, settings, rows[:, -1].astype(int))
+            check_alike(self.lease, expected, settings, rows[:, -2].astype(int))
         different = [rank for rank in started.used if differs[rank, 1 : 1 + _DIGEST].any()]
         if different:
             if rows[:, 0].any():
@@ -542,6 +569,16 @@ def _check_in_time(result: Round, what: str) -> None:
             f"{what}: expected the average of this call, got an earlier one: rank "
             f"{result.late[0]} was late, or has joined again. Start the training of all members "
             "again"
+        )
+
+
+def _check_epochs(epochs: NDArray[np.int64], used: Sequence[int]) -> None:
+    """Raise if the members of the ranks ``used`` begin with different epochs."""
+    if len({epochs[rank] for rank in used}) > 1:
+        begin = [f"rank {rank} begins with epoch {epochs[rank]}" for rank in used]
+        raise CallsDifferError(
+            f"expected all members to begin with the same epoch, got {', '.join(begin)}. Give fit "
+            "the same initial_epoch, and a BackupAndRestore either to all members or to none"
         )
 
 

@@ -178,6 +178,7 @@ class Progress:
         self._breaks = False  # whether this epoch was cut short
         self._pending: Place | None = None  # callbacks continue from its counts
         self._held: NDArray[np.uint8] | None = None  # the state to keep while this member is apart
+        self._joined: NDArray[np.uint8] | None = None  # the state that `join` got, until `begin`
 
     def join(self) -> None:
         """Wait until the others begin an epoch or end; get healed, and make `fit` begin there."""
@@ -186,6 +187,22 @@ class Progress:
         self._epoch = self._state.place.epoch
         self._model._initial_epoch = self.params["epochs"] if self.is_over else self._epoch
         self.is_apart = False
+        self._joined = self._state.layout.new_buffer()
+        self._state.gather_into(self._joined)
+
+    def begin(self, epoch: int) -> None:
+        """Before the first epoch, take the state that `join` got: a callback may have set another.
+
+        `keras.callbacks.BackupAndRestore` sets weights of an earlier epoch, and then begins there.
+
+        Args:
+            epoch: The epoch.
+        """
+        if self._joined is not None and epoch == self._epoch:
+            self._state.scatter(self._joined)
+        elif self._joined is not None:
+            self._lease.take().lacks_state = True
+        self._joined = None
 
     def begin_epoch(self, epoch: int) -> None:
         """Meet the others; all callbacks of a `fit` call it."""
@@ -293,6 +310,9 @@ class Progress:
 
     def end(self) -> None:
         """Meet the others at the end; wait a while for those that are late or being replaced."""
+        if self._joined is not None:  # there was no epoch
+            self._state.scatter(self._joined)
+            self._joined = None
         if not self.is_over:
             patience = max(_LAST, self._lease.timeout or 0.0, _REPLACED * is_replaceable())
             until, pause = time.monotonic() + patience, _PAUSE

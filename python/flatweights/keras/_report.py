@@ -137,7 +137,7 @@ class Report(MemberCallback):
         """
         import ray.train
 
-        self._progress = None
+        self._averaging = self._progress = None
         try:
             self._rank = ray.train.get_context().get_world_rank()
         except RuntimeError:
