@@ -1,5 +1,6 @@
 """`AverageWeights` and `AverageLogs` in several processes."""
 
+import contextlib
 import logging
 import re
 import subprocess
@@ -396,20 +397,29 @@ def test_an_optimizer_whose_step_was_traced_before_averages_or_raises() -> None:
 
 
 def test_members_that_train_alone_are_warned(caplog: pytest.LogCaptureFixture) -> None:
-    from flatweights.keras import AverageLogs, AverageWeights
+    import keras
 
-    def fit(member: Any, more: list[Any]) -> None:
+    from flatweights.keras import AverageLogs, AverageWeights, average_gradients
+
+    def fit(member: Any, more: list[Any], of_the_model: bool) -> None:
         callbacks = [*more, AverageLogs(member=member)]
-        compiled(Place()).fit(*images("dense"), verbose=0, callbacks=callbacks)
+        model = compiled(Place())
+        if of_the_model:  # for a `train_step` of a user's own
+            model.critic = average_gradients(keras.optimizers.SGD(), member=member)
+        model.fit(*images("dense"), verbose=0, callbacks=callbacks)
 
-    for others in ([], [AverageWeights]):
+    cases: list[tuple[list[Any], bool]] = [([], False), ([AverageWeights], False), ([], True)]
+    for others, of_the_model in cases:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "flatweights"), ThreadPoolExecutor(2) as pool:
             members = LocalMeeting(2).join_all()
-            done = [pool.submit(fit, m, [kind(member=m) for kind in others]) for m in members]
+            mores = [[kind(member=member) for kind in others] for member in members]
+            done = [
+                pool.submit(fit, *one, of_the_model) for one in zip(members, mores, strict=True)
+            ]
             for one in done:
                 one.result(300)
-        assert ("each member trains alone" in caplog.text) == (not others)
+        assert ("each member trains alone" in caplog.text) == (not others and not of_the_model)
 
 
 def test_logs_that_sample_weights_or_masks_weight_are_those_of_all_samples() -> None:
@@ -550,6 +560,34 @@ def test_a_model_that_is_built_by_its_first_step_is_refused_by_name() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="expected a model that is built before"):
             model.fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=[AverageLogs()])
+
+
+def test_variables_that_the_optimizer_does_not_know_are_named_with_the_remedy() -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs, average_gradients
+
+    class Scaled(keras.Model):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.dense = keras.layers.Dense(1)
+            self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x) * self.scale
+
+    (member,) = LocalMeeting(1).join_all()
+    x, y = np.ones((8, 2), np.float32), np.ones(8)
+    for is_called in (False, True):
+        model = Scaled()
+        model.build((None, 2))
+        if is_called:
+            model(x[:1])
+        model.compile(average_gradients(keras.optimizers.Adam(), member=member), "mse")
+        context: Any = contextlib.nullcontext()
+        if not is_called:
+            context = pytest.raises(ValueError, match=r"dense/kernel'. If the .* model\(x\[:1\]\)")
+        with context:
+            model.fit(x, y, verbose=0, callbacks=[AverageLogs()])
 
 
 def test_layers_that_the_first_batch_builds_are_averaged_too() -> None:

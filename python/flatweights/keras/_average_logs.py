@@ -13,7 +13,7 @@ from flatweights import FlatWeights, average
 from flatweights._average import Nonfinite, check_nonfinite
 from flatweights.keras._average_weights import AverageWeights
 from flatweights.keras._callback import MemberCallback
-from flatweights.keras._gradients import averaging_of
+from flatweights.keras._gradients import averaging_of_optimizer
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._progress import State, callbacks_beside, check_before
 from flatweights.keras._report import Report
@@ -100,7 +100,9 @@ class AverageLogs(MemberCallback):
         check_before(self, callbacks, _uses_logs, would)
         super().on_train_begin()
         averages = any(isinstance(one, AverageWeights) for one in callbacks)
-        if self._member.size > 1 and not averages and averaging_of(self.model) is None:
+        # A `train_step` of a user's own may have several optimizers.
+        averages = averages or any(map(averaging_of_optimizer, vars(self.model).values()))
+        if self._member.size > 1 and not averages:
             _log.warning(
                 "AverageLogs: neither average_gradients nor AverageWeights is part of this fit, so "
                 "each member trains alone"

@@ -303,6 +303,8 @@ class Averaging:
                 "AverageWeights in fit, which tells members that come back the epoch of the "
                 "others; got neither"
             )
+        if graph is not None:
+            _check_known(optimizer, variables)
         if graph is None:
             if not optimizer.built:
                 with keras.name_scope(optimizer.name):
@@ -351,8 +353,8 @@ class Averaging:
         except RuntimeError as error:
             raise RuntimeError(
                 "average_gradients: expected a model that is built before its first step, got one "
-                "whose optimizer has slots without values. Call model.build(input_shape), or begin "
-                "the model with keras.Input"
+                "whose optimizer has slots without values. Call the model on a batch, as in "
+                "model(x[:1]), or begin it with keras.Input"
             ) from error
         may_end_apart = self.lease.min_results is not None
         settings = settings_of(self._optimizer, callbacks, may_end_apart=may_end_apart)
@@ -569,6 +571,19 @@ def _check_in_time(result: Round, what: str) -> None:
             f"{what}: expected the average of this call, got an earlier one: rank "
             f"{result.late[0]} was late, or has joined again. Start the training of all members "
             "again"
+        )
+
+
+def _check_known(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raise if ``optimizer`` was built without some of ``variables``."""
+    known = {id(one) for one in optimizer._trainable_variables} if optimizer.built else set()
+    unknown = [one.path for one in variables if known and id(one) not in known]
+    if unknown:
+        raise ValueError(
+            f"average_gradients: expected the variables with which the optimizer was built, got "
+            f"also {unknown[0]!r}. If the first batch has built it, call the model on a batch "
+            "before fit, as in model(x[:1]). If it was frozen, compile the model again, with a new "
+            "optimizer"
         )
 
 
