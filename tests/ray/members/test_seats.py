@@ -32,7 +32,7 @@ from flatweights.ray.lanes._windows import Windows
 from flatweights.ray.members._asks import Ask
 from flatweights.ray.members._branch import Branch, BranchAgent, BranchOutcome
 from flatweights.ray.members._member import Member
-from flatweights.ray.members._seats import Letter, State
+from flatweights.ray.members._seats import Letter, Seat, State
 from flatweights.ray.peers._by_lane import GroupLanes
 
 PATIENCE = 60.0
@@ -648,6 +648,28 @@ def test_an_ask_with_the_wrong_number_of_bytes_ends_its_member_alone(
     assert host.next("hand")[0] == tokens[1]
     for lane in lanes:
         lane.close()
+
+
+@pytest.mark.parametrize("ask", [{"operation": "heal"}, {"operation": "average", "lacks": True}])
+def test_an_ask_without_weights_passes_a_branch(
+    branch: tuple[Branch, TheHost], ask: dict[str, Any]
+) -> None:
+    made, host = branch
+    lane = lane_of(made, host, 1)
+    made.news.ask(made.post, BranchOutcome(1, b"first", None, [b"%016d" % 1]))
+    assert lane.outcome(PATIENCE)[0] == b"first"
+    layout = Layout.of({"w": np.ones(100_000)})
+    lane.ask(
+        pickle.dumps((tuple(Ask(**ask, digest=layout.digest)), layout.pickled)),
+        None,
+        is_urgent=True,
+    )
+    token, body, buffer = host.next("hand")
+    seat = Seat(1, "process of rank 1", token, state=State.WORKING)
+    seat.receive(Letter(body, buffer, None))
+    assert seat.look()
+    assert seat.why is None
+    lane.close()
 
 
 def test_the_host_learns_why_a_branch_has_failed(

@@ -277,10 +277,11 @@ class SeatAnswer(RayAnswer):
         if isinstance(buffer, Away):
             self.away, self.agent = buffer, seat.agent
         elif layout is not None and ask.root in (None, seat.rank):
-            if buffer is not None and buffer.nbytes != layout.nbytes:
-                got = f"got {buffer.nbytes:,}"
+            packed = as_array(buffer)
+            if packed.nbytes not in (0, layout.nbytes):  # members that lack weights send none
+                got = f"got {packed.nbytes:,}"
                 raise ValueError(f"expected {layout.nbytes:,} bytes of weights, {got}")
-            self.packed = Packed(as_array(buffer), layout)
+            self.packed = Packed(packed, layout)
 
     @property
     def is_in_store(self) -> bool:
