@@ -123,6 +123,12 @@ def die_in_give(member: Member) -> None:
     ray.get(member._host._actor.__ray_call__.remote(patch))
 
 
+def fail_branch(member: Member) -> None:
+    """End the thread of the agent of this node, to which all its members have lanes."""
+    agent = member._host._actor
+    ray.get(agent.__ray_call__.remote(lambda agent: agent._branch.news.tell(divmod, 1, 0)))
+
+
 def alive() -> dict[int, tuple[str, str]]:
     """Return class and node of all actors that are alive, by process."""
     actors = ray._private.state.actors().values()
@@ -221,13 +227,20 @@ def meet_on_nodes() -> None:
     rest = ray.get([p.run.remote(lambda m: averaged(m, min_results=3)) for p in left[:3]])
     check(rest, fw.average([models[k] for k in (0, 1, 3)]), (0, 1, 3))
 
-    ray.get([puppet.run.remote(lambda m: m.leave()) for puppet in left[:3]])
+    # The thread of the agent of a node fails: its members and the others learn that, and why.
+    ray.get(puppets[1].run.remote(fail_branch))
+    last, *orphans = ray.get([p.run.remote(lambda m: averaged(m, min_results=1)) for p in left[:3]])
+    check([last], models[0], (0,))
+    orphans.append(str(last.failed[1]))
+
+    ray.get(puppets[0].run.remote(lambda m: m.leave()))
     deadline = time.monotonic() + 30
     names = {"Host"}
     while names & {"Host", "BranchAgent"} and time.monotonic() < deadline:
         time.sleep(0.2)
         names = {kind for kind, _ in alive().values()}
     said = [large.ways, small_ways, spoiled[0], sorted(died), lost, sorted(names), broken]
+    said.append(orphans)
     print(json.dumps(said))
     ray.shutdown()
     cluster.shutdown()
@@ -261,6 +274,12 @@ def test_a_dead_member_and_a_dead_agent_take_only_their_own_along(said: list[Any
     assert orphan.startswith("MemberError"), orphan
     for other in others:
         assert re.match("WorkerError.*: no member is left that has the state", other), other
+
+
+def test_an_agent_whose_thread_has_failed_counts_as_dead(said: list[Any]) -> None:
+    *orphans, why = said[7]
+    assert all(orphan.startswith("MemberError") for orphan in orphans), orphans
+    assert "the agent of its node: ZeroDivisionError" in why, why
 
 
 def test_nothing_is_left_when_the_last_member_has_left(said: list[Any]) -> None:
