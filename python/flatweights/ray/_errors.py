@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import re
@@ -123,6 +124,17 @@ def raised(failed: Mapping[int, Exception]) -> dict[int, Exception]:
 def is_refusal(error: Exception) -> bool:
     """Whether the worker could not set the weights that came with a call."""
     return isinstance(getattr(error, "cause", error), RefusedWeightsError)
+
+
+def note_unchanged(refusal: Exception) -> None:
+    """Note on the error of weights that could not be set that the worker's are what they were."""
+    with contextlib.suppress(AttributeError):  # of an exception without such attributes
+        refusal._left_weights = True  # type: ignore[attr-defined]
+
+
+def has_left_weights(refusal: Exception) -> bool:
+    """Whether a worker that could not set weights certainly has the weights that it had."""
+    return getattr(getattr(refusal, "cause", refusal), "_left_weights", False)
 
 
 def is_stale(error: Exception) -> bool:

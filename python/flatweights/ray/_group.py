@@ -401,8 +401,9 @@ class WorkerGroup:
 
         Raises:
             WorkerError: If a worker raised, or none has the weights. If none set them and some
-                raised, the previous weights remain the latest. If only some raised, those
-                are unhealthy: they do not have the weights of the others.
+                raised, the previous weights remain the latest; workers with a ``set_weights`` of
+                their own, which may have failed half-way, get them again before their next call. If
+                only some raised, those are unhealthy: they do not have the weights of the others.
             StoreTooSmallError: If the object store has no room for them; nothing was sent.
         """
         if weights is None:

@@ -18,7 +18,12 @@ from flatweights._frameworks import holder_of
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray import _variables
-from flatweights.ray._errors import RefusedWeightsError, StaleWorkerError, reason_of
+from flatweights.ray._errors import (
+    RefusedWeightsError,
+    StaleWorkerError,
+    note_unchanged,
+    reason_of,
+)
 from flatweights.ray._result import Packed
 from flatweights.ray._variables import Variables
 from flatweights.ray._wire import WireMessage, WorkerWire
@@ -37,6 +42,7 @@ class _GroupState:
             time (``max_concurrency``). Without the lock, a call that was broken off would continue
             to train on weights that were sent in the meantime.
         version: The stamp of the weights that a `WorkerGroup` has sent; None if none has.
+        is_whole: Whether the model has all of them: an error may have ended `set_weights` half-way.
         wire: The weights and rounding errors, if weights travel in 16 bits.
         lanes: The lanes to groups on this machine.
     """
@@ -44,6 +50,7 @@ class _GroupState:
     def __init__(self) -> None:
         self.turn = threading.RLock()
         self.version: Stamp | None = None
+        self.is_whole = True
         self.wire = WorkerWire()
         self.lanes = WorkerLanes()
         self._last_calls: dict[str, int] = {}  # the number of each group's last call
@@ -77,6 +84,8 @@ class _GroupState:
                 f"expected weights of version {version[1]}, got {got}{whose}: restarted since, "
                 "or sent others"
             )
+        if version is not None and not self.is_whole:
+            raise StaleWorkerError("sent other weights since, of which it may have set only some")
 
 
 class FlatWorker:
@@ -252,9 +261,12 @@ def _run(
             except StaleWorkerError:
                 raise
             except Exception as error:
-                if method is None:
+                refusal = error if method is None else RefusedWeightsError(reason_of(error))
+                if state.is_whole:
+                    note_unchanged(refusal)
+                if refusal is error:
                     raise
-                raise RefusedWeightsError(reason_of(error)) from error
+                raise refusal from error
         state.check(stamp[0], version)
         if method is None:
             return None
@@ -296,11 +308,11 @@ def _receive(
         )
     if isinstance(new_weights, WireMessage):
         try:
-            state.wire.receive(new_weights, functools.partial(_set, worker))
+            state.wire.receive(new_weights, functools.partial(_set, worker, state))
         except MissedUpdateError as error:
             raise StaleWorkerError(str(error)) from error
     else:
-        _set(worker, new_weights)
+        _set(worker, state, new_weights)
     state.version = version
 
 
@@ -348,17 +360,42 @@ def _sets_as_usual(worker: Any, variables: Any) -> bool:
     return owner is None or "scatters_weights" in vars(owner)
 
 
+def _sets_all_or_none(worker: FlatWorker) -> bool:
+    """Whether weights that raise an error when they are set have changed nothing."""
+    kept = worker.__dict__
+    if "set_weights" in kept or "set_flat" in kept:
+        return False
+    kinds: tuple[Any, Any] = type(worker), type(kept.get("variables"))
+    return _checks_first(*kinds)
+
+
+@functools.lru_cache(maxsize=64)
+def _checks_first(worker: Any, variables: Any) -> bool:
+    """Whether weights are set by TensorFlowVariables alone, which checks them all first."""
+    names = ("set_weights", "set_flat")
+    if any(_unwrapped(getattr(worker, n)) is not getattr(FlatWorker, n) for n in names):
+        return False
+    owners = (next((k for k in variables.__mro__ if n in vars(k)), None) for n in names)
+    return all(owner is not None and "scatters_weights" in vars(owner) for owner in owners)
+
+
 def _is_subset(worker: FlatWorker, new_weights: Any) -> bool:
     variables: Any = worker.__dict__.get("variables")  # subclasses need not have any
     is_by_name = isinstance(new_weights, Mapping) and variables is not None
     return is_by_name and len(new_weights) < len(variables.layout)
 
 
-def _set(worker: FlatWorker, new_weights: Mapping[str, ArrayLike] | NDArray[Any]) -> None:
+def _set(
+    worker: FlatWorker,
+    state: _GroupState,
+    new_weights: Mapping[str, ArrayLike] | NDArray[Any],
+) -> None:
+    state.is_whole = _sets_all_or_none(worker)
     if isinstance(new_weights, np.ndarray):
         worker.set_flat(new_weights)
     else:
         worker.set_weights(new_weights)
+    state.is_whole = True
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The promises of a group under all faults: names of ranks, one version, no call twice."""
 
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from reference import same_bits
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import (
+    FlatWorker,
     RefusedWeightsError,
     Round,
     StaleWorkerError,
@@ -24,6 +26,7 @@ from flatweights.ray import (
     WorkerGroup,
     average,
 )
+from flatweights.ray._errors import has_left_weights
 from flatweights.ray.peers import _wait as engine
 from flatweights.ray.peers._contract import Head, Stamp
 
@@ -180,6 +183,70 @@ def test_weights_that_all_refused_are_sent_to_nobody(
     assert np.all(found.weights["w"] == 1.25)
     group.broadcast(start_of(2.0, elements))
     assert len({*bits(group)}) == 1
+
+
+class HalfWay(PlainWorker):
+    """Sets only a part of the weights when told to."""
+
+    fails = False
+
+    def fail(self) -> None:
+        self.fails = True
+
+    def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
+        fails, self.fails = self.fails, False
+        if fails:
+            self.model["w"] = new_weights["w"]
+            raise OSError("half-way")
+        super().set_weights(new_weights)
+
+
+def test_weights_that_all_have_set_in_part_are_replaced_by_those_before(lend: Lend) -> None:
+    group = lend(HalfWay, 2)
+    group.broadcast(weights_of(1.0))
+    before = bits(group)
+    for how in ("broadcast", "step", "average"):
+        group.step("fail")
+        with pytest.raises(WorkerError, match=r"rank 0: .*half-way\nrank 1: .*half-way"):
+            send(group, how, weights_of(2.0))
+        assert group.healthy_actor_ids() == [0, 1]
+        assert bits(group) == before
+    other = WorkerGroup(list(group.actors().values()), initial=None)
+    other.step("fail")
+    with pytest.raises(WorkerError, match="half-way"):
+        other.broadcast(weights_of(2.0))
+    with pytest.raises(WorkerError, match="may have set only some"):
+        group.average("get_weights")
+    assert group.broadcast(weights_of(1.0)) == [0, 1]
+    assert bits(group) == before
+
+
+class Checking:
+    """Variables that check all weights before they set any, as TensorFlowVariables."""
+
+    layout = weights_of(1.0).layout
+    scatters_weights = True
+
+    def set_weights(self, *_: Any, **__: Any) -> None:
+        raise ValueError("unknown names")
+
+    set_flat = gather_into = scatter = set_weights
+
+
+class WithoutChange(FlatWorker):
+    def build(self) -> Any:
+        return Checking()
+
+
+def test_refused_weights_that_changed_nothing_cost_no_training() -> None:
+    """The group sends no earlier weights again, which would undo what workers trained since."""
+    stamp = ("group", 0)
+    for worker, is_unchanged in ((WithoutChange(), True), (PlainWorker(), False)):
+        for number, method in ((1, None), (2, "train")):
+            with pytest.raises((ValueError, KeyError, RuntimeError), match="unknown names") as why:
+                worker.call_version(head(("group", number), stamp), {"x": np.ones(1)}, method)
+            arrived = pickle.loads(ray.cloudpickle.dumps(why.value))
+            assert has_left_weights(arrived) == is_unchanged
 
 
 @pytest.mark.parametrize("how", ["broadcast", "step", "average"])

@@ -33,6 +33,7 @@ from flatweights._weights import frozen
 from flatweights.ray._errors import (
     FULL,
     WorkerError,
+    has_left_weights,
     is_refusal,
     is_restarting,
     late_error,
@@ -318,6 +319,8 @@ class Roster(Ranks):
         self._close(arrivals, took if has_begun else ())
         if is_sent and refused:
             self._leave_out(refused)
+        for rank in [r for r, error in refused.items() if not has_left_weights(error)]:
+            self._records[rank].distrust()  # it may have set some of them
         _count_sent(payload, arrivals, took)
 
     def why_no_agents(self, ranks: Iterable[int], request: Request) -> str | None:
