@@ -90,6 +90,11 @@ class Ask(NamedTuple):
         return self.timeout is not None or self.lacks or not is_call
 
     @property
+    def brings_weights(self) -> bool:
+        """Whether the member sends the weights whose layout the ask names, if it is their root."""
+        return not (self.lacks or self.operation == "heal")
+
+    @property
     def keys(self) -> tuple[str, str]:
         """The layouts that tell the state, and then the weights, from those of other calls."""
         state = self.state or "no state"

@@ -108,7 +108,7 @@ class HostEnd(ABC):
         is_known = digest in self._known
         self.is_asking = True
         patience = None if ask.timeout is None else ask.timeout + _GRACE
-        if ask.lacks or ask.operation == "heal":
+        if not ask.brings_weights:
             patience = None  # the others may still be in an epoch, or have stopped
         body = pickle.dumps((tuple(ask), None if is_known else layout.pickled))
         told, sent = self._swap(body, buffer, patience, ask.is_urgent)

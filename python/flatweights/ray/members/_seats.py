@@ -277,11 +277,10 @@ class SeatAnswer(RayAnswer):
         if isinstance(buffer, Away):
             self.away, self.agent = buffer, seat.agent
         elif layout is not None and ask.root in (None, seat.rank):
-            packed = as_array(buffer)
-            if packed.nbytes not in (0, layout.nbytes):  # members that lack weights send none
-                got = f"got {packed.nbytes:,}"
-                raise ValueError(f"expected {layout.nbytes:,} bytes of weights, {got}")
-            self.packed = Packed(packed, layout)
+            given, expected = as_array(buffer), layout.nbytes if ask.brings_weights else 0
+            if given.nbytes != expected:
+                raise ValueError(f"expected {expected:,} bytes of weights, got {given.nbytes:,}")
+            self.packed = Packed(given, layout)
 
     @property
     def is_in_store(self) -> bool:
