@@ -235,8 +235,8 @@ def centered_clipping(
     Optimization", ICML 2021. In each step the centre moves by the mean of the sources' differences
     from it, after each difference longer than ``radius`` is scaled to that length. So a source
     moves the result by at most ``radius / n`` per step. A source that is 100,000 times as far from
-    most others as those are from each other does not move it. If most
-    are equal, only the others count for this.
+    most others as those are from each other does not move it. If most are equal, only the others
+    count for this.
 
     >>> import numpy as np
     >>> from flatweights import robust

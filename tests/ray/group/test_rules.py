@@ -55,7 +55,9 @@ def test_every_rule_gives_what_it_gives_for_the_results(group: WorkerGroup) -> N
         assert group.healthy_actor_ids() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("rule", [*RULES, lambda models: models[0]], ids=str)
+@pytest.mark.parametrize(
+    "rule", [*RULES, lambda models: models[0]], ids=[*map(str, RULES), "a function"]
+)
 def test_a_rule_writes_out_only_if_enough_ranks_are_left(rule: AnyRule) -> None:
     models = [np.array([value, -value]) for value in (1.0, 2.0, np.nan, 3.0, 5.0, np.inf, 6.0)]
     refs, out = [ray.put(model) for model in models], np.full(2, 7.0)
