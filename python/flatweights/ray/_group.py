@@ -635,9 +635,9 @@ class WorkerGroup:
         return self._roster.take_back(_PROBE if timeout is None else min(_PROBE, timeout))
 
     def _report(self, result: Round) -> None:
-        """Note the ranks that joined and left before a round that gives its result; report it."""
-        if self._roster.has_news:
-            result.joined, result.left = self._roster.take_news()
+        """Report a round; no later one lists the ranks again that have joined and left."""
+        if result.joined or result.left:
+            self._roster.forget_news(result.joined, result.left)
         report(result, already_named=self.unhealthy if result.failed or result.late else ())
 
     def shutdown(self) -> None:

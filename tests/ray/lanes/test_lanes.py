@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import resource
@@ -533,13 +534,14 @@ def test_a_worker_may_still_be_about_to_say_who_it_is_when_another_is_met() -> N
 
 def test_a_worker_that_dies_before_it_is_met_leaves_no_socket() -> None:
     lanes = Lanes()
+    gc.collect()  # what other tests have left
     before = len(list(Path("/proc/self/fd").iterdir()))
     token = lanes.new_token()
     worker = WorkerLane(lanes.address, token)
     worker.close()
     with pytest.raises(OSError, match="Broken pipe"):
         lanes.connect(token, worker.mailbox.nonce)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # theirs may still close
     # A lane that nobody takes: another one is taken first, and then everything is closed.
     known, unknown = (WorkerLane(lanes.address, lanes.new_token()) for _ in range(2))
     with pytest.raises(LaneError, match="has not connected"):
@@ -832,6 +834,7 @@ def test_closed_lanes_give_their_memory_back() -> None:
         return sum(int(end, 16) - int(begin, 16) > 4 * LARGE for begin, end in sizes)
 
     driver = Driver(2)
+    gc.collect()  # what other tests have left
     before = mapped()
     kept = driver.values("get", 1.0)[0]
     driver.values("set", weights_of(1.0))

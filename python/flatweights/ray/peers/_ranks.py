@@ -384,13 +384,18 @@ class Ranks:
 
     @property
     def has_news(self) -> bool:
-        """Whether ranks were added or removed since the last `take_news`."""
+        """Whether there are any `news`."""
         return bool(self._news[0] or self._news[1])
 
-    def take_news(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ranks that were added, and those that were removed, since the last call."""
-        (joined, left), self._news = self._news, ([], [])
+    @property
+    def news(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ranks that were added, and those that were removed, and that no round has listed."""
+        joined, left = self._news
         return tuple(joined), tuple(left)
+
+    def forget_news(self, joined: Sequence[int], left: Sequence[int]) -> None:
+        """Forget the oldest `news`, which a round has listed."""
+        del self._news[0][: len(joined)], self._news[1][: len(left)]
 
     def get(self, rank: int) -> Record | None:
         """Return the record of ``rank``; None if no worker has this rank."""

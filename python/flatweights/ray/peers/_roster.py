@@ -344,7 +344,7 @@ class Roster(Ranks):
     def complete(
         self, result: Round, ranks: Iterable[int], why_no_agents: str | None, *, is_kept: bool
     ) -> None:
-        """Note in an average how ranks were reached; note its size.
+        """Note in an average how ranks were reached, and which joined and left; note its size.
 
         Args:
             result: The average.
@@ -359,6 +359,8 @@ class Roster(Ranks):
             ways[rank] = f"store: {why_no_agents}" if is_far else worker.way
         ways.update(result.ways)
         result.ways = ways
+        if self.has_news:
+            result.joined, result.left = self.news
         if result.used:
             self.agents.nbytes = result.nbytes // len(result.used)
         array = getattr(result.weights, "buffer", result.weights)

@@ -347,8 +347,8 @@ class _State:
         return source.wait_for_end(0.0) or _names.is_superseded(self._name, source.number)
 
     def _set(self, source: Source, record: _names.Record) -> None:
-        self.source = source
         self.layout = unpickle_layout(source.layout)
+        self.source = source
         self.take = source.take
         self._who = record.who
         self._mismatch = None

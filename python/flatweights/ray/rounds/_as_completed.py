@@ -529,7 +529,8 @@ class AsCompleted:
         if self._stale:
             result.stale, self._stale = tuple(self._stale), []
         if roster.has_news:
-            result.joined, result.left = roster.take_news()
+            result.joined, result.left = roster.news
+            roster.forget_news(*roster.news)
         result.nbytes_sent, self._nbytes_sent = self._nbytes_sent, 0
         return result
 
