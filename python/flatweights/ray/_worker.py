@@ -351,12 +351,17 @@ def _may_scatter(worker: FlatWorker, layout: Layout) -> bool:
     )
 
 
+def _owner_of(name: str, kind: type) -> type | None:
+    """Return the class whose method ``name`` objects of ``kind`` have; None if there is none."""
+    return next((one for one in kind.__mro__ if name in vars(one)), None)
+
+
 @functools.lru_cache(maxsize=64)
 def _sets_as_usual(worker: Any, variables: Any) -> bool:
     """Whether `set_weights` does the same as `Variables.scatter`: no subclass has its own."""
     if _unwrapped(worker.set_weights) is not FlatWorker.set_weights:
         return False
-    owner = next((kind for kind in variables.__mro__ if "set_weights" in vars(kind)), None)
+    owner = _owner_of("set_weights", variables)
     return owner is None or "scatters_weights" in vars(owner)
 
 
@@ -375,7 +380,7 @@ def _checks_first(worker: Any, variables: Any) -> bool:
     names = ("set_weights", "set_flat")
     if any(_unwrapped(getattr(worker, n)) is not getattr(FlatWorker, n) for n in names):
         return False
-    owners = (next((k for k in variables.__mro__ if n in vars(k)), None) for n in names)
+    owners = [_owner_of(name, variables) for name in names]
     return all(owner is not None and "scatters_weights" in vars(owner) for owner in owners)
 
 
