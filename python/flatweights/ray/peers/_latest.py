@@ -65,7 +65,7 @@ class Latest:
             payload = payload_of(message)
             if isinstance(message, Difference) and difference is not None:
                 payload.exchanged = exchanged if message.values is difference.values else None
-            names = self._names_after(model, False)
+            names = self._names_after(model)
             return Latest(wire, payload, version, self.number + 1, names, self.are_all)
         model = _if_here(value) if isinstance(value, ray.ObjectRef) else value
         if self.is_changed_by(model):
@@ -109,7 +109,7 @@ class Latest:
             whole = self.model()
             self._check_is_by_name(whole, value)
             value = merged(whole, value)
-        names = self._names_after(value, False)
+        names = self._names_after(value)
         if self.wire is not None:
             if isinstance(value, np.ndarray):
                 raise TypeError("wire_dtype: expected weights by name, got a vector")
@@ -118,6 +118,11 @@ class Latest:
         payload = payload_of(copy_of(value))
         payload.is_frozen = True
         return Latest(None, payload, version, number, names, self.are_all)
+
+    def learn(self, weights: Any) -> None:
+        """Note the names of all weights, which ``weights`` have, if they are by name."""
+        if isinstance(weights, Mapping):
+            self.names, self.are_all = tuple(weights), True
 
     def is_changed_by(self, weights: Any) -> bool:
         """Whether ``weights`` leave some of these as they are; see `is_change`."""
@@ -141,7 +146,7 @@ class Latest:
             return False
         return bool(set(self.names).difference(model))
 
-    def _names_after(self, weights: Any, is_change: bool) -> tuple[str, ...]:
+    def _names_after(self, weights: Any, is_change: bool = False) -> tuple[str, ...]:
         """Return the names after ``weights``."""
         if not isinstance(weights, (dict, Mapping)):
             return self.names

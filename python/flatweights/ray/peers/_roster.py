@@ -505,9 +505,7 @@ class Roster(Ranks):
     def _learn_names(self, timeout: float | None) -> None:
         """Ask the lowest healthy rank for the names of all weights, if it can give its weights."""
         with contextlib.suppress(WorkerError):
-            weights = self._weights_of_lowest(timeout)
-            if isinstance(weights, Mapping):
-                self.latest.names, self.latest.are_all = tuple(weights), True
+            self.latest.learn(self._weights_of_lowest(timeout))
 
     def _weights_of_lowest(self, timeout: float | None) -> Any:
         """Return a copy of the weights of the lowest healthy rank; note lost ranks.

@@ -65,8 +65,8 @@ class Start:
             initial = ray.get(initial, timeout=timeout)  # the model may be a subset
         if isinstance(model, Mapping):
             check_follows(model, initial)
+        latest.learn(initial)
         if isinstance(initial, Mapping):
-            latest.names, latest.are_all = tuple(initial), True
             self.layout = initial.layout if isinstance(initial, FlatWeights) else Layout.of(initial)
         if weights is None:
             return initial
