@@ -1,6 +1,9 @@
 """Groups that grow and shrink: `WorkerGroup.add` and `WorkerGroup.remove`."""
 
+import contextlib
 import re
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -72,6 +75,32 @@ def until_joined(rounds: Iterator[Round], count: int = 1) -> Round:
 
 def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.starts_actors
+def test_an_interrupt_while_added_workers_are_looked_for_stops_no_other_call(
+    group: WorkerGroup, tmp_path: Path
+) -> None:
+    gate = tmp_path / "built"
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        """Interrupt as soon as a lock of Python's own is taken."""
+        if event == "return" and frame.f_code is threading.Condition.__enter__.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    group.add(1, arguments=lambda rank: (rank, 5, str(gate)))
+    sys.setprofile(interrupt)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            group.step("ping")
+    finally:
+        sys.setprofile(None)
+    gate.touch()
+    another = group.actors()[0]
+    ray.get(group.actors()[2].ping.remote(), timeout=120)
+    assert ray.get(another.ping.remote(), timeout=30) == "pong"
+    assert until_joined(group.run(1_000_000, "train")).joined == (2,)
 
 
 @pytest.mark.starts_actors

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,7 +221,7 @@ class Ranks:
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         self._records: dict[int, Record] = {}
-        self._joining: dict[int, tuple[Record, Future[None]]] = {}  # done once it is ready
+        self._joining: dict[int, tuple[Record, ray.ObjectRef]] = {}  # a `ping` of its actor
         self._leaving: list[tuple[Record, bool]] = []  # owe an answer; whether to end then
         self.admitted: list[int] = []
         self._news: tuple[list[int], list[int]] = [], []  # the ranks that were added and removed
@@ -301,8 +300,7 @@ class Ranks:
         records = [self._record_of(actor) for actor in actors]
         for record in records:
             record.is_new = True
-            ready = record.worker.handle.ping.remote()
-            self._joining[record.worker.rank] = record, ready.future()
+            self._joining[record.worker.rank] = record, record.worker.handle.ping.remote()
         return [record.worker.rank for record in records]
 
     def check_open(self) -> None:
@@ -329,13 +327,19 @@ class Ranks:
             self._see_off()
         if not self._joining:
             return
-        for rank in [rank for rank, (_, ready) in self._joining.items() if ready.done()]:
-            record, ready = self._joining.pop(rank)
+        # Not by futures: an interrupt may leave the lock of one taken, and Ray's own thread, which
+        # needs it for the result, would then handle no answer of this process any more.
+        pings = [ping for _, ping in self._joining.values()]
+        answered = {*ray.wait(pings, num_returns=len(pings), timeout=0)[0]}
+        for rank in [rank for rank, (_, ping) in self._joining.items() if ping in answered]:
+            record, ping = self._joining[rank]
             self._records = dict(sorted({**self._records, rank: record}.items()))
+            del self._joining[rank]
             self._news[0].append(rank)
             self.admitted.append(rank)
-            error = ready.exception()
-            if isinstance(error, Exception):
+            try:
+                ray.get(ping)
+            except Exception as error:
                 self.note_lost({rank: error})
                 record.leave_out(record.why or error)
             else:
