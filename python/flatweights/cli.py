@@ -177,7 +177,9 @@ def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     def program() -> None:
         main = importlib.import_module(f"flatweights.examples.{name}").main
         curves = main(options.options)
-        if options.plot:
+        if options.plot and curves is None:
+            print(f"plot: none, since {name} has no curves")
+        elif options.plot:
             examples.draw(options.plot, _first_line(name), curves)
             print(f"plot: {options.plot}")
 

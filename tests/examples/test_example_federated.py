@@ -120,6 +120,8 @@ def test_one_round_of_so_many_has_a_death() -> None:
         ("--fraction", "nan", "expected above 0, at most 1, got nan"),
         ("--failing", "1", "expected at least 0, below 1, got 1.0"),
         ("--local-epochs", "0", "expected at least 1, got 0"),
+        ("--deaths", "-1", "expected at least 0, got -1"),
+        ("--seed", "-1", "expected 0 to 2147483647, got -1"),
     ],
 )
 def test_options_are_checked(
@@ -131,3 +133,15 @@ def test_options_are_checked(
     with pytest.raises(SystemExit, match="2"):
         main([option, value])
     assert f"{option}: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rule", "least"), [("trimmed_mean", 17), ("krum", 19)])
+def test_a_rule_that_cannot_stand_so_many_hostile_clients_is_refused(
+    rule: str, least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--hostile=8", "--rule", "mean", rule])  # 20 clients of a round, of which 4 fail
+    message = (
+        f"--rule {rule}: expected at least {least} results in a round with --hostile 8, got 16"
+    )
+    assert message in capsys.readouterr().err

@@ -166,6 +166,12 @@ def test_the_program_compares_with_flowers_strategies(
     assert distances[0] > 10 * distances[2]  # the mean, the median
 
 
+@pytest.mark.parametrize("option", ["--replies=0", "--hostile=11", "--megabytes=nan"])
+def test_options_that_give_no_result_are_refused(flower: Any, option: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        flower.main([option])
+
+
 def test_without_flower_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flwr", None)
     monkeypatch.setitem(sys.modules, "flwr.app", None)

@@ -51,6 +51,8 @@ def test_a_program_is_one_file_that_imports_public_names_alone(path: Path) -> No
         ("resnet", ["--checkpoint=no/file"], "expected a file in a folder that exists"),
         ("resnet", ["--num-gpus=0"], "--num-gpus: expected at least 1, got 0"),
         ("digits_lbfgs", ["--actors=-1"], "no fewer than 0 actors"),
+        ("linear", ["--seed=-1"], "--seed: expected 0 to 2147483647, got -1"),
+        ("cartpole_replay", ["--seed=4294967296"], "--seed: expected 0 to 2147483647"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_training(

@@ -199,6 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     add("--seed", type=int, default=0, help="seed of the first weights and the episodes")
     add("--save", type=Path, help="file to write the weights to")
     options = parser.parse_args(arguments)
+    if not 0 <= options.seed < 2**31:
+        parser.error(f"--seed: expected 0 to {2**31 - 1}, got {options.seed}")
     if min(options.workers, options.updates) < 1:
         parser.error(f"expected at least 1 worker and 1 update, got {vars(options)}")
     if options.save and (options.save.is_dir() or not options.save.absolute().parent.is_dir()):

@@ -127,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     add("--goal", type=float, default=400, help="mean return of 50 episodes; default: %(default)s")
     add("--seed", type=int, default=0, help="seed of the first weights and the episodes")
     options = parser.parse_args(arguments)
+    if not 0 <= options.seed < 2**31:
+        parser.error(f"--seed: expected 0 to {2**31 - 1}, got {options.seed}")
     if min(options.actors, options.answers) < 1:
         parser.error(f"expected at least 1 actor and 1 answer, got {vars(options)}")
     import keras

@@ -137,6 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     add("--seed", type=int, default=0, help="seed of the data and the first weights")
     add("--actors", type=int, default=0, help="actors that compute gradients, each on its part")
     options = parser.parse_args(arguments)
+    if not 0 <= options.seed < 2**31:
+        parser.error(f"--seed: expected 0 to {2**31 - 1}, got {options.seed}")
     if min(options.layers, options.width, options.iterations) < 1 or options.actors < 0:
         expected = "at least 1 layer, unit and iteration, and no fewer than 0 actors"
         parser.error(f"expected {expected}, got {vars(options)}")

@@ -68,6 +68,9 @@ RULES: dict[str, Callable[[int], robust.Rule | None]] = {
     "geometric_median": lambda hostile: robust.GeometricMedian(),
 }
 
+# The results that a rule needs, in addition to twice the number of hostile ones.
+MORE = {"trimmed_mean": 1, "krum": 3, "multi_krum": 3}
+
 
 def split_by_label(
     labels: ArrayLike, clients: int, concentration: float, seed: int
@@ -146,12 +149,17 @@ class Client(FlatWorker):
         return float(np.mean(np.argmax(self.model(images), axis=1) == labels))
 
 
+def count_clients(options: argparse.Namespace) -> tuple[int, int, int]:
+    """Return how many clients a round draws, and how many of them fail and lie."""
+    count = max(1, round(options.fraction * options.clients))
+    failing = min(round(options.failing * count), count - 1)
+    return count, failing, min(options.hostile, count - failing - 1)
+
+
 def draw_clients(number: int, options: argparse.Namespace) -> list[tuple[int, str]]:
     """Return the clients of a round, and what each does: train, lie, raise or die."""
     rng = np.random.default_rng([options.seed, number])
-    count = max(1, round(options.fraction * options.clients))
-    failing = min(round(options.failing * count), count - 1)
-    lying = min(options.hostile, count - failing - 1)
+    count, failing, lying = count_clients(options)
     fates = ["raises"] * failing + ["lies"] * lying
     fates += ["trains"] * (count - len(fates))
     if failing and options.deaths and number % options.deaths == options.deaths // 2:
@@ -220,14 +228,15 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--local-epochs", type=int, default=5, help="epochs of a client; default: %(default)s")
     add("--workers", type=int, default=2, help="actors; default: %(default)s")
     add("--clients", type=int, default=100, help="clients that have data; default: %(default)s")
-    add("--fraction", type=float, default=0.2, help="share of clients drawn for a round")
-    add("--failing", type=float, default=0.2, help="share of the drawn clients that fails")
-    add("--deaths", type=int, default=20, help="rounds per death of a process; 0: none")
-    add("--concentration", type=float, default=0.1, help="how alike label mixes are, up to 1e9")
-    add("--server", nargs="+", choices=SERVERS, default=["FedAvg", "FedAdam"], help="to compare")
+    add("--fraction", type=float, default=0.2, help="clients of a round; default: 0.2 of all")
+    add("--failing", type=float, default=0.2, help="clients that fail; default: 0.2 of a round")
+    add("--deaths", type=int, default=20, help="rounds per death; 0: no deaths; default: 20")
+    add("--concentration", type=float, default=0.1, help="likeness of clients; default: 0.1")
+    servers = "server optimizers to compare; default: FedAvg FedAdam"
+    add("--server", nargs="+", choices=SERVERS, default=["FedAvg", "FedAdam"], help=servers)
     add("--seed", type=int, default=0, help="seed of the data and the first weights")
-    add("--hostile", type=int, default=0, help="clients that lie in a round")
-    add("--rule", nargs="+", choices=RULES, default=["mean"], help="averages to compare")
+    add("--hostile", type=int, default=0, help="clients of a round that lie; default: 0")
+    add("--rule", nargs="+", choices=RULES, default=["mean"], help="averages; default: mean")
     options = parser.parse_args(arguments)
     for name, expected, is_valid in (
         ("rounds", "at least 1", options.rounds >= 1),
@@ -236,12 +245,20 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("clients", "1 to 1000", 1 <= options.clients <= 1000),
         ("fraction", "above 0, at most 1", 0 < options.fraction <= 1),
         ("failing", "at least 0, below 1", 0 <= options.failing < 1),
+        ("deaths", "at least 0", options.deaths >= 0),
         ("hostile", "at least 0", options.hostile >= 0),
         ("concentration", "above 0, at most 1e9", 0 < options.concentration <= 1e9),
+        ("seed", f"0 to {2**31 - 1}", 0 <= options.seed < 2**31),
     ):
         if not is_valid:
             value = getattr(options, name)
             parser.error(f"--{name.replace('_', '-')}: expected {expected}, got {value}")
+    drawn, failing, _ = count_clients(options)
+    for name in MORE.keys() & {*options.rule}:
+        least = 2 * options.hostile + MORE[name]
+        if drawn - failing < least:
+            results = f"results in a round with --hostile {options.hostile}, got {drawn - failing}"
+            parser.error(f"--rule {name}: expected at least {least} {results}")
     return options
 
 

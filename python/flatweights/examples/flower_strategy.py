@@ -137,9 +137,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--megabytes", type=float, default=10, help="of a reply; default: %(default)s"
     )
-    parser.add_argument("--hostile", type=int, default=2, help="number of hostile replies")
+    parser.add_argument(
+        "--hostile", type=int, default=2, help="hostile replies; default: %(default)s"
+    )
     parser.add_argument("--rule", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     options = parser.parse_args(arguments)
+    if options.replies < 1 or not 0 <= options.hostile <= options.replies:
+        expected = "at least 1 reply, and no more hostile ones"
+        parser.error(f"expected {expected}, got {vars(options)}")
+    if not 0 < options.megabytes <= 10_000:
+        parser.error(f"--megabytes: expected above 0, at most 10000, got {options.megabytes}")
     nbytes = int(options.megabytes * 1e6)
     honest = make_replies(1, nbytes, 0)[0].content["arrays"]
     print(f"{'rule':<14}{'by':<13}{'seconds':>9}{'distance':>10}", flush=True)

@@ -105,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
     add("--rounds", type=int, default=10, help="fits, each with an exchange; default: %(default)s")
     add("--seed", type=int, default=0, help="seed of the data and the first weights")
     options = parser.parse_args(arguments)
+    if not 0 <= options.seed < 2**31:
+        parser.error(f"--seed: expected 0 to {2**31 - 1}, got {options.seed}")
     if min(options.workers, options.rounds) < 1:
         parser.error(f"expected at least 1 worker and 1 round, got {vars(options)}")
     ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")

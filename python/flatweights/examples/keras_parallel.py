@@ -135,6 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     add("--replace", action="store_true", help="replace a worker that dies, and no other")
     add("--kill", action="store_true", help="kill a worker in the second epoch")
     options = parser.parse_args(arguments)
+    if not 0 <= options.seed < 2**31:
+        parser.error(f"--seed: expected 0 to {2**31 - 1}, got {options.seed}")
     if options.replace and options.average != "gradients":
         parser.error("expected --average gradients with --replace: a new worker gets their state")
     if min(options.workers, options.epochs) < 1 or BATCH % options.workers:

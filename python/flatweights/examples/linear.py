@@ -133,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
     add("--exchange", choices=exchanges, default="weights", help="values to average")
     add("--graph", action="store_true", help="use a TF1 graph instead of eager TensorFlow")
     options = parser.parse_args(arguments)
+    if not 0 <= options.seed < 2**31:
+        parser.error(f"--seed: expected 0 to {2**31 - 1}, got {options.seed}")
     if min(options.workers, options.steps) < 1:
         parser.error(f"expected at least 1 worker and 1 step, got {vars(options)}")
     ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="ERROR")

@@ -145,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
         "--seed", type=int, default=0, help="seed of the data and the first weights"
     )
     options = parser.parse_args(arguments)
+    if not 0 <= options.seed < 2**31:
+        parser.error(f"--seed: expected 0 to {2**31 - 1}, got {options.seed}")
     if options.steps < 1:
         parser.error(f"expected at least 1 step, got {options.steps}")
     import tensorflow as tf

@@ -275,17 +275,19 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=30, help="averages to take; default: %(default)s")
     add("--steps", type=int, default=10, help="steps of a worker in a round; default: %(default)s")
     add("--batch-size", type=int, default=32, help="images of a step; default: %(default)s")
-    add("--eval-every", type=int, default=5, help="rounds between them; default: %(default)s")
+    add("--eval-every", type=int, default=5, help="rounds per evaluation; default: %(default)s")
     add("--seed", type=int, default=0, help="seed of the data and the first weights")
     add("--mode", choices=("eager", "graph"), default="eager", help="graph: a TF1 graph")
-    add("--dataset", choices=LABELS, default="digits", help="images to learn")
-    rate = "a tenth from half, and from 3/4 of the rounds"
+    add("--dataset", choices=LABELS, default="digits", help="default: %(default)s")
+    rate = "a tenth of it from half of the rounds on, a hundredth from 3/4 on; default: %(default)s"
     add("--learning-rate", type=float, default=0.05, help=rate)
     add("--checkpoint", type=Path, help="file to write, or to go on from")
     # Actors have folders of their own.
     add("--log-dir", type=os.path.abspath, metavar="DIR", help="write summaries for TensorBoard")
-    add("--enough", type=float, default=0.95, help="accuracy to reach")
+    add("--enough", type=float, default=0.95, help="accuracy to reach; default: %(default)s")
     options = parser.parse_args(arguments)
+    if not 0 <= options.seed < 2**31:
+        parser.error(f"--seed: expected 0 to {2**31 - 1}, got {options.seed}")
     counts = ("num_workers", "num_residual_units", "rounds", "steps", "batch_size", "eval_every")
     if min(getattr(options, name) for name in counts) < 1:
         parser.error(f"expected at least 1 of {', '.join(counts)}, got {vars(options)}")
