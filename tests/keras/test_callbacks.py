@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from keras_programs import BATCH, STEPS, Place, Together, build, images, outcome
-from meetings import LocalMeeting
+from meetings import LocalMeeting, kill
 
 import flatweights as fw
 from flatweights.ray import CallsDifferError
@@ -185,6 +185,45 @@ def test_an_outer_optimizer_that_was_given_goes_on_in_the_next_fit() -> None:
     one, two = (in_threads(partial(weights_after, fits)) for fits in (1, 2))
     for weights in (one[1], *two):
         assert all(map(np.array_equal, one[0], weights))
+
+
+@pytest.mark.parametrize("dies", ["before", "in the broadcast"])
+def test_members_start_from_those_of_another_if_rank_0_dies(dies: str) -> None:
+    import keras
+
+    from flatweights.keras import AverageWeights
+
+    models = [build("dense", seed=rank) for rank in range(3)]
+    expected, first = models[1].get_weights(), list[Any]()
+
+    def trained(member: Any) -> Any:
+        model = models[member.rank]
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+
+        def begin(batch: int, logs: Any) -> None:
+            if batch == 0:
+                first.append(model.get_weights())
+
+        look = keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
+        callbacks = [AverageWeights(member=member, min_results=2), look]
+        model.fit(*images("dense"), BATCH, verbose=0, callbacks=callbacks)
+        return model.get_weights()
+
+    def die(*_: Any, **options: Any) -> None:
+        kill(members[0])
+        raise RuntimeError("killed")
+
+    members = LocalMeeting(3).join_all()
+    if dies == "before":
+        kill(members[0])
+    vars(members[0])["broadcast_variables"] = die
+    with ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(outcome, trained, member) for member in members]
+        killed, *ended = [call.result(600) for call in calls]
+    assert isinstance(killed, str)
+    assert all(map(np.array_equal, *ended))
+    for weights in first:
+        assert all(map(np.array_equal, weights, expected))
 
 
 def test_members_end_with_the_average_of_their_moving_averages() -> None:
@@ -359,6 +398,7 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
     restores = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
     best = keras.callbacks.ModelCheckpoint("best.keras", "loss", save_best_only=True)
     last = keras.callbacks.ModelCheckpoint("last.keras")
+    resumes = keras.callbacks.BackupAndRestore("backup")
     wrong: list[tuple[list[Any], str]] = [
         ([early, AverageLogs()], "expected before EarlyStopping in the list of callbacks"),
         ([last, best, AverageLogs()], "expected before ModelCheckpoint"),
@@ -366,6 +406,8 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
         ([ReportElsewhere(), AverageLogs()], "expected before ReportElsewhere in the list"),
         ([last, AverageWeights()], "AverageWeights: expected before ModelCheckpoint"),
         ([restores, AverageWeights()], "AverageWeights: expected before EarlyStopping"),
+        ([resumes, AverageWeights()], "AverageWeights: expected before BackupAndRestore"),
+        ([AverageWeights(outer=FedAvgM), resumes], "expected no BackupAndRestore in the list"),
         ([early], "expected the callback AverageLogs or AverageWeights in fit"),
     ]
     model = compiled(Place())

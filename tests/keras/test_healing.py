@@ -308,11 +308,14 @@ def whole_epochs_after_sleep(pool: ThreadPoolExecutor) -> list[int]:
     return whole
 
 
+@pytest.mark.parametrize("averages", [False, True], ids=["gradients", "and weights"])
 def test_a_member_that_is_late_for_the_start_is_healed_and_the_others_go_on(
-    pool: ThreadPoolExecutor,
+    pool: ThreadPoolExecutor, averages: bool
 ) -> None:
     meeting, has_begun = LocalMeeting(2), threading.Event()
     first, late = fits(meeting, "dense")
+    for fit in (first, late):
+        fit.more = [AverageWeights()] if averages else []
     first.patience = 0.2
     first.at[0, -1] = lambda: first._wait_for_others(PATIENCE)
     first.at[0, 3] = has_begun.set

@@ -20,7 +20,7 @@ from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._progress import State, callbacks_beside, check_before, keepers_among
 from flatweights.keras._report import Report
 from flatweights.keras._settings import check_alike
-from flatweights.ray import Member, Round
+from flatweights.ray import Member, Round, WorkerError
 from flatweights.robust import AnyRule, Rule
 from flatweights.server import ServerOptimizer
 from flatweights.tensorflow import TensorFlowVariables
@@ -36,10 +36,11 @@ _log = logging.getLogger("flatweights")
 class AverageWeights(MemberCallback):
     """Averages the model's weights over the members of a meeting, every few epochs or batches.
 
-    All members start from the weights of rank 0. Each then trains by itself. After ``every``
-    epochs or batches, and at the end of training, all continue from the average. An average after
-    an epoch is taken before its validation, so the validation tests the weights that are saved. Put
-    this callback before callbacks that save the model or keep its best weights.
+    All members start from the weights of rank 0, or of the lowest rank that is there. Each then
+    trains by itself. After ``every`` epochs or batches, and at the end of training, all continue
+    from the average. An average after an epoch is taken before its validation, so the validation
+    tests the weights that are saved. Put this callback before callbacks that save the model or keep
+    its best weights.
 
     With ``outer``, the members do not continue from the average itself: an optimizer of
     `flatweights.server` takes a step with it. Each member steps its own copy of the optimizer, all
@@ -155,10 +156,18 @@ class AverageWeights(MemberCallback):
 
         Raises:
             ValueError: If a callback before this one saves the model, or keeps its best weights: it
-                would keep this member's own weights.
+                would keep this member's own weights. Or if there is a `BackupAndRestore`, and an
+                outer optimizer, which it would not restore.
         """
         callbacks = callbacks_beside(self)
         check_before(self, callbacks, _keeps, "keep the weights of its own member")
+        restores = any(isinstance(one, keras.callbacks.BackupAndRestore) for one in callbacks)
+        if restores and self._given_outer is not None:
+            raise ValueError(
+                "AverageWeights(outer=...): expected no BackupAndRestore in the list of callbacks, "
+                "got one: it does not save the outer optimizer, which would undo what it restores. "
+                "Save AverageWeights.outer, and the weights and slots of each member, instead"
+            )
         ends_epochs = self._every == 1 and self._unit == "epoch"
         self._keepers = [] if ends_epochs else [one for one in callbacks if keepers_among([one])]
         self._counted = 0.0  # samples of this epoch that are already in `_since`
@@ -264,7 +273,7 @@ class AverageWeights(MemberCallback):
         self._counted = read
 
     def _start(self) -> None:
-        """Find the variables; give all members those of rank 0."""
+        """Find the variables; give all members those of one member."""
         model = self.model
         has_state = self._progress is not None and self._progress.has_joined
         if self._includes_optimizer and not model.optimizer.built:
@@ -281,21 +290,10 @@ class AverageWeights(MemberCallback):
             weights = list(model.non_trainable_weights)
         plain = [*weights, *optimizers]
         self._plain = TensorFlowVariables(plain) if plain else None
-        timeout = self._lease.timeout
         if self._learned is not None and isinstance(outer, ServerOptimizer):
             _check_outer(outer, self._learned)
-        with calls_are_equal(self._member, "start"):
-            if self._plain is not None and not has_state:
-                self._member.broadcast_variables(self._plain, timeout=timeout)
-            if self._learned is not None and outer is not None:
-                if isinstance(outer, ServerOptimizer):
-                    state = self._member.broadcast(outer.state, timeout=timeout)
-                    self.outer = type(outer).from_state(state)
-                    self._learned.set_weights(self.outer.weights)
-                else:
-                    self._member.broadcast_variables(self._learned, timeout=timeout)
-                    self.outer = outer(self._learned.get_weights())
-                    _check_outer(self.outer, self._learned)
+        if not has_state:
+            self._broadcast(outer)
         if self.outer is not None:
             numbers = {n: f"{one:g}" for n, one in self.outer.state.items() if "/" not in n}
             settings = json.dumps({"outer": type(self.outer).__name__, **numbers}).encode()
@@ -303,6 +301,36 @@ class AverageWeights(MemberCallback):
             check_alike(self._lease, expected, settings)
             self._stepped = model
         self._is_started = True
+
+    def _broadcast(self, outer: Outer | None) -> None:
+        """Give all the variables, and the outer optimizer, of the lowest rank that takes part.
+
+        If that member dies meanwhile, another one takes its place.
+        """
+        lease, member, timeout = self._lease, self._member, self._lease.timeout
+        there = {"the first weights": np.zeros(1)}
+        while True:
+            with calls_are_equal(member, "start"):
+                met = member.average(there, timeout=timeout, min_results=lease.min_results)
+                root = min(met.used)
+                try:
+                    if self._plain is not None:
+                        member.broadcast_variables(self._plain, root, timeout=timeout)
+                except WorkerError:
+                    if lease.min_results is None:
+                        raise
+                    continue
+                if self._learned is None or outer is None:
+                    return
+                if isinstance(outer, ServerOptimizer):
+                    state = member.broadcast(outer.state, root, timeout=timeout)
+                    self.outer = type(outer).from_state(state)
+                    self._learned.set_weights(self.outer.weights)
+                else:
+                    member.broadcast_variables(self._learned, root, timeout=timeout)
+                    self.outer = outer(self._learned.get_weights())
+                    _check_outer(self.outer, self._learned)
+                return
 
     def _average(self, at: Literal["batch", "epoch"]) -> None:
         self._count()
@@ -369,5 +397,6 @@ def _ends_with_own_averages(optimizer: Any) -> bool:
 
 def _keeps(callback: Any) -> bool:
     """Whether ``callback`` keeps weights: in a file, or to set them at the end."""
-    is_saved = isinstance(callback, keras.callbacks.ModelCheckpoint | Report)
+    saving = keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore | Report
+    is_saved = isinstance(callback, saving)
     return is_saved or bool(keepers_among([callback]))

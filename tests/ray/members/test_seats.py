@@ -87,6 +87,22 @@ def test_the_ask_of_a_dead_member_is_dropped_and_its_successor_is_late(
     finish(local, again, second, third)
 
 
+def test_a_root_that_joins_again_gets_what_the_others_have(threads: ThreadPoolExecutor) -> None:
+    local = LocalMeeting(2)
+    members = local.join_all()
+    states = [TheState(1.0), TheState(2.0)]
+    calls = [
+        threads.submit(one.broadcast_variables, state)
+        for one, state in zip(members, states, strict=True)
+    ]
+    assert [call.result(PATIENCE).used for call in calls] == [(0,), (0,)]
+    kill(members[0])
+    again, anew = local.join(0), TheState(3.0)
+    assert again.broadcast_variables(anew).late == (0,)
+    assert [state.value[0] for state in (*states, anew)] == [1.0, 1.0, 1.0]
+    finish(local, again, members[1])
+
+
 def test_a_successor_that_works_has_no_part_in_the_call_its_predecessor_died_in(
     threads: ThreadPoolExecutor,
 ) -> None:
@@ -340,8 +356,11 @@ def test_a_late_member_gets_no_average_of_a_call_with_another_state(
     finish(local, first, late)
 
 
+LARGE = 10_000  # elements: more bytes than an outcome that is kept longer than others
+
+
 def layer_of(member: Member, k: int, value: float, **options: Any) -> tuple[float, Any]:
-    result = member.average({f"layer {k}": np.array([value])}, min_results=1, **options)
+    result = member.average({f"layer {k}": np.full(LARGE, value)}, min_results=1, **options)
     return float(result.weights[f"layer {k}"][0]), result
 
 
@@ -375,6 +394,19 @@ def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
     for k in range(3, 12):
         calls = [threads.submit(layer_of, one, k, v) for one, v in ((first, 1.0), (late, 3.0))]
         assert [call.result(PATIENCE)[0] for call in calls] == [2.0, 2.0]
+    finish(local, first, late)
+
+
+def test_small_outcomes_of_many_kinds_of_call_are_kept(threads: ThreadPoolExecutor) -> None:
+    local = LocalMeeting(2)
+    first, late = local.join_all()
+    for value in (1.0, 2.0):
+        for k in range(40):
+            one = {f"number {k}": np.array([value + k])}
+            assert first.average(one, min_results=1, timeout=0.01).late == (1,)
+    for k in range(40):
+        result = late.average({f"number {k}": np.zeros(1)}, min_results=1, timeout=PATIENCE)
+        assert (result.weights[f"number {k}"][0], result.late) == (2.0 + k, (1,))
     finish(local, first, late)
 
 

@@ -355,8 +355,8 @@ class Member:
                 buffer = host.new_buffer(layout)
                 variables.gather_into(buffer)
             outcome, sent = host.exchange(ask, layout, buffer)
-            if ask.root != self.rank:
-                variables.scatter(sent)
+            if self._seat not in outcome.seats or ask.root != self.rank:
+                variables.scatter(sent)  # if the root has joined again, those of its predecessor
             return self._round(outcome, None)
 
     def leave(self) -> None:

@@ -1,14 +1,16 @@
 """The calls that a meeting has made: what it knows of them, for members that are late.
 
-The last outcomes of a few kinds of call are kept, and answer late asks at once. Of many more kinds,
-only the number of the last outcome is known. A call is recognised by the layouts of its weights and
-of its state. If two models of one layout take turns in a member's calls (`Turns`), an outcome of
-one could be given to a member that asks for the other; so the asks of such twins are refused.
+The last outcomes of a few kinds of call are kept, and of more kinds if they are small, such as
+those that a `fit` makes when it begins. They answer late asks at once. Of many more kinds, only the
+number of the last outcome is known. A call is recognised by the layouts of its weights and of its
+state. If two models of one layout take turns in a member's calls (`Turns`), an outcome of one could
+be given to a member that asks for the other; so the asks of such twins are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from flatweights.ray._result import Packed
@@ -16,6 +18,8 @@ from flatweights.ray.members._asks import Ask, Kind, LacksStateError
 from flatweights.ray.members._seats import Seat
 
 _KEPT = 8  # kinds of call of which the last outcome is kept
+_KEPT_SMALL = 64  # kinds of which it is kept after that, if it is small
+_SMALL = 1 << 16  # bytes
 _KINDS = 1024  # kinds of call of which the number of the last outcome is known
 
 _Value = TypeVar("_Value")
@@ -43,6 +47,7 @@ class Past:
     def __init__(self) -> None:
         """Begin without calls."""
         self._kept: dict[Kind, Kept] = {}  # the oldest first
+        self._small: dict[Kind, Kept] = {}  # small ones that were the oldest of these, likewise
         self._made: dict[Kind, int] = {}  # the number of the last outcome; the oldest first
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
         self._twins: set[str] = set()  # the keys of asks that are twins
@@ -62,7 +67,7 @@ class Past:
             if is_twin:
                 raise _twin_error(seat)
             return None
-        kept = self._kept.get(ask.kind)
+        kept = self._kept.get(ask.kind) or self._small.get(ask.kind)
         if kept is not None and kept.number <= seat.has:
             kept = None  # it takes part in the open call
         if ask.state is not None:
@@ -85,7 +90,12 @@ class Past:
     ) -> None:
         """Keep the outcome of the call of ``ask``, which brings ``seats`` the newest state."""
         previous = 0 if ask.state is None else self._states.get(ask.state, 0)
-        _put_last(self._kept, ask.kind, Kept(number, body, weights, previous), _KEPT)
+        self._small.pop(ask.kind, None)
+        oldest = _put_last(self._kept, ask.kind, Kept(number, body, weights, previous), _KEPT)
+        if oldest is not None and oldest[1].weights.buffer.nbytes <= _SMALL:
+            kind, kept = oldest
+            own = Packed(kept.weights.buffer.copy(), kept.weights.layout)  # in no window
+            _put_last(self._small, kind, kept._replace(weights=own), _KEPT_SMALL)
         _put_last(self._made, ask.kind, number, _KINDS)
         if ask.state is not None:
             self._states[ask.state] = number
@@ -94,15 +104,20 @@ class Past:
 
     def kept(self, number: int) -> Kept | None:
         """Return the outcome of this number; None if it is no longer kept."""
-        return next((kept for kept in self._kept.values() if kept.number == number), None)
+        every = chain(self._kept.values(), self._small.values())
+        return next((kept for kept in every if kept.number == number), None)
 
 
-def _put_last(last: dict[Kind, _Value], kind: Kind, value: _Value, most: int) -> None:
-    """Make ``value`` the newest of at most ``most``."""
+def _put_last(
+    last: dict[Kind, _Value], kind: Kind, value: _Value, most: int
+) -> tuple[Kind, _Value] | None:
+    """Make ``value`` the newest of at most ``most``; return the oldest one if it has to go."""
     last.pop(kind, None)
     last[kind] = value
-    if len(last) > most:
-        del last[next(iter(last))]
+    if len(last) <= most:
+        return None
+    oldest = next(iter(last))
+    return oldest, last.pop(oldest)
 
 
 def _twin_error(seat: Seat) -> RuntimeError:
