@@ -475,6 +475,19 @@ def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
     first.done.result(LIMIT)
 
 
+def test_another_fit_needs_the_callback_too_but_not_a_loop_of_ones_own() -> None:
+    prepare()
+    (fit,) = fits(LocalMeeting(1), "dense", epochs=1)
+    fit._run()
+    x, y = images("dense")
+    with pytest.raises(ValueError, match="expected the callback AverageLogs or AverageWeights"):
+        fit.model.fit(x, y, BATCH, verbose=0)
+    steps = int(fit.model.optimizer.iterations)
+    fit.model.optimizer.build(fit.model.trainable_variables)
+    fit.model.train_on_batch(x, y)
+    assert int(fit.model.optimizer.iterations) == steps + 1
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras' own callback
 @pytest.mark.parametrize("saves", ["nobody", "the others", "the replaced"])
 def test_a_replaced_member_counts_as_the_others_do(

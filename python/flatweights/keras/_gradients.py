@@ -216,6 +216,8 @@ class Averaging:
 
         def train(iterator: Any) -> Any:
             self._errors.clear()
+            if self.progress is None:  # perhaps another fit
+                self._check_callbacks(_fit_frame())
             try:
                 return function(iterator)
             except tf.errors.OpError:
@@ -297,12 +299,7 @@ class Averaging:
         frame = _fit_frame()
         if frame is not None and not self._is_started:
             self._callbacks = getattr(frame.f_locals.get("callbacks"), "callbacks", None)
-        if self.lease.min_results is not None and self.progress is None and frame is not None:
-            raise ValueError(
-                "average_gradients(min_results=): expected the callback AverageLogs or "
-                "AverageWeights in fit, which tells members that come back the epoch of the "
-                "others; got neither"
-            )
+        self._check_callbacks(frame)
         if graph is not None:
             _check_known(optimizer, variables)
         if graph is None:
@@ -318,6 +315,15 @@ class Averaging:
                     optimizer.build(variables)
         return list(grads), variables
 
+    def _check_callbacks(self, frame: FrameType | None) -> None:
+        """Raise if ``frame`` is of a `fit` whose members may come back, without our callbacks."""
+        if self.lease.min_results is not None and self.progress is None and frame is not None:
+            raise ValueError(
+                "average_gradients(min_results=): expected the callback AverageLogs or "
+                "AverageWeights in fit, which tells members that come back the epoch of the "
+                "others; got neither"
+            )
+
     def _build(self, variables: Sequence[Any] | None = None) -> None:
         if not isinstance(variables, Sequence):
             raise TypeError(
@@ -326,6 +332,8 @@ class Averaging:
             )
         if not self._optimizer.built:
             self._make(variables)
+        if _fit_frame() is None:  # of a loop of the user's own, perhaps after a fit
+            self.progress = None
         if tf.executing_eagerly():
             self._start(variables, in_step=False)
 
@@ -478,6 +486,7 @@ class Averaging:
         if self.progress is not None:
             self._is_started = False
             self.progress.end()
+            self.progress = None
         elif self._is_started:
             self._is_started = False
             end = {"the end of training": np.zeros(1)}

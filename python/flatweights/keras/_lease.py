@@ -22,7 +22,7 @@ Place = Literal["start", "epoch", "step", "weights", "logs", "report", "end"]
 # The places in a training at which members call, as errors describe them.
 _PLACES: dict[Place, str] = {
     "start": "begins its training",
-    "epoch": "begins or ends an epoch",
+    "epoch": "is at the beginning or the end of an epoch",
     "step": "is at a step of its epoch",
     "weights": "averages its weights",
     "logs": "has ended its epoch",
