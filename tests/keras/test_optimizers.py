@@ -279,6 +279,9 @@ def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
         member.average(build("dense", 0))
     with pytest.raises(TypeError, match="timeout: expected a real number, got str"):
         AverageLogs(timeout="3")  # type: ignore[arg-type]
+    for wrong_count in (1.5, np.nan, np.inf):
+        with pytest.raises(TypeError, match=f"every: expected an integer, got {wrong_count}"):
+            AverageWeights(wrong_count)  # type: ignore[arg-type]
     variables = "expected a list of variables, such as model.trainable_variables, got "
     optimizer = average_gradients(keras.optimizers.SGD(), member=member)
     with pytest.raises(TypeError, match=f"optimizer.build: {variables}nothing"):

@@ -13,7 +13,7 @@ import numpy as np
 
 from flatweights import FlatWeights
 from flatweights._average import Nonfinite, check_nonfinite
-from flatweights._numbers import real_number
+from flatweights._numbers import check_count, real_number
 from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
@@ -110,7 +110,7 @@ class AverageWeights(MemberCallback):
                 `flatweights.ray.Member.average`. If it has no weights, all members count equally.
 
         Raises:
-            TypeError: If ``member`` is not a `Member`, ``every`` is not a number, ``outer`` is
+            TypeError: If ``member`` is not a `Member`, ``every`` is not an integer, ``outer`` is
                 neither a function nor an optimizer of `flatweights.server`, ``rule`` is not a rule,
                 or it has no weights and ``weight`` is a number other than 1.
             ValueError: If ``every`` is below 1, ``unit`` or ``weight`` is something else, or
@@ -118,8 +118,7 @@ class AverageWeights(MemberCallback):
         """
         if unit not in ("epoch", "batch"):
             raise ValueError(f"unit: expected 'epoch' or 'batch', got {unit!r}")
-        if real_number(every, "every") < 1:
-            raise ValueError(f"every: expected at least 1, got {every!r}")
+        every = check_count(every, "every")
         is_samples = isinstance(weight, str) and weight == "samples"
         if not (is_samples or _is_positive(weight)):
             raise ValueError(f"weight: expected 'samples' or a positive number, got {weight!r}")
