@@ -142,8 +142,7 @@ py::array_t<double> distances_of(const BoundLayout& bound, bool packed, const py
 
 // Whether `object` is a contiguous array, and of no subclass.
 bool is_plain(py::handle object) {
-  return Py_TYPE(object.ptr()) == py::detail::npy_api::get().PyArray_Type_ &&
-         is_contiguous(py::reinterpret_borrow<py::array>(object));
+  return is_exact_array(object) && is_contiguous(py::reinterpret_borrow<py::array>(object));
 }
 
 bool agree(const py::array& a, const py::array& b) {

@@ -62,8 +62,8 @@ std::string part_text(std::size_t i) { return "part " + std::to_string(i); }
 
 // The array at `parts[i]`; its name is built only for the error.
 py::array part_at(const py::list& parts, std::size_t i) {
-  return py::isinstance<py::array>(parts[i]) ? py::reinterpret_borrow<py::array>(parts[i])
-                                             : as_array(parts[i], part_text(i));
+  return is_exact_array(parts[i]) ? py::reinterpret_borrow<py::array>(parts[i])
+                                  : as_array(parts[i], part_text(i));
 }
 
 // Whether the kernels carry out `copy`, from an array of dtype `from` to one of dtype `to`. Sets
@@ -91,12 +91,12 @@ std::pair<const std::byte*, std::size_t> extent(const py::array& array) {
 // itself; else -1. Called first, because looking at each part from Python takes longer
 // than copying it.
 py::ssize_t uniform_size(const py::list& parts) {
-  if (parts.empty() || !py::isinstance<py::array>(parts[0])) return -1;
+  if (parts.empty() || !is_exact_array(parts[0])) return -1;
   const py::dtype first = py::reinterpret_borrow<py::array>(parts[0]).dtype();
   if (classify(first) == DType::kOther) return -1;
   py::ssize_t total = 0;
   for (const py::handle part : parts) {
-    if (!py::isinstance<py::array>(part)) return -1;
+    if (!is_exact_array(part)) return -1;
     const auto array = py::reinterpret_borrow<py::array>(part);
     if (array.dtype().ptr() != first.ptr()) return -1;
     total = saturating_sum(total, array.size());

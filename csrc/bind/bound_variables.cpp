@@ -270,7 +270,7 @@ void BoundVariables::check_ready() const {
 
 // Whether `object` is a vector of the model's only dtype.
 bool BoundVariables::is_uniform_vector(const py::object& object) const {
-  if (!py::isinstance<py::array>(object)) return false;
+  if (!is_exact_array(object)) return false;
   const auto array = py::reinterpret_borrow<py::array>(object);
   return array.ndim() == 1 && static_cast<std::size_t>(array.size()) == bound_.layout.size() &&
          is_contiguous(array) && same_dtype(array.dtype(), bound_.dtypes[0]);

@@ -123,8 +123,17 @@ py::array view(const py::array& owner, const py::dtype& dtype, std::vector<py::s
   return py::array(dtype, std::move(shape), std::move(strides), at, owner);
 }
 
+bool is_exact_array(py::handle object) {
+  return Py_TYPE(object.ptr()) == py::detail::npy_api::get().PyArray_Type_;
+}
+
 py::array as_array(py::handle object, const std::string& what) {
   if (!py::isinstance<py::array>(object)) throw_no_array(object, what);
+  if (!is_exact_array(object) &&
+      py::module_::import("numpy").attr("ma").attr("is_masked")(object).cast<bool>())
+    throw py::type_error(what + ": expected an array without masked elements, got " +
+                         py::str(py::type::of(object).attr("__name__")).cast<std::string>() +
+                         "; array.filled(value) has none");
   return py::reinterpret_borrow<py::array>(object);
 }
 
@@ -132,8 +141,8 @@ std::byte* check_part(py::handle object, const Place& place, Access access) {
   const Slot& slot = place.bound.layout.slots()[place.slot];
   const py::dtype& dtype = place.bound.dtypes[place.slot];
   // This runs once per part, so the text of the place is built only for errors.
-  if (!py::isinstance<py::array>(object)) throw_no_array(object, place.text());
-  const auto array = py::reinterpret_borrow<py::array>(object);
+  const auto array = is_exact_array(object) ? py::reinterpret_borrow<py::array>(object)
+                                            : as_array(object, place.text());
   const bool dtype_agrees = same_dtype(array.dtype(), dtype);
   if (!dtype_agrees || !has_shape(array, slot.shape)) {
     const std::string message =

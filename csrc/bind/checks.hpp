@@ -68,7 +68,11 @@ void check_environment();
 [[nodiscard]] py::array view(const py::array& owner, const py::dtype& dtype,
                              std::vector<py::ssize_t> shape, const std::byte* at);
 
-// `object` as an array without a conversion; `what` names it in the error.
+// Whether `object` is an array, and of no subclass.
+[[nodiscard]] bool is_exact_array(py::handle object);
+
+// `object` as an array without a conversion; `what` names it in the error. An array that masks
+// elements is refused: kernels see what is masked.
 [[nodiscard]] py::array as_array(py::handle object, const std::string& what);
 
 // The address of `object`: an array of the slot's dtype and shape, C-contiguous, and writable for

@@ -20,11 +20,16 @@ def as_array(value: Any, where: str) -> NDArray[Any]:
 
     Raises:
         TypeError: If it is a container, None, or anything else that is not an array of numbers, or
-            if its own conversion fails.
+            if its own conversion fails, or it masks elements.
         ValueError: If it is a ragged list.
     """
     if type(value) is np.ndarray:
         return value
+    if isinstance(value, np.ndarray) and np.ma.is_masked(value):
+        raise TypeError(
+            f"{where}: expected an array without masked elements, got {type(value).__name__}; "
+            "array.filled(value) has none"
+        )
     try:
         array = _converted(value)
     except MemoryError:

@@ -87,6 +87,7 @@ FOREIGN: dict[str, Any] = {
     "an endless conversion": EndlessArray(),
     "a released view": released(),
     "pointers": memoryview((ctypes.c_void_p * 2)()),
+    "masked": np.ma.array([1.0, 2.0], mask=[False, True]),
 }
 
 
@@ -128,6 +129,33 @@ def test_what_cannot_be_an_array_is_refused_by_its_place(call: str) -> None:
         with pytest.raises((TypeError, ValueError)) as raised:
             function(value)
         assert re.match(f"{place}expected", str(raised.value)), (name, raised.value)
+
+
+def test_results_are_not_written_behind_a_mask() -> None:
+    def masked(values: Any) -> Any:
+        return np.ma.array(values, mask=True)
+
+    layout, packed = fw.Layout.of([TWO]), np.zeros(64, np.uint8)
+    targets: dict[str, Callable[[], Any]] = {
+        "out": lambda: fw.average([TWO, TWO], out=masked(TWO)),
+        "out, slot 0 'w'": lambda: fw.average([{"w": TWO}], [1], out={"w": masked(TWO)}),
+        "y": lambda: fw.scale_(masked(TWO), 2.0),
+        "part 0": lambda: fw.unflatten_into([masked(TWO)], TWO),
+        "flat": lambda: fw.unflatten(masked(TWO), layout),
+        "buffer": lambda: fw.FlatWeights.wrap(masked(packed), layout),
+        "source 1": lambda: fw.average([TWO, masked(TWO)], [1, 1]),
+    }
+    for place, call in targets.items():
+        with pytest.raises(TypeError, match=f"^{place}: expected an array without masked elements"):
+            call()
+    with pytest.raises(TypeError, match="out: expected an array without masked elements"):
+        fw.flatten([TWO], out=masked(TWO))
+
+
+def test_an_array_whose_mask_hides_nothing_is_an_array() -> None:
+    whole = np.ma.array([1.0, 2.0], mask=[False, False])
+    assert fw.average([whole, TWO], out=whole).tolist() == [1.0, 1.5]
+    assert fw.flatten([whole, whole]).tolist() == [1.0, 1.5, 1.0, 1.5]
 
 
 def test_the_cause_is_kept() -> None:
