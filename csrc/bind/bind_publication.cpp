@@ -32,6 +32,8 @@ constexpr std::size_t kPage = 4096;
 
 // The distance between two slots: each begins at a page, so that no two share a page.
 std::size_t stride_of(std::size_t nbytes) {
+  if (nbytes > (std::size_t{1} << 48))
+    throw py::value_error("nbytes: expected at most 2**48, got " + std::to_string(nbytes));
   return std::max<std::size_t>(1, (nbytes + kPage - 1) / kPage) * kPage;
 }
 
@@ -54,8 +56,6 @@ class BoundPublication {
   explicit BoundPublication(std::size_t nbytes)
       : nbytes_(nbytes), control_(create_file(sizeof(Publication))) {
     const std::size_t stride = stride_of(nbytes);
-    if (nbytes > (std::size_t{1} << 48))
-      throw py::value_error("expected at most 2**48 bytes, got " + std::to_string(nbytes));
     data_ = create_file(stride * Publication::kSlots, MemoryFile::Pages::kLater);
     with_os_errors([this] {
       const WithoutGil nogil;

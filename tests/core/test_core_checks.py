@@ -36,6 +36,11 @@ def running(memory: Any) -> _core.RunningSum:
     return _core.RunningSum(ARRAY, memory, (1.0, 1.0, 1.0))
 
 
+def read_publication(nbytes: int) -> None:
+    publication = _core.Publication(64)
+    _core.PublicationReader(*publication.control, *publication.data, nbytes, 0)
+
+
 def busy(command: bytes = b"") -> _core.Mailbox:
     """Return a mailbox whose worker runs ``command``."""
     mailbox = _core.Mailbox()
@@ -164,6 +169,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: read(0, 1, (64, 0, 0, 0)),
         ValueError,
         "message: expected a window below 64, got 64",
+    ),
+    "a publication too large": (
+        lambda: _core.Publication(2**48 + 1),
+        ValueError,
+        r"nbytes: expected at most 2\*\*48, got 281474976710657",
+    ),
+    "a reader of more than there is": (
+        lambda: read_publication(2**64 - 1),
+        ValueError,
+        r"nbytes: expected at most 2\*\*48, got 18446744073709551615",
     ),
     "too much offered": (
         lambda: _core.Window(10).offer(1 << 40),
