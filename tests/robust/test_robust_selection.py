@@ -355,6 +355,27 @@ def test_counts_that_are_no_integers_and_lengths_that_are_no_numbers_are_named()
     assert trimmed == [1.5]
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        robust.GeometricMedian(),
+        robust.CenteredClipping(20.0),
+        robust.Krum(1),
+        robust.MultiKrum(1, 4),
+        robust.Bulyan(1),
+    ],
+    ids=["geometric_median", "centered_clipping", "krum", "multi_krum", "bulyan"],
+)
+def test_a_source_that_is_skipped_changes_no_bit(
+    rule: robust.Rule, rng: np.random.Generator
+) -> None:
+    for _ in range(20):
+        sources = around(rng, 9, 0.5)
+        rest = [source.copy() for k, source in enumerate(sources) if k not in (0, 5)]
+        sources[0][7], sources[5][99] = np.inf, np.nan
+        assert same_bits(rule(sources, nonfinite="skip"), rule(rest))
+
+
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_single_source_and_a_centre_with_nan_are_an_error(nonfinite: Any) -> None:
     a, bad = np.ones(2), np.array([1.0, np.nan])

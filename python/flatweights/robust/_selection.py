@@ -73,13 +73,16 @@ class DistanceRule(Rule):
 
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
         used = job.everything
-        squares = _core.distances(job.template.layout.core, job.template.packed, self._points(job))
+        points = self._points(job)
+        squares = _core.distances(job.template.layout.core, job.template.packed, points)
         # The distances of a single source show nothing: it is checked by its numbers.
         is_finite = len(job.parts) > 1 and np.isfinite(squares).all()
         if job.nonfinite != "propagate" and not is_finite:
             used = job.finite()
-            rest = [*used, *range(len(job.parts), len(squares))]
-            squares = squares[np.ix_(rest, rest)]
+            if len(used) < len(job.parts):
+                # Once more, as without the others: next to infinity, all were computed in float64.
+                rest = [points[k] for k in (*used, *range(len(job.parts), len(points)))]
+                squares = _core.distances(job.template.layout.core, job.template.packed, rest)
         # A source with NaN is as far away as one with infinity: it is never near.
         squares = np.where(np.isnan(squares), np.inf, squares)
         chosen, used_scores = self._combine(job, squares, used)
