@@ -311,13 +311,25 @@ def read_sources(sources: Iterable[Any]) -> list[Any]:
 
 
 def list_of(sources: Iterable[Any]) -> list[Any]:
-    """Return ``sources`` as a list; raise `TypeError` for a mapping, which would give its keys."""
-    if type(sources) is not list and isinstance(sources, Mapping) and sources:
+    """Return ``sources`` as a list.
+
+    Raises:
+        TypeError: If they are not iterable; or a mapping, which would give its keys, or a text.
+    """
+    if type(sources) is list:
+        return sources[:]
+    expected = f"sources: expected a list of models, got {type(sources).__name__}"
+    if isinstance(sources, Mapping) and sources:
         raise TypeError(
-            f"sources: expected a list of models, got {type(sources).__name__}; pass "
-            "list(models.values()), or the models in one list, [a, b]"
+            f"{expected}; pass list(models.values()), or the models in one list, [a, b]"
         )
-    return list(sources)
+    if isinstance(sources, (str, bytes)):
+        raise TypeError(expected)
+    try:
+        rest = iter(sources)
+    except TypeError as error:
+        raise TypeError(expected) from error
+    return list(rest)
 
 
 def read_weights(

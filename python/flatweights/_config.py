@@ -6,9 +6,11 @@ import sys
 from importlib import metadata
 
 from flatweights import _core
+from flatweights._numbers import as_integer
 from flatweights._settings import RAY, ray_setting
 
 _DISTRIBUTIONS = ("numpy", "ml_dtypes", "tensorflow", "tensorflow-cpu", "keras", "tf_keras", "ray")
+_MOST_THREADS = 1024
 
 
 def show_config() -> dict[str, str]:
@@ -107,7 +109,12 @@ def set_num_threads(count: int) -> None:
         TypeError: If it is not an integer.
         ValueError: If it is out of range.
     """
-    _core.set_num_threads(count)
+    number = as_integer(count, "count")
+    if not 1 <= number <= _MOST_THREADS:
+        raise ValueError(
+            f"count: expected a number of threads from 1 to {_MOST_THREADS}, got {number}"
+        )
+    _core.set_num_threads(number)
 
 
 def clear_pool() -> None:

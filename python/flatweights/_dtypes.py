@@ -8,6 +8,20 @@ import ml_dtypes  # noqa: F401  registers its dtypes with NumPy, by name
 import numpy as np
 
 
+def read_dtype(dtype: Any, where: str) -> np.dtype[Any]:
+    """Return ``dtype`` as `numpy.dtype`; errors name it ``where``.
+
+    Raises:
+        TypeError: If it describes none.
+    """
+    try:
+        read: np.dtype[Any] = np.dtype(dtype)
+        return read
+    except Exception as error:  # NumPy raises many kinds, and asks the object for its own dtype
+        got = repr(dtype) if isinstance(dtype, (str, bytes, int, float)) else type(dtype).__name__
+        raise TypeError(f"{where}: expected a dtype, such as 'float32', got {got}") from error
+
+
 def is_ml_dtype(dtype: np.dtype[Any]) -> bool:
     """Whether ``dtype`` is one that ml_dtypes adds to NumPy, such as bfloat16."""
     return dtype.type.__module__.partition(".")[0] == "ml_dtypes"

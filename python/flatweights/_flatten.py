@@ -116,7 +116,11 @@ def unflatten_into(parts: Parts, flat: NDArray[Any]) -> None:
         ValueError: If the lengths differ, a part is strided or read-only, or overlaps
             ``flat`` or another part.
     """
-    arrays = list(parts.values() if hasattr(parts, "values") else parts)
+    try:
+        arrays = list(parts.values() if hasattr(parts, "values") else parts)
+    except TypeError as error:
+        got = type(parts).__name__
+        raise TypeError(f"parts: expected a mapping or a sequence of arrays, got {got}") from error
     _core.unflatten_into(arrays, flat)
 
 

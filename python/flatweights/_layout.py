@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from flatweights import _core
-from flatweights._dtypes import decode_dtype, encode_dtype, is_floating, promote
+from flatweights._dtypes import decode_dtype, encode_dtype, is_floating, promote, read_dtype
 from flatweights._trees import Tree, as_array, is_tree
 
 Parts = Mapping[str, Any] | Sequence[Any]
@@ -98,14 +98,20 @@ class Layout:
                 `flatweights.unflatten` returns a list.
 
         Raises:
-            TypeError: If a name is not a string, or a dtype holds Python objects.
+            TypeError: If a name is not a string, a shape not a sequence of integers, or a dtype
+                none or one with Python objects.
             ValueError: If a name occurs twice or is not Unicode, a dimension is negative,
                 or the arguments differ in length.
             OverflowError: If the parts need more bytes than can be addressed.
         """
-        self._names = tuple(names)
-        self._dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
-        self._shapes = tuple(tuple(int(operator.index(n)) for n in shape) for shape in shapes)
+        self._names = tuple(_listed(names, "names"))
+        self._dtypes = tuple(
+            read_dtype(dtype, f"dtype {i}") for i, dtype in enumerate(_listed(dtypes, "dtypes"))
+        )
+        self._shapes = tuple(
+            _shape(s, f"shape {i}") for i, s in enumerate(_listed(shapes, "shapes"))
+        )
+        named = bool(named)
         self._compared = (named, self._names, self._shapes, self._dtypes)
         self._core = _core.Layout(self._names, self._shapes, self._dtypes)
         self._by_name = {name: i for i, name in enumerate(self._names)}
@@ -208,8 +214,16 @@ class Layout:
 
         >>> Layout.of({"w": np.zeros(3), "step": np.int64(0)}).astype("float16").nbytes
         128
+
+        Args:
+            dtype: A real floating dtype.
+
+        Raises:
+            TypeError: If it is not.
         """
-        target = np.dtype(dtype)
+        target = read_dtype(dtype, "dtype")
+        if not is_floating(target):
+            raise TypeError(f"dtype: expected one of real floating-point numbers, got {target}")
         dtypes = [target if is_floating(d) else d for d in self._dtypes]
         return Layout(self._names, self._shapes, dtypes, named=self._named)
 
@@ -222,8 +236,20 @@ class Layout:
         return self._by_name[name]
 
     def __getitem__(self, key: str | int) -> Slot:
-        """Return the slot of this name or position."""
-        return self.slots[self._by_name[key] if isinstance(key, str) else key]
+        """Return the slot of this name or position.
+
+        Raises:
+            KeyError: If no slot has this name.
+            IndexError: If no slot is at this position.
+        """
+        if isinstance(key, str):
+            return self.slots[self._by_name[key]]
+        try:
+            return self.slots[key]
+        except IndexError:
+            raise IndexError(f"expected a position below {len(self)}, got {key}") from None
+        except TypeError:
+            raise TypeError(f"expected a name or a position, got {type(key).__name__}") from None
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a slot called ``name``."""
@@ -442,6 +468,22 @@ def _values(parts: Parts) -> list[Any]:
     if isinstance(parts, Sequence) and not isinstance(parts, (str, bytes)):
         return list(parts)
     raise TypeError(f"expected a mapping or a sequence of arrays, got {type(parts).__name__}")
+
+
+def _listed(values: Any, where: str) -> list[Any]:
+    if not isinstance(values, (str, bytes)):
+        try:
+            return list(values)
+        except TypeError:
+            pass
+    raise TypeError(f"{where}: expected a sequence, one for each part, got {type(values).__name__}")
+
+
+def _shape(shape: Any, where: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(operator.index(n)) for n in shape)
+    except TypeError:
+        raise TypeError(f"{where}: expected a sequence of integers, got {shape!r}") from None
 
 
 def _typed(value: Any, expected: type) -> Any:

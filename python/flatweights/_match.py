@@ -38,7 +38,7 @@ def match_slots(
         By position of the slot, the name in ``weights``.
 
     Raises:
-        TypeError: If ``weights`` are not a mapping.
+        TypeError: If ``weights`` or ``rename`` are not a mapping.
         AssertionError: If nothing matches, as with Ray's class.
         ValueError: If ``strict`` and a name is missing or unknown, or if ``rename`` maps
             a name that is not in ``weights``, or two names to one.
@@ -48,6 +48,8 @@ def match_slots(
             "expected a mapping from name to array, such as TensorFlowVariables(model)"
             f".get_weights(), got {type(weights).__name__}"
         )
+    if rename is not None and not isinstance(rename, Mapping):
+        raise TypeError(f"rename: expected a mapping of names, got {type(rename).__name__}")
     names = _renamed(list(weights), rename or {})
     known = {layout.index(name): key for key, name in names.items() if name in layout}
     unknown = [key for key, name in names.items() if name not in layout]

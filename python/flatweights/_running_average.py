@@ -132,10 +132,12 @@ class RunningAverage:
 
         Raises:
             ValueError: If ``other`` is this one, or its layout differs.
-            TypeError: If its models are of another kind.
+            TypeError: If it is no `RunningAverage`, or its models are of another kind.
         """
+        if not isinstance(other, RunningAverage):
+            raise TypeError(f"other: expected a RunningAverage, got {type(other).__name__}")
         if other is self:
-            raise ValueError("expected another running average, got the same one")
+            raise ValueError("other: expected another running average, got the same one")
         first, second = sorted((self, other), key=id)  # all threads lock in one order
         with first._turns.ready(), second._turns.ready():
             state, added = self._state, other._state

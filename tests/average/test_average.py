@@ -687,7 +687,11 @@ def test_no_sources_are_refused(sources: Any) -> None:
     ("sources", "match"),
     [
         ([1.5, 2.5], "expected an array, FlatWeights, .* got float"),
-        (["a", "b"], "got str"),
+        (["a", "b"], "source 0: .* got str"),
+        ("ab", "sources: expected a list of models, got str"),
+        (b"ab", "sources: expected a list of models, got bytes"),
+        (None, "sources: expected a list of models, got NoneType"),
+        (3, "sources: expected a list of models, got int"),
         ([None], "got NoneType"),
         ([b"ab"], "got bytes"),
         ({"w": np.ones(1)}, r"expected a list of models, got dict; .* in one list, \[a, b\]"),

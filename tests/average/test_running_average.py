@@ -420,6 +420,13 @@ def test_a_sum_over_another_layout_is_refused(other: Any, error: Any, match: str
     assert (state(running), state(others)) == before
 
 
+def test_what_is_no_sum_cannot_be_merged() -> None:
+    running = summed([np.ones(2)])
+    other: Any = np.ones(2)
+    with pytest.raises(TypeError, match="other: expected a RunningAverage, got ndarray"):
+        running.merge(other)
+
+
 def test_a_sum_cannot_be_merged_with_itself() -> None:
     running = summed([np.ones(2)])
     with pytest.raises(ValueError, match="expected another running average, got the same one"):

@@ -321,6 +321,13 @@ def test_unflatten_into_refuses_bad_parts(case: str) -> None:
         fw.unflatten_into([good, bad], np.zeros(4 + np.size(bad)))
 
 
+def test_unflatten_into_refuses_what_holds_no_parts() -> None:
+    wrong: tuple[Any, ...] = (None, 3)
+    for parts in wrong:
+        with pytest.raises(TypeError, match="parts: expected a mapping or a sequence of arrays"):
+            fw.unflatten_into(parts, np.zeros(0))
+
+
 def test_unflatten_into_refuses_parts_that_overlap_the_vector() -> None:
     flat = np.arange(6.0)
     for parts in ([flat[2:4], np.zeros(4)], [np.zeros(4), flat[3:5]], [np.zeros(1), flat[0:5]]):

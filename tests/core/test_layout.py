@@ -46,8 +46,10 @@ def test_slots_are_found_by_name_and_by_position() -> None:
     assert str(layout["step"]) == "'step' int64 ()"
     with pytest.raises(KeyError, match="nope"):
         layout["nope"]
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="expected a position below 4, got 4"):
         layout[4]
+    with pytest.raises(TypeError, match="expected a name or a position, got float"):
+        layout[1.0]  # type: ignore[index]
 
 
 def test_a_sequence_names_parts_by_position() -> None:
@@ -140,6 +142,15 @@ def test_astype_changes_real_floating_slots_alone() -> None:
     assert not Layout.of([np.zeros(1)]).astype("f2").named
 
 
+def test_astype_refuses_other_dtypes() -> None:
+    layout = Layout.of([np.zeros(1)])
+    for dtype in (np.int32, np.complex64, "S4", bool):
+        with pytest.raises(TypeError, match="dtype: expected one of real floating-point numbers"):
+            layout.astype(dtype)
+    with pytest.raises(TypeError, match=r"dtype: expected a dtype, .* got 'float31'"):
+        layout.astype("float31")
+
+
 @each(dtype=MOVED)
 def test_json_and_pickles_keep_every_dtype(dtype: np.dtype[Any]) -> None:
     layout = Layout.of([np.zeros((2, 3), dtype), np.zeros(0, dtype), np.zeros((), dtype)])
@@ -208,9 +219,14 @@ BAD_LAYOUTS = {
         r"slot 0 .a.: expected no negative .* got \(2, -1\)",
         ["a"],
         [(2, -1)],
-        "f",
+        ["f4"],
     ),
-    "float": (TypeError, "float", ["a"], [(2.0,)], ["f4"]),
+    "float": (TypeError, r"shape 0: expected .* got \(2.0,\)", ["a"], [(2.0,)], ["f4"]),
+    "no shape": (TypeError, "shape 0: expected a sequence of integers, got 2", ["a"], [2], ["f4"]),
+    "one shape": (TypeError, "shapes: expected a sequence, .* got int", ["a"], 2, ["f4"]),
+    "one name": (TypeError, "names: expected a sequence, .* got str", "a", [()], ["f4"]),
+    "one dtype": (TypeError, "dtypes: expected a sequence, .* got str", ["a"], [()], "f4"),
+    "no dtype": (TypeError, "dtype 0: expected a dtype, .* got 'f3'", ["a"], [()], ["f3"]),
     "many dimensions": (ValueError, "at most 64 dimensions, got 65", ["a"], [(1,) * 65], ["f4"]),
     "objects": (TypeError, "slot 0 'a': expected a dtype of fixed size", ["a"], [()], ["O"]),
     "fields of objects": (TypeError, "without Python objects", ["a"], [()], [[("x", "O")]]),
@@ -219,7 +235,13 @@ BAD_LAYOUTS = {
     "one dimension": (OverflowError, "slot 0 'a': more bytes than", ["a"], [(2**70,)], ["f4"]),
     "product": (OverflowError, "slot 0 'a': more bytes than", ["a"], [(2**40, 2**40)], ["f4"]),
     "empty product": (OverflowError, "slot 0 'a'", ["a"], [(2**40, 0, 2**40)], ["f4"]),
-    "sum": (OverflowError, "slot 1 'b': more", ["a", "b"], [(2**62 - 64,), (2**62 - 64,)], "bb"),
+    "sum": (
+        OverflowError,
+        "slot 1 'b': more",
+        ["a", "b"],
+        [(2**62 - 64,), (2**62 - 64,)],
+        ["b"] * 2,
+    ),
     "padding": (OverflowError, "slot 0 'a': more bytes than", ["a"], [(2**62 - 1,)], ["i1"]),
 }
 
@@ -228,7 +250,7 @@ BAD_LAYOUTS = {
 def test_bad_layouts_are_refused(case: str) -> None:
     error, match, names, shapes, dtypes = BAD_LAYOUTS[case]
     with pytest.raises(error, match=match):
-        Layout(names, shapes, list(dtypes))  # type: ignore[arg-type]
+        Layout(names, shapes, dtypes)  # type: ignore[arg-type]
 
 
 def test_what_holds_no_parts_is_refused() -> None:

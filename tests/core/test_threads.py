@@ -236,7 +236,7 @@ def test_set_num_threads_is_what_get_num_threads_gives(use_threads: Callable[[in
         assert fw.show_config()["threads"] == str(count)
 
 
-@pytest.mark.parametrize("count", [0, -1, 1025, 2**40])
+@pytest.mark.parametrize("count", [0, -1, 1025, 2**40, 2**70])
 def test_set_num_threads_refuses_other_numbers(count: int) -> None:
     before = fw.get_num_threads()
     with pytest.raises(ValueError, match=f"a number of threads from 1 to 1024, got {count}"):
@@ -244,10 +244,10 @@ def test_set_num_threads_refuses_other_numbers(count: int) -> None:
     assert fw.get_num_threads() == before
 
 
-@pytest.mark.parametrize("count", [2.0, "2", None, 2**70])
+@pytest.mark.parametrize("count", [2.0, "2", None])
 def test_set_num_threads_refuses_what_is_no_number(count: Any) -> None:
     before = fw.get_num_threads()
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=f"count: expected an integer, got {count!r}"):
         fw.set_num_threads(count)
     assert fw.get_num_threads() == before
 

@@ -675,6 +675,14 @@ def test_numbers_out_of_range_are_refused(cls: Any, arguments: dict[str, Any], m
         cls(np.zeros(3), **{**arguments, key: "1"})
 
 
+@pytest.mark.parametrize("name", server.__all__)
+def test_wrong_arguments_are_those_of_the_class_by_name(name: str) -> None:
+    cls: Any = getattr(server, name)
+    if issubclass(cls, server.ServerOptimizer) and cls is not server.ServerOptimizer:
+        with pytest.raises(TypeError, match=rf"^{name}.__init__\(\)"):
+            cls(np.zeros(3), momentums=0.5)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_models_that_cannot_be_optimised_are_refused(name: str) -> None:
     with pytest.raises(TypeError, match="initial: expected an array or FlatWeights, got a mapping"):

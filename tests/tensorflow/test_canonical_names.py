@@ -247,6 +247,8 @@ def test_rename_maps_the_names_of_one_network_to_those_of_another() -> None:
     target.set_weights(source.get_weights(), rename=rename, strict=True)
     for name, renamed in rename.items():
         np.testing.assert_array_equal(target.get_weights()[renamed], source.get_weights()[name])
+    with pytest.raises(TypeError, match="rename: expected a mapping of names, got list"):
+        target.set_weights(source.get_weights(), rename=[*rename])
 
 
 def test_a_smaller_or_larger_network_is_never_taken_by_position() -> None:

@@ -259,7 +259,9 @@ def test_messages_of_the_wrong_kind_are_refused(rng: np.random.Generator) -> Non
     start = model(rng)
     driver = DeltaBroadcaster(start, "bfloat16")
     worker = DeltaEncoder(driver.snapshot())
-    with pytest.raises(TypeError, match="expected a Difference, got FlatWeights"):
+    with pytest.raises(
+        TypeError, match="message: expected a Difference or a Snapshot, got FlatWeights"
+    ):
         worker.receive(start)
     with pytest.raises(ValueError, match="got one from a worker"):
         worker.receive(worker.encode(start))
@@ -297,8 +299,12 @@ def test_what_is_no_model_or_message_is_refused() -> None:
             refused()
     with pytest.raises(TypeError, match="snapshot: expected Snapshot, got FlatWeights"):
         DeltaEncoder(start)
-    with pytest.raises(TypeError, match="message: expected Snapshot, got dict"):
+    with pytest.raises(TypeError, match="message: expected a Difference or a Snapshot, got dict"):
         worker.fits(wrong)
+    with pytest.raises(TypeError, match="message: expected a Difference or a Snapshot, got dict"):
+        worker.receive(wrong)
+    with pytest.raises(TypeError, match="sources: expected a list of models, got Difference"):
+        driver.average(update)
     with pytest.raises(TypeError, match="layout: expected Layout, got FlatWeights"):
         wire_layout(start, "bfloat16")
     with pytest.raises(TypeError, match="source 0: expected a Difference, got dict"):

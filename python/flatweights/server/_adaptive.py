@@ -86,25 +86,7 @@ class FedAdagrad(_Adaptive[Model]):
         super().__init__(initial, learning_rate=learning_rate, beta1=beta1, tau=tau)
 
 
-class _WithBeta2(_Adaptive[Model]):
-    """An optimizer whose second moment forgets old squares at the rate ``beta2``."""
-
-    beta2 = Hyperparameter.fraction()
-
-    def __init__(
-        self,
-        initial: Model,
-        *,
-        learning_rate: float = 0.01,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        tau: float = 1e-3,
-    ) -> None:
-        numbers = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "tau": tau}
-        super().__init__(initial, **numbers)
-
-
-class FedAdam(_WithBeta2[Model]):
+class FedAdam(_Adaptive[Model]):
     """Adam on the server: `FedAdagrad` with ``v = beta2 * v + (1 - beta2) * delta**2``.
 
     Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2, after Kingma and
@@ -123,10 +105,23 @@ class FedAdam(_WithBeta2[Model]):
         beta2: From 0 to below 1: the share of ``v`` that a step keeps. It may be set between steps.
     """
 
+    beta2 = Hyperparameter.fraction()
     _moment = "mean"
 
+    def __init__(
+        self,
+        initial: Model,
+        *,
+        learning_rate: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+    ) -> None:
+        numbers = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "tau": tau}
+        super().__init__(initial, **numbers)
 
-class FedYogi(_WithBeta2[Model]):
+
+class FedYogi(_Adaptive[Model]):
     """Yogi on the server: `FedAdam`, but ``v`` moves by at most ``(1 - beta2) * delta**2``.
 
     The rule is ``v -= (1 - beta2) * delta**2 * sign(v - delta**2)``. Reddi et al., "Adaptive
@@ -146,4 +141,17 @@ class FedYogi(_WithBeta2[Model]):
         beta2: From 0 to below 1: the share of ``v`` that a step keeps. It may be set between steps.
     """
 
+    beta2 = Hyperparameter.fraction()
     _moment = "sign"
+
+    def __init__(
+        self,
+        initial: Model,
+        *,
+        learning_rate: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+    ) -> None:
+        numbers = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "tau": tau}
+        super().__init__(initial, **numbers)

@@ -92,8 +92,11 @@ class Gradients:
         if isinstance(gradients, Mapping):
             unknown = [name for name in gradients if name not in self._layout]
             if unknown:
-                raise ValueError(f"expected names of variables, got {unknown}")
+                raise ValueError(f"grads: expected names of variables, got {unknown}")
             return [gradients.get(name) for name in self._layout.names]
+        if isinstance(gradients, (str, bytes)) or not isinstance(gradients, Iterable):
+            got = type(gradients).__name__
+            raise TypeError(f"grads: expected gradients in a list or by name, got {got}")
         listed = list(gradients)
         if any(_is_pair(item) for item in listed):
             return self._by_variable(listed)
@@ -101,9 +104,11 @@ class Gradients:
             return listed
         trained = trained_positions(self._wrappers)
         if len(listed) != len(trained):
+            counts = f"{len(self._wrappers)} gradients, one per variable"
+            if len(trained) < len(self._wrappers):
+                counts += f", or {len(trained)}, one per trainable variable"
             raise ValueError(
-                f"expected {len(self._wrappers)} gradients, one per variable, or {len(trained)}, "
-                f"one per trainable variable, got {len(listed)}; pairs (gradient, variable) may be "
+                f"grads: expected {counts}, got {len(listed)}; pairs (gradient, variable) may be "
                 "fewer"
             )
         arranged: list[Any] = [None] * len(self._wrappers)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from flatweights._core import is_settable, move_parts
-from flatweights._dtypes import is_floating
+from flatweights._dtypes import is_floating, read_dtype
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout, layout_at
 from flatweights.tensorflow._eager import check_outside_of_scopes, eagerly
@@ -30,7 +30,7 @@ class Objective:
         """Take the ``variables`` at the slots of ``layout``, and the function that sets them."""
         self._set_flat = set_flat
         self._layout = layout
-        self._dtype = np.dtype(dtype)
+        self._dtype = read_dtype(dtype, "dtype")
         listed = list(variables.values())
         self._positions = trained_positions(listed)
         if not self._positions:

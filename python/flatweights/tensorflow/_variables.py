@@ -14,7 +14,7 @@ import tensorflow as tf
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from flatweights._core import check_out, is_settable
-from flatweights._dtypes import is_averaged, is_floating, is_integer
+from flatweights._dtypes import is_averaged, is_floating, is_integer, read_dtype
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout, cast_for_slot, place_of
 from flatweights._match import match_slots
@@ -261,7 +261,7 @@ class TensorFlowVariables:
             vector = self._mover.try_get(out)
             if vector is not None:
                 return vector
-        target = self._dtype if dtype is None else np.dtype(dtype)
+        target = self._dtype if dtype is None else read_dtype(dtype, "dtype")
         if (
             target is not self._dtype
             and target != self._dtype
@@ -633,7 +633,9 @@ class TensorFlowVariables:
             RuntimeError: If the gradients' graph is finalized; inside a `tf.function`, if they
                 are not its own tensors.
         """
-        target = self._dtype if dtype is None else np.dtype(dtype)
+        target = self._dtype if dtype is None else read_dtype(dtype, "dtype")
+        if not (is_floating(target) or is_integer(target) or target.kind == "c"):
+            raise TypeError(f"dtype: expected one of numbers, got {target}")
         if out is not None:
             check_out(out, self._layout.size, target)
         return self._gradients.flatten(grads, target, out, clip_norm)

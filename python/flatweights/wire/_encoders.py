@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import _core
+from flatweights._average import list_of
 from flatweights._layout import Layout
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights, sealed
@@ -33,6 +34,7 @@ from flatweights.wire._messages import (
     check_base,
     check_difference,
     check_fields,
+    check_message,
     layouts_of_snapshot,
 )
 
@@ -176,6 +178,7 @@ class DeltaEncoder(_Side):
             check_fields(message, "message")
             layout, wire = message.layout, message.values.layout
         else:
+            check_message(message)
             layouts = layouts_of_snapshot(message, "message")
             layout, wire = layouts.model, layouts.wire
         expected = self._layouts.model.digest, self._layouts.wire.digest
@@ -219,6 +222,7 @@ class DeltaEncoder(_Side):
             check_layout(self._layouts.wire, layouts.wire, "snapshot, wire_dtype")
             self._advance(message.version, None, (self._reference, message.weights))
             return self.reference
+        check_message(message)
         check_difference(message, self._layouts, "difference")
         check_base(message, self.version, "difference")
         if message.version is None:
@@ -368,7 +372,7 @@ class DeltaBroadcaster(_Side):
             TypeError: As `average_differences`.
             ValueError: As `average_differences`.
         """
-        models = list(sources)
+        models = list_of(sources)
         for k, model in enumerate(models):
             self.check(model, f"source {k}")
         return self.add_to(average_differences(models, weights, out=out))

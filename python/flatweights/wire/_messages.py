@@ -200,6 +200,13 @@ def check_base(message: Difference, version: int | None, where: str) -> None:
         )
 
 
+def check_message(message: Any) -> None:
+    """Raise `TypeError` unless ``message`` is one that a driver sends."""
+    if not isinstance(message, (Difference, Snapshot)):
+        got = type(message).__name__
+        raise TypeError(f"message: expected a Difference or a Snapshot, got {got}")
+
+
 def check_fields(message: Any, where: str) -> None:
     """Raise `TypeError` unless ``message`` is a `Difference` with fields of the right types."""
     if not isinstance(message, Difference):
