@@ -399,6 +399,7 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
     best = keras.callbacks.ModelCheckpoint("best.keras", "loss", save_best_only=True)
     last = keras.callbacks.ModelCheckpoint("last.keras")
     resumes = keras.callbacks.BackupAndRestore("backup")
+    swaps = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     wrong: list[tuple[list[Any], str]] = [
         ([early, AverageLogs()], "expected before EarlyStopping in the list of callbacks"),
         ([last, best, AverageLogs()], "expected before ModelCheckpoint"),
@@ -407,6 +408,7 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
         ([last, AverageWeights()], "AverageWeights: expected before ModelCheckpoint"),
         ([restores, AverageWeights()], "AverageWeights: expected before EarlyStopping"),
         ([resumes, AverageWeights()], "AverageWeights: expected before BackupAndRestore"),
+        ([swaps, AverageWeights()], "AverageWeights: expected before SwapEMAWeights"),
         ([AverageWeights(outer=FedAvgM), resumes], "expected no BackupAndRestore in the list"),
         ([early], "expected the callback AverageLogs or AverageWeights in fit"),
     ]

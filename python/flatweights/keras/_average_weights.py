@@ -154,9 +154,9 @@ class AverageWeights(MemberCallback):
         """Make all members start from rank 0's weights.
 
         Raises:
-            ValueError: If a callback before this one saves the model, or keeps its best weights: it
-                would keep this member's own weights. Or if there is a `BackupAndRestore`, and an
-                outer optimizer, which it would not restore.
+            ValueError: If a callback before this one saves the model, keeps its best weights, or
+                swaps them: it would keep this member's own weights. Or if there is a
+                `BackupAndRestore`, and an outer optimizer, which it would not restore.
         """
         callbacks = callbacks_beside(self)
         check_before(self, callbacks, _keeps, "keep the weights of its own member")
@@ -395,7 +395,7 @@ def _ends_with_own_averages(optimizer: Any) -> bool:
 
 
 def _keeps(callback: Any) -> bool:
-    """Whether ``callback`` keeps weights: in a file, or to set them at the end."""
-    saving = keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore | Report
-    is_saved = isinstance(callback, saving)
-    return is_saved or bool(keepers_among([callback]))
+    """Whether ``callback`` keeps weights: in a file, to set them at the end, or to swap them."""
+    kinds = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, Report
+    swaps = isinstance(callback, keras.callbacks.SwapEMAWeights)
+    return swaps or isinstance(callback, kinds) or bool(keepers_among([callback]))

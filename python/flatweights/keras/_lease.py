@@ -35,8 +35,8 @@ _SAME: dict[Place, str] = {
     "epoch": "the same model, optimizer and callbacks",
     "step": "the same model and the same arguments of average_gradients",
     "weights": "the same model and the same arguments of AverageWeights",
-    "logs": "the same metrics, the same arguments of AverageLogs, and validation data in all of "
-    "them or in none",
+    "logs": "the same metrics, the same arguments of AverageLogs, a batch of data or more, and "
+    "validation data in all of them or in none",
     "report": "the same callbacks in the same order",
     "end": "the same callbacks in the same order",
 }
