@@ -5,7 +5,7 @@ Each process builds the model and calls ``fit`` on its part of the data; two lin
 batches. With `AverageWeights`, each trains by itself and their weights are averaged now and then.
 `AverageLogs` gives callbacks, such as early stopping, the metrics of all processes. `Report` gives
 Ray Train the metrics and a checkpoint of each epoch, and resumes from one. `ReplaceWorkers` has Ray
-Train replace the worker that has failed, while the others go on.
+Train replace the worker that has failed, while the others go on::
 
     model.compile(flatweights.keras.average_gradients(keras.optimizers.Adam()), "mse")
     model.fit(part_of_the_data, callbacks=[flatweights.keras.AverageLogs()])
