@@ -306,30 +306,34 @@ class AverageWeights(MemberCallback):
 
         If that member dies meanwhile, another one takes its place.
         """
-        lease, member, timeout = self._lease, self._member, self._lease.timeout
+        lease, member = self._lease, self._member
         there = {"the first weights": np.zeros(1)}
-        while True:
+        is_sent = False
+        while not is_sent:
             with calls_are_equal(member, "start"):
-                met = member.average(there, timeout=timeout, min_results=lease.min_results)
-                root = min(met.used)
+                met = member.average(there, timeout=lease.timeout, min_results=lease.min_results)
                 try:
-                    if self._plain is not None:
-                        member.broadcast_variables(self._plain, root, timeout=timeout)
+                    self._take_from(min(met.used), outer)
+                    is_sent = True
                 except WorkerError:
                     if lease.min_results is None:
                         raise
-                    continue
-                if self._learned is None or outer is None:
-                    return
-                if isinstance(outer, ServerOptimizer):
-                    state = member.broadcast(outer.state, root, timeout=timeout)
-                    self.outer = type(outer).from_state(state)
-                    self._learned.set_weights(self.outer.weights)
-                else:
-                    member.broadcast_variables(self._learned, root, timeout=timeout)
-                    self.outer = outer(self._learned.get_weights())
-                    _check_outer(self.outer, self._learned)
-                return
+
+    def _take_from(self, root: int, outer: Outer | None) -> None:
+        """Give all the variables, and the outer optimizer, of ``root``."""
+        member, timeout = self._member, self._lease.timeout
+        if self._plain is not None:
+            member.broadcast_variables(self._plain, root, timeout=timeout)
+        if self._learned is None or outer is None:
+            return
+        if isinstance(outer, ServerOptimizer):
+            state = member.broadcast(outer.state, root, timeout=timeout)
+            self.outer = type(outer).from_state(state)
+            self._learned.set_weights(self.outer.weights)
+        else:
+            member.broadcast_variables(self._learned, root, timeout=timeout)
+            self.outer = outer(self._learned.get_weights())
+            _check_outer(self.outer, self._learned)
 
     def _average(self, at: Literal["batch", "epoch"]) -> None:
         self._count()
