@@ -3,6 +3,7 @@
 import ast
 import errno
 import re
+import socket
 import subprocess
 import sys
 from importlib import import_module
@@ -173,6 +174,29 @@ def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert re.match(r"Ray did not start: .*: it needs a folder to write to \(RAY_TMPDIR", line)
+
+
+def test_a_cluster_that_has_ended_is_told_before_ray_waits_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+
+    def errors(**environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", "from flatweights.examples import run; run(lambda: None)"],
+            env=clean_environment(RAY_TMPDIR=str(tmp_path), **environment),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=True,
+        )
+        return done.stderr
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        file.write_text(f"127.0.0.1:{server.getsockname()[1]}")
+        assert errors(RAY_ADDRESS="") == ""
+    line = f"no Ray answers at the address in {file}: delete that file, or set RAY_ADDRESS=local\n"
+    assert errors(RAY_ADDRESS="") == line
+    assert errors(RAY_ADDRESS="local") == ""
 
 
 def test_drivers_that_need_no_tensorflow_import_none() -> None:

@@ -8,6 +8,7 @@ an error in one line, and draw the curves that the program returns.
 import contextlib
 import errno
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,12 +53,32 @@ def run(main: Callable[[], object]) -> NoReturn:
     os.environ.update(_ENVIRONMENT | dict(os.environ))
 
     def explained() -> None:
+        if gone := _gone_cluster():
+            print(gone, file=sys.stderr, flush=True)
         try:
             main()
         except Exception as error:
             raise SystemExit(explain(error)) from error
 
     sys.exit(supervise(explained))
+
+
+def _gone_cluster() -> str:
+    """Return a line if Ray would wait for a cluster that has ended; it does so for minutes."""
+    if os.environ.get("RAY_ADDRESS"):
+        return ""
+    file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    try:
+        host, _, port = file.read_text().strip().rpartition(":")
+    except OSError:  # there is none, so Ray starts one
+        return ""
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError):
+        return (
+            f"no Ray answers at the address in {file}: delete that file, or set RAY_ADDRESS=local"
+        )
+    return ""
 
 
 def explain(error: Exception) -> str:
