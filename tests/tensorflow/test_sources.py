@@ -336,6 +336,20 @@ def test_a_loaded_saved_model_of_a_compiled_tf_keras_model_has_its_optimizer(
     assert np.any(slot.numpy() > 0)
 
 
+def test_containers_that_contain_themselves_are_entered_once() -> None:
+    w, b = tf.Variable([1.0], name="w"), tf.Variable([2.0], name="b")
+    items: list[Any] = [w]
+    named: dict[str, Any] = {"items": items, "b": b}
+    items.append(named)
+    named["itself"] = named
+    for output in (items, named):
+        assert sorted(TensorFlowVariables(output).get_flat().tolist()) == [1.0, 2.0]
+    empty: list[Any] = []
+    empty.append(empty)
+    with pytest.raises(ValueError, match="to have variables, found none"):
+        TensorFlowVariables(empty)
+
+
 # NumPy warns of how Keras saves.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_a_loaded_keras_model_takes_the_weights_of_its_origin(tmp_path: Path) -> None:

@@ -92,9 +92,17 @@ class _Walk:
     def __init__(self) -> None:
         self._entered: set[int] = set()
 
-    def walk(self, value: Any, path: KeyPath) -> Iterator[_Item]:
-        """Yield each variable and optimizer that ``value`` holds, perhaps more than once."""
-        if value is None:
+    def walk(
+        self, value: Any, path: KeyPath, within: frozenset[int] = frozenset()
+    ) -> Iterator[_Item]:
+        """Yield each variable and optimizer that ``value`` holds, perhaps more than once.
+
+        Args:
+            value: Anything.
+            path: Where it is.
+            within: The identities of the containers around it, which are not entered again.
+        """
+        if value is None or id(value) in within:
             return
         if is_variable(value):
             yield from self._variable((*path, own_name(value)), value)
@@ -104,10 +112,10 @@ class _Walk:
                 if is_variable(item):
                     yield from self._variable((*path, str(key)), item)
                 else:
-                    yield from self.walk(item, (*path, str(key)))
+                    yield from self.walk(item, (*path, str(key)), within | {id(value)})
         elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
             for prefix, item in zip(_prefixes(value), value, strict=True):
-                yield from self.walk(item, (*path, *prefix))
+                yield from self.walk(item, (*path, *prefix), within | {id(value)})
         elif self._is_holder(value) or _is_plain(value):
             yield from self._holder(value, path)
         else:
