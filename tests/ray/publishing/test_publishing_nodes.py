@@ -37,6 +37,15 @@ class Actor:
         return is_new, self.subscriber.version, float(self.weights[0]), self.subscriber.way
 
 
+def read_at_once(setting: str) -> tuple[str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLATWEIGHTS_RAY", setting)
+        with Subscriber("nodes", timeout=120) as subscriber:
+            (part,) = subscriber.read().values()
+            return subscriber.way, float(part[0])
+
+
+remote_reader: Any = ray.remote(num_cpus=0, resources={"away": 1})(read_at_once)
 remote_actor: Any = ray.remote(num_cpus=0, resources={"away": 1})(Actor)
 
 
@@ -83,8 +92,10 @@ def publish_to_nodes() -> None:
     weights = np.ones(SIZE)
     publisher = Publisher("nodes", weights)
     publisher.publish()
-    actors = [remote_actor.remote() for _ in range(3)]
     found: dict[str, Any] = {}
+    # What was published before is there for a first reader of its node.
+    found["at once"] = ray.get([remote_reader.remote(setting) for setting in ("", "store")])
+    actors = [remote_actor.remote() for _ in range(3)]
     wait_until(lambda: has(actors, 1, 1.0))
     found["relays"] = len(alive("Relay"))
     for version in range(2, 20):
@@ -114,4 +125,5 @@ def publish_to_nodes() -> None:
 
 def test_one_actor_of_a_node_reads_for_all_of_its_processes() -> None:
     found = json.loads(output_of(publish_to_nodes).splitlines()[-1])
-    assert found == {"relays": 1, "version": 10**12 + 1}
+    at_once = [["agent", 1.0], ["store", 1.0]]
+    assert found == {"at once": at_once, "relays": 1, "version": 10**12 + 1}

@@ -62,6 +62,8 @@ class Subscriber:
     ) -> None:
         """Wait until there is a publisher of ``name``; it need not have published anything yet.
 
+        If it has, it also waits until its weights have come to this node, if they do in time.
+
         Args:
             name: The name of the weights, within the Ray job.
             variables: The variables that `update` sets, with the layout of the published weights: a

@@ -40,6 +40,8 @@ _log = logging.getLogger("flatweights")
 def connect(name: str, record: Record, end: float) -> Source:
     """Return the source from which this process gets the weights of a publisher.
 
+    If there are some, it waits until they have come to this node.
+
     Args:
         name: The name.
         record: The publisher.
@@ -66,11 +68,19 @@ def connect(name: str, record: Record, end: float) -> Source:
             why = f"{type(error).__name__}: {error}"
     outlet = outlet_of(name, record)
     try:
-        answer_of(outlet.ping.remote(), max(0.0, end - time.monotonic()))
+        newest = answer_of(outlet.ping.remote(), max(0.0, end - time.monotonic()))
     except ray.exceptions.RayTaskError as error:
         raise ConnectionError(str(error.cause)) from None
     _log.info("weights of %r come through Ray: %s", name, why)
-    return PulledSource("store", record.number, record.layout, outlet)
+    source = PulledSource("store", record.number, record.layout, outlet)
+    try:
+        while newest and not (source.wait(0, _LOOK) or source.wait_for_end(0.0)):
+            if time.monotonic() >= end:
+                break
+    except BaseException:
+        source.close()
+        raise
+    return source
 
 
 def outlet_of(name: str, record: Record) -> ray.actor.ActorHandle:
@@ -104,8 +114,8 @@ class Outlet:
         self._source: BoardSource | None = None
         _start(self._watch, ray.get_runtime_context().current_actor)
 
-    def ping(self) -> None:
-        """Return if there is something to pull.
+    def ping(self) -> int:
+        """Return the newest version, 0 if there is none yet, if the publisher can be read.
 
         Raises:
             ConnectionError: If the publisher cannot be read.
@@ -120,6 +130,7 @@ class Outlet:
                     raise ConnectionError(f"{type(error).__name__}: {error}") from None
             if self._source.wait_for_end(0.0):
                 raise ConnectionError("the publisher has ended")
+            return self._source.newest
 
     def newer(self, seen: int) -> Newest | tuple[()] | None:
         """Return version, age and bytes of weights newer than ``seen``, once there are any.
@@ -169,11 +180,15 @@ class Relay:
         self._seen = 0
         self._layout = b""
         self._board: Board | None = None
+        self._is_offered = False  # once it has what there was to read when it was made
         self._changed = threading.Condition()
         _start(self._run, ray.get_runtime_context().current_actor)
 
     def board(self, seconds: float) -> tuple[bytes, tuple[Any, ...]]:
         """Return the layout of the weights, and the address of the board.
+
+        It waits for the first weights if the publisher has some, for otherwise readers on this node
+        would find nothing that was published long ago.
 
         Raises:
             TimeoutError: If there is no board within ``seconds``.
@@ -181,9 +196,9 @@ class Relay:
         with self._changed:
             self._asking += 1
             try:
-                if not self._changed.wait_for(lambda: self._board is not None, seconds):
+                self._changed.wait_for(lambda: self._is_offered, seconds)
+                if self._board is None:
                     raise TimeoutError("the publisher cannot be read from this node")
-                assert self._board is not None
                 return self._layout, tuple(self._board.address)
             finally:
                 self._asking -= 1
@@ -208,8 +223,8 @@ class Relay:
     def _relay(self, record: Record) -> None:
         """Copy the versions of a publisher to the board, until it has ended."""
         outlet = outlet_of(self._name, record)
-        answer_of(outlet.ping.remote(), _START)
-        board = self._board_for(record)
+        newest = answer_of(outlet.ping.remote(), _START)
+        board = self._board_for(record, is_offered=not newest)
         source = PulledSource("store", record.number, record.layout, outlet)
         try:
             while self._is_needed and not source.wait_for_end(0.0):
@@ -218,15 +233,24 @@ class Relay:
                 news = source.take(self._seen)
                 if news is not None:
                     self._publish(board, *news)
+                    self._offer()
         finally:
             source.interrupt()
+            self._offer()
 
-    def _board_for(self, record: Record) -> Board:
+    def _offer(self) -> None:
+        if not self._is_offered:
+            with self._changed:
+                self._is_offered = True
+                self._changed.notify_all()
+
+    def _board_for(self, record: Record, *, is_offered: bool) -> Board:
         with self._changed:
             old = self._board
             if old is None or self._layout != record.layout:
                 self._board = Board(record.address.nbytes)
                 self._layout = record.layout
+                self._is_offered = is_offered
                 self._changed.notify_all()
                 if old is not None:
                     old.close()
