@@ -433,9 +433,12 @@ class WorkerGroup:
             ValueError: If a subset follows a vector.
             RuntimeError: If another thread is in a call of the group, other than `as_completed`.
         """
-        with self._turn.beside() as is_alone:
+
+        def publish(is_alone: bool) -> None:
             self._roster.check_open()
             self._roster.publish(weights, in_window=is_alone)
+
+        self._turn.beside(publish)
 
     def as_completed(
         self,
@@ -516,20 +519,18 @@ class WorkerGroup:
     def _results(self, loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
         """Yield at most ``updates`` rounds of a loop; end it when the caller ends."""
         try:
-            with self._turn.briefly():
-                loop.begin()
+            self._turn.briefly(loop.begin)
             number = 0
             while updates is None or number < updates:
                 number += 1
-                with self._turn.of_loop():
-                    result = loop.next()
+                result = self._turn.run(loop.next, admits=True)
                 self._count += 1
                 yield result
                 del result  # before the next one is made
         finally:
             # It changes nothing while another thread is in a call: the next call drops the answers.
-            with contextlib.suppress(RuntimeError), self._turn.briefly():
-                loop.close()
+            with contextlib.suppress(RuntimeError):
+                self._turn.briefly(loop.close)
 
     @alone
     def restore(self, *, timeout: float | None = _PROBE) -> list[int]:

@@ -2,93 +2,78 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 
 class Turn:
-    """A lock that the thread in a call holds; that thread may make calls within it.
+    """The turn of the thread that is in a call; that thread may make calls within it.
 
     Other threads do not wait for it, but raise: after a wait, their calls would find unexpected
     weights.
+
+    An interrupt, such as Ctrl-C, may come between any two calls of Python, and leaves no turn
+    taken: the frame that takes it gives it back by an assignment, and ``with`` is for locks alone.
     """
 
     def __init__(self, owner: str) -> None:
         """Take the name of the object that is called, for errors."""
         self._owner = owner
-        self._lock = threading.RLock()
-        self._thread = 0  # the thread that is in a call
-        self._short = threading.RLock()  # held during calls for which other threads wait
+        self._thread = 0  # the thread that is in a call; 0, if none is
         self._admits = False  # whether the call is one of a loop that others may be beside
+        self._short = threading.RLock()  # held during calls for which other threads wait
 
-    def __enter__(self) -> None:
-        """Begin a call.
+    def run(self, call: Callable[[], Result], *, admits: bool = False) -> Result:
+        """Make a call, and return its result.
 
-        Raises:
-            RuntimeError: If another thread is in a call.
-        """
-        with self._short:
-            is_free = self._lock.acquire(blocking=False)
-        if not is_free:
-            raise self._error()
-        self._thread = threading.get_ident()
-
-    def __exit__(self, *error: object) -> None:
-        """End the call."""
-        self._lock.release()
-
-    @contextlib.contextmanager
-    def briefly(self) -> Iterator[None]:
-        """Make a call for which other threads wait.
+        Args:
+            call: The call.
+            admits: Whether it is one of a loop, which admits calls `beside` it.
 
         Raises:
             RuntimeError: If another thread is in a call.
         """
-        with self._short, self:
-            yield
-
-    @contextlib.contextmanager
-    def of_loop(self) -> Iterator[None]:
-        """Make a call that admits calls `beside` it.
-
-        Raises:
-            RuntimeError: If another thread is in a call.
-        """
-        with self._short:
-            self.__enter__()
-            before, self._admits = self._admits, True
+        own = threading.get_ident()
+        if self._thread == own:
+            return call()
         try:
-            yield
-        finally:
             with self._short:
-                self._admits = before
-                self.__exit__()
+                if self._thread:
+                    raise self._error()
+                self._thread, self._admits = own, admits
+            return call()
+        finally:
+            if self._thread == own:
+                self._thread = 0
 
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[bool]:
-        """Make a call for which others wait, if no other thread is in a call, except `of_loop`.
+    def briefly(self, call: Callable[[], Result]) -> Result:
+        """Make a call for which other threads wait, and return its result.
 
-        Yields:
-            Whether no other thread is in a call.
+        Raises:
+            RuntimeError: If another thread is in a call.
+        """
+        with self._short:
+            return self.run(call)
+
+    def beside(self, call: Callable[[bool], Result]) -> Result:
+        """Make a call for which others wait, if no other thread is in a call, except of a loop.
+
+        Args:
+            call: The call. Its argument is whether no other thread is in a call.
 
         Raises:
             RuntimeError: If another thread is in another call.
         """
         with self._short:
-            if self._lock.acquire(blocking=False):
-                try:
-                    yield True
-                finally:
-                    self._lock.release()
-            elif self._admits:
-                yield False
-            else:
+            is_alone = self._thread in (0, threading.get_ident())
+            if not (is_alone or self._admits):
                 raise self._error()
+            return call(is_alone)
 
     def _error(self) -> RuntimeError:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -104,7 +89,6 @@ def alone(method: Method) -> Method:
 
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with self._turn:
-            return method(self, *args, **kwargs)
+        return self._turn.run(functools.partial(method, self, *args, **kwargs))
 
     return cast("Method", call)
