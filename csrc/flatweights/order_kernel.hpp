@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "flatweights/average_kernel.hpp"
@@ -138,12 +139,15 @@ template <class T>
 //
 // The numbers are a range of ranks, so exactly one rank of each class modulo `nearest` is among
 // them. Of the ranks k and k + nearest, the second is nearer if twice the median is more than the
-// sum of both numbers: sums are compared with their rounding errors, and so exactly.
+// sum of both numbers: sums are compared with their rounding errors, and so exactly. Beside an
+// infinite number they show nothing: if the median is infinity, the largest numbers are nearest.
 template <class T, class V, class Number>
 [[gnu::always_inline]] inline V sum_nearest(Number number, std::size_t count, std::size_t nearest,
                                             V& lost) noexcept {
   V middle = number((count - 1) / 2), rest = V{};
-  add_exactly(middle, rest, number(count / 2));
+  const V upper = number(count / 2);
+  const auto is_infinite = upper == V{} + std::numeric_limits<double>::infinity();
+  add_exactly(middle, rest, upper);
   V total = V{};
   lost = V{};
   for (std::size_t first = 0; first < nearest; ++first) {
@@ -152,7 +156,7 @@ template <class T, class V, class Number>
       const V next = number(k + nearest);
       V sum = number(k), error = V{};
       add_exactly(sum, error, next);
-      const auto nearer = (sum < middle) | ((sum == middle) & (error < rest));
+      const auto nearer = (sum < middle) | ((sum == middle) & (error < rest)) | is_infinite;
       chosen = nearer ? next : chosen;
     }
     if constexpr (std::is_same_v<T, double>)

@@ -261,6 +261,19 @@ def test_nan_stays_and_infinity_is_a_number_like_others() -> None:
     assert robust.trimmed_mean(sources, 0)[0] == np.inf
 
 
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_infinity_is_nearest_to_an_infinite_median(dtype: Any, sign: int) -> None:
+    for numbers in ([1, 2, np.inf, np.inf, np.inf], [np.inf, 1, np.inf, 2], [1, np.inf, np.inf]):
+        sources = [np.full(100, sign * number, dtype) for number in numbers]
+        for keep in range(1, len(numbers) + 1):
+            got = robust.mean_around_median(sources, keep).astype(np.float64)
+            assert np.array_equal(got, np.full(100, sign * np.inf)), (numbers, keep)
+    sources = [np.full(100, sign * number, dtype) for number in (1, 2, 4, np.inf, np.inf)]
+    expected = np.full(100, sign * 7 / 3, dtype)
+    assert np.array_equal(robust.mean_around_median(sources, 3), expected)
+
+
 # Errors.
 
 
