@@ -386,7 +386,8 @@ def test_memory_of_deleted_variables_is_released() -> None:
         weights.add_flat(weights.get_flat() + 1)
         weights.set_flat(weights.get_flat())
 
-    assert least_growth(resident_bytes, cycle, repeats=5) < 16 * MEGABYTE
+    # TensorFlow's threads may release memory to heaps of their own, which grow for some rounds.
+    assert least_growth(resident_bytes, cycle, repeats=5, rounds=10) < 16 * MEGABYTE
 
 
 @bound_alone
