@@ -14,6 +14,7 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._numbers import real_number
 from flatweights._sources import Template, check_flat_weights
+from flatweights._trees import listed
 from flatweights._weights import FlatWeights
 
 Nonfinite = Literal["propagate", "raise", "skip"]
@@ -318,18 +319,12 @@ def list_of(sources: Iterable[Any]) -> list[Any]:
     """
     if type(sources) is list:
         return sources[:]
-    expected = f"sources: expected a list of models, got {type(sources).__name__}"
     if isinstance(sources, Mapping) and sources:
         raise TypeError(
-            f"{expected}; pass list(models.values()), or the models in one list, [a, b]"
+            f"sources: expected a list of models, got {type(sources).__name__}; pass "
+            "list(models.values()), or the models in one list, [a, b]"
         )
-    if isinstance(sources, (str, bytes)):
-        raise TypeError(expected)
-    try:
-        rest = iter(sources)
-    except TypeError as error:
-        raise TypeError(expected) from error
-    return list(rest)
+    return listed(sources, "sources: expected a list of models")
 
 
 def read_weights(

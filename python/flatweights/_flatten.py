@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._dtypes import promote
 from flatweights._layout import Layout, Parts, arrays_of, check_layout_kind
+from flatweights._trees import listed
 
 
 def flatten(parts: Parts, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -116,11 +117,8 @@ def unflatten_into(parts: Parts, flat: NDArray[Any]) -> None:
         ValueError: If the lengths differ, a part is strided or read-only, or overlaps
             ``flat`` or another part.
     """
-    try:
-        arrays = list(parts.values() if hasattr(parts, "values") else parts)
-    except TypeError as error:
-        got = type(parts).__name__
-        raise TypeError(f"parts: expected a mapping or a sequence of arrays, got {got}") from error
+    values = parts.values() if hasattr(parts, "values") else parts
+    arrays = listed(values, "parts: expected a mapping or a sequence of arrays")
     _core.unflatten_into(arrays, flat)
 
 

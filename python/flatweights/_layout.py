@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from flatweights import _core
 from flatweights._dtypes import decode_dtype, encode_dtype, is_floating, promote, read_dtype
-from flatweights._trees import Tree, as_array, is_tree
+from flatweights._trees import Tree, as_array, is_tree, listed
 
 Parts = Mapping[str, Any] | Sequence[Any]
 """Arrays by name or by position; or, where a function says so, nested containers of arrays."""
@@ -104,13 +104,12 @@ class Layout:
                 or the arguments differ in length.
             OverflowError: If the parts need more bytes than can be addressed.
         """
-        self._names = tuple(_listed(names, "names"))
-        self._dtypes = tuple(
-            read_dtype(dtype, f"dtype {i}") for i, dtype in enumerate(_listed(dtypes, "dtypes"))
-        )
-        self._shapes = tuple(
-            _shape(s, f"shape {i}") for i, s in enumerate(_listed(shapes, "shapes"))
-        )
+        each = "expected a sequence, one for each part"
+        self._names = tuple(listed(names, f"names: {each}"))
+        kinds = listed(dtypes, f"dtypes: {each}")
+        self._dtypes = tuple(read_dtype(dtype, f"dtype {i}") for i, dtype in enumerate(kinds))
+        sizes = listed(shapes, f"shapes: {each}")
+        self._shapes = tuple(_shape(shape, f"shape {i}") for i, shape in enumerate(sizes))
         named = bool(named)
         self._compared = (named, self._names, self._shapes, self._dtypes)
         self._core = _core.Layout(self._names, self._shapes, self._dtypes)
@@ -468,15 +467,6 @@ def _values(parts: Parts) -> list[Any]:
     if isinstance(parts, Sequence) and not isinstance(parts, (str, bytes)):
         return list(parts)
     raise TypeError(f"expected a mapping or a sequence of arrays, got {type(parts).__name__}")
-
-
-def _listed(values: Any, where: str) -> list[Any]:
-    if not isinstance(values, (str, bytes)):
-        try:
-            return list(values)
-        except TypeError:
-            pass
-    raise TypeError(f"{where}: expected a sequence, one for each part, got {type(values).__name__}")
 
 
 def _shape(shape: Any, where: str) -> tuple[int, ...]:

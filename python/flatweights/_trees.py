@@ -11,6 +11,23 @@ _PROTOCOLS = ("__array__", "__array_interface__", "__dlpack__")
 _MOST_LEVELS = 64
 
 
+def listed(values: Any, expected: str) -> list[Any]:
+    """Return ``values`` as a list.
+
+    Raises:
+        TypeError: What was ``expected``, and the type, if they are not iterable, or a text.
+    """
+    cause = None
+    if not isinstance(values, (str, bytes)):
+        try:
+            rest = iter(values)
+        except TypeError as error:
+            cause = error
+        else:
+            return list(rest)
+    raise TypeError(f"{expected}, got {type(values).__name__}") from cause
+
+
 def as_array(value: Any, where: str) -> NDArray[Any]:
     """Return ``value`` as an array, without a copy where its memory can be shared.
 

@@ -151,7 +151,7 @@ class AverageWeights(MemberCallback):
         self.outer = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Make all members start from rank 0's weights.
+        """Make all members start from the weights of one member.
 
         Raises:
             ValueError: If a callback before this one saves the model, keeps its best weights, or
@@ -308,13 +308,12 @@ class AverageWeights(MemberCallback):
         """
         lease, member = self._lease, self._member
         there = {"the first weights": np.zeros(1)}
-        is_sent = False
-        while not is_sent:
+        while True:
             with calls_are_equal(member, "start"):
                 met = member.average(there, timeout=lease.timeout, min_results=lease.min_results)
                 try:
                     self._take_from(min(met.used), outer)
-                    is_sent = True
+                    return
                 except WorkerError:
                     if lease.min_results is None:
                         raise

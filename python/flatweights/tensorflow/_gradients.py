@@ -16,7 +16,7 @@ from flatweights._flatten import new_vector
 from flatweights._inplace import clip_by_norm_
 from flatweights._layout import Layout, Slot, cast_for_slot, place_of
 from flatweights._numbers import finite
-from flatweights._trees import as_array
+from flatweights._trees import as_array, listed
 from flatweights.tensorflow._eager import eagerly, wait
 from flatweights.tensorflow._kinds import inner_variable, is_symbolic, is_variable, own_name
 from flatweights.tensorflow._session import check_unfinished
@@ -94,25 +94,22 @@ class Gradients:
             if unknown:
                 raise ValueError(f"grads: expected names of variables, got {unknown}")
             return [gradients.get(name) for name in self._layout.names]
-        if isinstance(gradients, (str, bytes)) or not isinstance(gradients, Iterable):
-            got = type(gradients).__name__
-            raise TypeError(f"grads: expected gradients in a list or by name, got {got}")
-        listed = list(gradients)
-        if any(_is_pair(item) for item in listed):
-            return self._by_variable(listed)
-        if len(listed) == len(self._wrappers):
-            return listed
+        given = listed(gradients, "grads: expected gradients in a list or by name")
+        if any(_is_pair(item) for item in given):
+            return self._by_variable(given)
+        if len(given) == len(self._wrappers):
+            return given
         trained = trained_positions(self._wrappers)
-        if len(listed) != len(trained):
+        if len(given) != len(trained):
             counts = f"{len(self._wrappers)} gradients, one per variable"
             if len(trained) < len(self._wrappers):
                 counts += f", or {len(trained)}, one per trainable variable"
             raise ValueError(
-                f"grads: expected {counts}, got {len(listed)}; pairs (gradient, variable) may be "
+                f"grads: expected {counts}, got {len(given)}; pairs (gradient, variable) may be "
                 "fewer"
             )
         arranged: list[Any] = [None] * len(self._wrappers)
-        for i, gradient in zip(trained, listed, strict=True):
+        for i, gradient in zip(trained, given, strict=True):
             arranged[i] = gradient
         return arranged
 

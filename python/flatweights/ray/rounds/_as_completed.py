@@ -530,7 +530,7 @@ class AsCompleted:
             result.stale, self._stale = tuple(self._stale), []
         if roster.has_news:
             result.joined, result.left = roster.news
-            roster.forget_news(*roster.news)
+            roster.forget_news(result.joined, result.left)
         result.nbytes_sent, self._nbytes_sent = self._nbytes_sent, 0
         return result
 
