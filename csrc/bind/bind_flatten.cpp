@@ -312,6 +312,7 @@ bool gather(const BoundLayout& bound, const py::list& objects, const py::array& 
   std::vector<Copy> copies;
   std::vector<DeviceCopy> device_copies;
   copies.reserve(parts.size());
+  DeviceMemory device_memory;
   std::optional<EagerReader> reader;
   if (tensors != nullptr) reader.emplace(*tensors);
   for (Part& part : parts) {
@@ -320,7 +321,7 @@ bool gather(const BoundLayout& bound, const py::list& objects, const py::array& 
       if (memory == nullptr) return false;
       if (part.copy.size == 0) continue;
       if (reader->may_be_on_gpu()) {
-        if (!is_on_device(memory)) return false;
+        if (device_memory.context_of(memory) == nullptr) return false;
         device_copies.push_back(
             {nullptr, memory, part.copy.to, part.copy.size, itemsize, itemsize, dtype, dtype});
         continue;

@@ -27,6 +27,15 @@ void bind_variables(py::module_& m) {
   py::class_<PythonCall>(m, "PythonCall")
       .def(py::init<py::function, std::vector<py::dtype>>(), py::arg("function"), py::arg("dtypes"))
       .def_property_readonly("id", &PythonCall::id);
+  py::class_<CalledTensors>(m, "CalledTensors")
+      .def(py::init<const py::list&, const py::list&>(), py::arg("inputs"), py::arg("outputs"),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def_static("on_gpu", &CalledTensors::on_gpu, py::arg("inputs"), py::arg("outputs"),
+                  py::arg("layout"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>())
+      .def("gather_into", &CalledTensors::gather_into, py::arg("layout"),
+           py::arg("buffer").noconvert())
+      .def("scatter", &CalledTensors::scatter, py::arg("layout"), py::arg("buffer").noconvert())
+      .def("pass_on", &CalledTensors::pass_on, py::arg("layout"));
   py::class_<BoundVariables>(m, "BoundVariables")
       .def(py::init<const VariablesLibrary&, const BoundLayout&, std::vector<std::size_t>,
                     const std::vector<std::int64_t>&, const std::vector<int>&, const py::object&>(),

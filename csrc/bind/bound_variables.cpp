@@ -82,12 +82,6 @@ std::byte* begin_of(const py::array& array) {
   return static_cast<std::byte*>(const_cast<void*>(array.data()));
 }
 
-void check_count(std::size_t got, std::size_t expected) {
-  if (got != expected)
-    throw py::value_error("expected " + std::to_string(expected) + " arrays, got " +
-                          std::to_string(got));
-}
-
 }  // namespace
 
 BoundVariables::BoundVariables(const VariablesLibrary& library, const BoundLayout& bound,

@@ -137,6 +137,12 @@ py::array as_array(py::handle object, const std::string& what) {
   return py::reinterpret_borrow<py::array>(object);
 }
 
+void check_count(std::size_t got, std::size_t expected) {
+  if (got != expected)
+    throw py::value_error("expected " + std::to_string(expected) + " arrays, got " +
+                          std::to_string(got));
+}
+
 std::byte* check_part(py::handle object, const Place& place, Access access) {
   const Slot& slot = place.bound.layout.slots()[place.slot];
   const py::dtype& dtype = place.bound.dtypes[place.slot];

@@ -75,6 +75,9 @@ void check_environment();
 // elements is refused: kernels see what is masked.
 [[nodiscard]] py::array as_array(py::handle object, const std::string& what);
 
+// Raises unless `got`, the number of arrays, is `expected`.
+void check_count(std::size_t got, std::size_t expected);
+
 // The address of `object`: an array of the slot's dtype and shape, C-contiguous, and writable for
 // Access::kWrite.
 [[nodiscard]] std::byte* check_part(py::handle object, const Place& place, Access access);

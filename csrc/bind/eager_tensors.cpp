@@ -65,7 +65,22 @@ void EagerReader::prefetch(const void* handle) noexcept {
 
 std::byte* EagerReader::memory(void* handle, DType dtype, const std::vector<std::size_t>& shape) {
   if (tensors_.data_type_(handle) != tensorflow_type(dtype)) return nullptr;
-  if (!has_shape(handle, shape)) return nullptr;
+  return has_shape(handle, shape) ? memory(handle) : nullptr;
+}
+
+std::byte* EagerReader::memory(void* handle, DType dtype, std::size_t size) {
+  if (tensors_.data_type_(handle) != tensorflow_type(dtype)) return nullptr;
+  const int rank = tensors_.num_dims_(handle, status_);
+  if (failed()) return nullptr;
+  std::size_t elements = 1;
+  for (int i = 0; i < rank; ++i) {
+    elements *= static_cast<std::size_t>(tensors_.dim_(handle, i, status_));
+    if (failed()) return nullptr;
+  }
+  return elements == size ? memory(handle) : nullptr;
+}
+
+std::byte* EagerReader::memory(void* handle) {
   const char* const device = tensors_.device_type_(handle, status_);
   if (failed() || device == nullptr) return nullptr;
   may_be_on_gpu_ = std::strcmp(device, "GPU") == 0;

@@ -63,12 +63,15 @@ class EagerReader {
   // has told the GPU to; null if it is not of `dtype` and `shape`, or on another device, or could
   // not be computed.
   [[nodiscard]] std::byte* memory(void* handle, DType dtype, const std::vector<std::size_t>& shape);
+  // The same for any shape of `size` elements.
+  [[nodiscard]] std::byte* memory(void* handle, DType dtype, std::size_t size);
 
   // Whether the tensor whose memory was returned last may be a GPU's.
   [[nodiscard]] bool may_be_on_gpu() const noexcept { return may_be_on_gpu_; }
 
  private:
   [[nodiscard]] bool has_shape(void* handle, const std::vector<std::size_t>& shape);
+  [[nodiscard]] std::byte* memory(void* handle);
   [[nodiscard]] bool failed() const { return tensors_.code_(status_) != 0; }
 
   const EagerTensors& tensors_;

@@ -1,5 +1,6 @@
 #include "python_calls.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <map>
@@ -7,7 +8,12 @@
 #include <string>
 #include <utility>
 
+#include "eager_tensors.hpp"
+#include "flatweights/device_copies.hpp"
+#include "flatweights/flatten.hpp"
+#include "new_array.hpp"
 #include "with_gil.hpp"
+#include "without_gil.hpp"
 
 namespace flatweights::bind {
 
@@ -28,7 +34,147 @@ std::int64_t next_id() {
   return ++last;
 }
 
+// A function may keep the tensors, or its traceback may.
+struct ExpireAtEnd {
+  CalledTensors& tensors;
+
+  ~ExpireAtEnd() { tensors.expire(); }
+};
+
+std::byte* bytes_of(const void* memory) {
+  return static_cast<std::byte*>(const_cast<void*>(memory));
+}
+
+// A copy between a tensor on a GPU, at `tensor`, and the memory of `slot` in a packed buffer.
+DeviceCopy device_copy(void* stream, std::byte* tensor, std::byte* buffer, const Slot& slot) {
+  DeviceCopy copy{};
+  copy.stream = stream;
+  copy.device = tensor;
+  copy.host = buffer + slot.offset;
+  copy.size = slot.size;
+  copy.device_itemsize = copy.host_itemsize = slot.itemsize;
+  return copy;
+}
+
 }  // namespace
+
+CalledTensors::CalledTensors(const CalledTensor* tensors, std::size_t count,
+                             const std::vector<py::dtype>& dtypes)
+    : dtypes_(dtypes) {
+  for (std::size_t i = 0; i < count; ++i)
+    tensors_.push_back({bytes_of(tensors[i].input), bytes_of(tensors[i].output), tensors[i].size,
+                        tensors[i].stream, tensors[i].stream != nullptr});
+}
+
+CalledTensors::CalledTensors(const py::list& inputs, const py::list& outputs) {
+  check_count(outputs.size(), inputs.size());
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const py::array input = as_array(inputs[i], "input " + std::to_string(i));
+    const py::array output = as_array(outputs[i], "output " + std::to_string(i));
+    if (!same_dtype(input.dtype(), output.dtype()) || input.size() != output.size() ||
+        has_objects(input.dtype()) || !is_contiguous(input) || !is_contiguous(output) ||
+        !output.writeable())
+      throw py::value_error("output " + std::to_string(i) + ": expected a writable array like " +
+                            describe(input) + ", got " + describe(output));
+    tensors_.push_back({bytes_of(input.data()), bytes_of(output.data()),
+                        static_cast<std::size_t>(input.size()), nullptr, false});
+    dtypes_.push_back(input.dtype());
+  }
+}
+
+py::object CalledTensors::on_gpu(const py::list& inputs, const py::list& outputs,
+                                 const BoundLayout& bound) {
+  const EagerTensors* const tensors = EagerTensors::found();
+  const std::vector<Slot>& slots = bound.layout.slots();
+  check_count(inputs.size(), slots.size());
+  check_count(outputs.size(), slots.size());
+  if (tensors == nullptr) return py::none();
+  std::vector<std::pair<void*, void*>> handles;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    handles.emplace_back(tensors->handle_of(inputs[i].ptr()), tensors->handle_of(outputs[i].ptr()));
+    if (handles[i].first == nullptr || handles[i].second == nullptr) return py::none();
+  }
+  CalledTensors called;
+  {
+    const WithoutGil nogil;
+    EagerReader reader(*tensors);
+    DeviceMemory memory;
+    const auto on_gpu = [&](void* handle, const Slot& slot) -> std::byte* {
+      std::byte* const found = reader.memory(handle, slot.dtype, slot.size);
+      if (found == nullptr || slot.size == 0) return found;
+      return memory.context_of(found) == nullptr ? nullptr : found;
+    };
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+      std::byte* const input = on_gpu(handles[i].first, slots[i]);
+      std::byte* const output = on_gpu(handles[i].second, slots[i]);
+      if (slots[i].size > 0 && (input == nullptr || output == nullptr)) break;
+      called.tensors_.push_back({input, output, slots[i].size, nullptr, true});
+    }
+  }
+  if (called.tensors_.size() < slots.size()) return py::none();
+  called.dtypes_ = bound.dtypes;
+  return py::cast(std::move(called));
+}
+
+void CalledTensors::check(const BoundLayout& bound) const {
+  if (is_expired_) throw std::runtime_error("the tensors belong to TensorFlow again");
+  const std::vector<Slot>& slots = bound.layout.slots();
+  check_count(tensors_.size(), slots.size());
+  for (std::size_t i = 0; i < slots.size(); ++i)
+    if (tensors_[i].size != slots[i].size || !same_dtype(dtypes_[i], bound.dtypes[i]))
+      throw py::value_error(Place{bound, i}.text() + ": expected " +
+                            describe(bound.dtypes[i], {slots[i].size}) + ", got " +
+                            describe(dtypes_[i], {tensors_[i].size}));
+}
+
+void CalledTensors::gather_into(const BoundLayout& bound, const py::array& buffer) const {
+  check(bound);
+  std::byte* const begin = check_packed(buffer, bound, "buffer", Access::kWrite);
+  check_environment();
+  const WithoutGil nogil;
+  std::vector<Copy> copies;
+  std::vector<DeviceCopy> device_copies;
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    const Tensor& tensor = tensors_[i];
+    const Slot& slot = bound.layout.slots()[i];
+    if (slot.size == 0) continue;
+    if (tensor.is_on_gpu)
+      device_copies.push_back(device_copy(tensor.stream, tensor.input, begin, slot));
+    else
+      copies.push_back({begin + slot.offset, tensor.input, slot.size, slot.itemsize});
+  }
+  copy_all(copies);
+  if (!device_copies.empty()) copy_from_devices(std::move(device_copies));
+}
+
+void CalledTensors::scatter(const BoundLayout& bound, const py::array& buffer) const {
+  check(bound);
+  std::byte* const begin = check_packed(buffer, bound, "buffer", Access::kRead);
+  check_environment();
+  const WithoutGil nogil;
+  std::vector<Copy> copies;
+  std::vector<DeviceCopy> device_copies;
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    const Tensor& tensor = tensors_[i];
+    const Slot& slot = bound.layout.slots()[i];
+    if (slot.size == 0) continue;
+    if (tensor.is_on_gpu)
+      device_copies.push_back(device_copy(tensor.stream, tensor.output, begin, slot));
+    else
+      copies.push_back({tensor.output, begin + slot.offset, slot.size, slot.itemsize});
+  }
+  if (!device_copies.empty()) copy_to_devices(std::move(device_copies));
+  copy_all(copies);
+}
+
+void CalledTensors::pass_on(const BoundLayout& bound) const {
+  check(bound);
+  const auto is_there = [](const Tensor& tensor) { return tensor.input == tensor.output; };
+  if (std::ranges::all_of(tensors_, is_there)) return;
+  const py::array buffer = new_array(bound.layout.nbytes());
+  gather_into(bound, buffer);
+  scatter(bound, buffer);
+}
 
 PythonCall::PythonCall(const py::function& function, std::vector<py::dtype> dtypes)
     : function_(function, py::handle()), dtypes_(std::move(dtypes)), id_(next_id()) {
@@ -43,16 +189,9 @@ void PythonCall::operator()(const CalledTensor* tensors, std::size_t count) cons
                                 std::to_string(count));
   const py::object function = function_();
   if (function.is_none()) throw std::runtime_error(kGone);
-  py::list inputs(count);
-  py::list outputs(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(tensors[i].size)};
-    const py::array input(dtypes_[i], shape, {}, tensors[i].input, function);
-    py::detail::array_proxy(input.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
-    inputs[i] = input;
-    outputs[i] = py::array(dtypes_[i], shape, {}, tensors[i].output, function);
-  }
-  function(inputs, outputs);
+  const py::object called = py::cast(CalledTensors(tensors, count, dtypes_));
+  const ExpireAtEnd expire{called.cast<CalledTensors&>()};
+  function(called);
 }
 
 bool call_python(std::int64_t id, const CalledTensor* tensors, std::size_t count, char* text,

@@ -1,4 +1,5 @@
-// Python functions that the op FlatweightsCallPython calls by id.
+// Python functions that compute tensors, on the host or on a GPU, and the op FlatweightsCallPython
+// that calls them by id.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -8,16 +9,59 @@
 #include <cstdint>
 #include <vector>
 
+#include "checks.hpp"
 #include "tensorflow/variables_api.hpp"
 
 namespace flatweights::bind {
+
+// The tensors that a Python function reads, and those that it writes: as many, of the same dtypes
+// and sizes. A tensor and its result may be the same memory. With the GIL.
+class CalledTensors {
+ public:
+  CalledTensors(const CalledTensor* tensors, std::size_t count,
+                const std::vector<pybind11::dtype>& dtypes);
+
+  // Contiguous arrays, which live longer than this.
+  CalledTensors(const pybind11::list& inputs, const pybind11::list& outputs);
+
+  // Eager tensors of the dtypes and sizes of a layout in a GPU's memory, which live longer than
+  // this. None if that is not where all of them are.
+  static pybind11::object on_gpu(const pybind11::list& inputs, const pybind11::list& outputs,
+                                 const BoundLayout& bound);
+
+  // Write the tensors to a packed buffer, and the results from one. Its layout has one slot for
+  // each tensor, of its dtype and size.
+  void gather_into(const BoundLayout& bound, const pybind11::array& buffer) const;
+  void scatter(const BoundLayout& bound, const pybind11::array& buffer) const;
+
+  // Makes each tensor its own result.
+  void pass_on(const BoundLayout& bound) const;
+
+  // Makes all calls from now on fail: the memory is TensorFlow's again.
+  void expire() noexcept { is_expired_ = true; }
+
+ private:
+  struct Tensor {
+    std::byte* input;
+    std::byte* output;
+    std::size_t size;
+    void* stream;  // see `DeviceCopy`
+    bool is_on_gpu;
+  };
+
+  CalledTensors() = default;
+  void check(const BoundLayout& bound) const;
+
+  std::vector<Tensor> tensors_;
+  std::vector<pybind11::dtype> dtypes_;
+  bool is_expired_ = false;
+};
 
 // A function for the op, as long as both this and the function exist: the garbage collector does
 // not see that this refers to it. With the GIL.
 class PythonCall {
  public:
-  // `function` is called with two lists of one-dimensional arrays, of these dtypes: to read, and to
-  // write. Their memory is TensorFlow's and becomes invalid when the function returns.
+  // `function` is called with `CalledTensors` of these dtypes, which expire when it returns.
   PythonCall(const pybind11::function& function, std::vector<pybind11::dtype> dtypes);
   PythonCall(const PythonCall&) = delete;
   PythonCall& operator=(const PythonCall&) = delete;

@@ -36,12 +36,21 @@ struct Search {
     find("cuEventCreate", driver.create_event);
     find("cuEventRecord", driver.record_event);
     find("cuEventSynchronize", driver.synchronize_event);
+    find_if_there("cuCtxGetCurrent", driver.current_context);
+    find_if_there("cuMemHostRegister_v2", driver.pin);
+    find_if_there("cuMemHostUnregister", driver.unpin);
+    find_if_there("cuMemHostGetDevicePointer_v2", driver.pinned_address);
   }
 
  private:
   template <class Function>
-  void find(const char* name, Function& function) {
+  void find_if_there(const char* name, Function& function) {
     function = reinterpret_cast<Function>(dlsym(library_, name));
+  }
+
+  template <class Function>
+  void find(const char* name, Function& function) {
+    find_if_there(name, function);
     if (function == nullptr) obstacle = std::string("NVIDIA's driver has no function ") + name;
   }
 

@@ -41,6 +41,12 @@ struct CudaDriver {
   int (*create_event)(void** event, unsigned flags);
   int (*record_event)(void* event, void* stream);
   int (*synchronize_event)(void* event);
+
+  // Null in a driver that lacks them; everything else works without them.
+  int (*current_context)(void** context);
+  int (*pin)(void* memory, std::size_t nbytes, unsigned flags);
+  int (*unpin)(void* memory);
+  int (*pinned_address)(unsigned long long* address, void* memory, unsigned flags);
 };
 
 }  // namespace flatweights

@@ -2,7 +2,8 @@
 // goes on with the next ones; then it waits for the first slot's event and empties it. A set fills
 // a slot, has the GPU empty it, and goes on with the next; it does not wait for the last ones.
 // Slots are numbered, and used in turn: before its next use, a slot waits for the event of its last
-// one.
+// one. Copies from and to pinned memory need no slot, only a slot's table of pieces: all are
+// launched first, and waited for last.
 //
 // One mutex guards the ring. Callers may hold locks of variables when they take it, but nobody who
 // holds it takes one. Kernels run on TensorFlow's own stream, so everything is in the order in
@@ -20,11 +21,13 @@
 #include <map>
 #include <mutex>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "flatweights/cuda_driver.hpp"
 #include "flatweights/device_copy_ptx.hpp"
 #include "flatweights/flatten.hpp"
+#include "flatweights/pinned_memory.hpp"
 
 namespace flatweights {
 namespace {
@@ -45,6 +48,22 @@ constexpr std::size_t kPieceBytes = 4096;  // for one block of threads, 16 bytes
 constexpr std::size_t kMostPieces = 2 * kSlotBytes / kPieceBytes;
 constexpr unsigned kThreads = 256;
 
+// What one launch copies at most. Without a slot's memory, only its table sets a limit; pieces are
+// larger where there are enough for all multiprocessors of a GPU.
+struct Launch {
+  std::size_t nbytes;
+  std::size_t piece;
+
+  static constexpr Launch of_slot() { return {kSlotBytes, kPieceBytes}; }
+
+  static Launch of_pinned(std::span<const DeviceCopy> copies) {
+    constexpr std::size_t kLargePiece = 16 * kPieceBytes;
+    std::size_t nbytes = 0;
+    for (const DeviceCopy& copy : copies) nbytes += copy.size * copy.device_itemsize;
+    return {nbytes, nbytes < kMostPieces / 4 * kPieceBytes ? kPieceBytes : kLargePiece};
+  }
+};
+
 struct Slot {
   std::byte* memory = nullptr;
   Piece* pieces = nullptr;       // what the GPU copies
@@ -57,9 +76,9 @@ struct Slot {
     copies.clear();
   }
 
-  void add(const std::byte* from, std::byte* to, std::size_t nbytes) noexcept {
-    for (std::size_t done = 0; done < nbytes; done += kPieceBytes)
-      pieces[count++] = {from + done, to + done, std::min(kPieceBytes, nbytes - done)};
+  void add(const std::byte* from, std::byte* to, std::size_t nbytes, std::size_t piece) noexcept {
+    for (std::size_t done = 0; done < nbytes; done += piece)
+      pieces[count++] = {from + done, to + done, std::min(piece, nbytes - done)};
   }
 };
 
@@ -79,6 +98,25 @@ class ContextGuard {
  private:
   const CudaDriver& driver_;
 };
+
+// The context of a GPU that the process uses already: to make one takes much of a GPU's memory.
+void* context_in_use(const CudaDriver& driver) {
+  int count = 0;
+  driver.check(driver.count_devices(&count), "cuDeviceGetCount");
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    int device = 0;
+    unsigned flags = 0;
+    int is_active = 0;
+    driver.check(driver.device_at(&device, ordinal), "cuDeviceGet");
+    driver.check(driver.primary_context_state(device, &flags, &is_active),
+                 "cuDevicePrimaryCtxGetState");
+    if (is_active == 0) continue;
+    void* context = nullptr;
+    driver.check(driver.retain_primary_context(&context, device), "cuDevicePrimaryCtxRetain");
+    return context;
+  }
+  throw CudaError("the process uses none of NVIDIA's GPUs");
+}
 
 // The ring, and what each GPU needs to fill and empty its slots.
 class Staging {
@@ -110,7 +148,12 @@ class Staging {
   void launch(std::size_t number, void* stream);
 
   // Gives copies whose stream is unknown one that follows all that their GPU was given so far.
-  void assign_streams(std::vector<DeviceCopy>& copies);
+  // Returns whether there were any.
+  bool assign_streams(std::vector<DeviceCopy>& copies);
+
+  // Removes from `copies`, and returns, those of bytes between a GPU and pinned memory, with the
+  // addresses that GPUs use for it.
+  std::vector<DeviceCopy> take_pinned(std::vector<DeviceCopy>& copies) const;
 
  private:
   // In the context of one GPU.
@@ -121,10 +164,10 @@ class Staging {
   };
 
   Staging();
-  void* context_in_use() const;
   Device& device_of(void* context);
 
   const CudaDriver& driver_ = CudaDriver::instance();
+  void* const context_ = context_in_use(driver_);
   const pid_t process_ = getpid();
   std::mutex mutex_;
   std::array<Slot, kSlots> slots_;
@@ -136,9 +179,8 @@ class Staging {
 Staging::Staging() {
   constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE: all GPUs reach it
   constexpr std::size_t kTableBytes = kMostPieces * sizeof(Piece);
-  void* const context = context_in_use();
-  const ContextGuard guard(driver_, context);
-  device_of(context);
+  const ContextGuard guard(driver_, context_);
+  device_of(context_);
   void* memory = nullptr;
   driver_.check(driver_.allocate_on_host(&memory, kSlots * (kTableBytes + kSlotBytes), kPortable),
                 "cuMemHostAlloc");
@@ -148,25 +190,6 @@ Staging::Staging() {
     slot.memory = begin + kTableBytes;
     begin += kTableBytes + kSlotBytes;
   }
-}
-
-// The context of a GPU that the process uses already: to make one takes much of a GPU's memory.
-void* Staging::context_in_use() const {
-  int count = 0;
-  driver_.check(driver_.count_devices(&count), "cuDeviceGetCount");
-  for (int ordinal = 0; ordinal < count; ++ordinal) {
-    int device = 0;
-    unsigned flags = 0;
-    int is_active = 0;
-    driver_.check(driver_.device_at(&device, ordinal), "cuDeviceGet");
-    driver_.check(driver_.primary_context_state(device, &flags, &is_active),
-                  "cuDevicePrimaryCtxGetState");
-    if (is_active == 0) continue;
-    void* context = nullptr;
-    driver_.check(driver_.retain_primary_context(&context, device), "cuDevicePrimaryCtxRetain");
-    return context;
-  }
-  throw CudaError("the process uses none of NVIDIA's GPUs");
 }
 
 Staging::Device& Staging::device_of(void* context) {
@@ -202,20 +225,13 @@ void Staging::launch(std::size_t number, void* stream) {
   slot.in_use_until = event;
 }
 
-// The context that memory belongs to; null if it belongs to none, as from allocators in the order
-// of streams.
-void* context_of_memory(const CudaDriver& driver, const void* memory) noexcept {
-  constexpr int kContext = 1;  // CU_POINTER_ATTRIBUTE_CONTEXT
-  void* context = nullptr;
-  const auto address = reinterpret_cast<std::uintptr_t>(memory);
-  return driver.pointer_attribute(&context, kContext, address) == 0 ? context : nullptr;
-}
-
-void Staging::assign_streams(std::vector<DeviceCopy>& copies) {
+bool Staging::assign_streams(std::vector<DeviceCopy>& copies) {
   std::map<void*, void*> streams;  // by context
+  DeviceMemory memory;
   for (DeviceCopy& copy : copies) {
     if (copy.stream != nullptr) continue;
-    void* const context = context_of_memory(driver_, copy.device);
+    void* const context = memory.context_of(copy.device);
+    if (context == nullptr) throw CudaError("a GPU's memory was freed before it was copied");
     void*& stream = streams[context];
     if (stream == nullptr) {
       const ContextGuard guard(driver_, context);
@@ -224,13 +240,28 @@ void Staging::assign_streams(std::vector<DeviceCopy>& copies) {
     }
     copy.stream = stream;
   }
+  return !streams.empty();
 }
 
-// Cuts copies into what a slot has room for.
+std::vector<DeviceCopy> Staging::take_pinned(std::vector<DeviceCopy>& copies) const {
+  std::vector<DeviceCopy> pinned;
+  const ContextGuard guard(driver_, context_);
+  std::erase_if(copies, [&](DeviceCopy& copy) {
+    if (copy.device_dtype != copy.host_dtype) return false;
+    std::byte* const host = pinned_address(copy.host, copy.size * copy.host_itemsize);
+    if (host == nullptr) return false;
+    pinned.push_back(copy);
+    pinned.back().host = host;
+    return true;
+  });
+  return pinned;
+}
+
+// Cuts copies into what one launch copies.
 class Cutter {
  public:
   // Takes copies in any order; those of one stream are cut together.
-  explicit Cutter(std::vector<DeviceCopy>& copies) : copies_(copies) {
+  Cutter(std::vector<DeviceCopy>& copies, Launch most) : copies_(copies), most_(most) {
     const auto by_stream = [](const DeviceCopy& a, const DeviceCopy& b) {
       return reinterpret_cast<std::uintptr_t>(a.stream) <
              reinterpret_cast<std::uintptr_t>(b.stream);
@@ -249,13 +280,14 @@ class Cutter {
     std::size_t pieces = 0;
     while (copy_ < copies_.size() && copies_[copy_].stream == stream) {
       const DeviceCopy& copy = copies_[copy_];
-      const std::size_t room = std::min(kSlotBytes - at, (kMostPieces - pieces) * kPieceBytes);
+      const std::size_t room =
+          std::min(most_.nbytes - std::min(at, most_.nbytes), (kMostPieces - pieces) * most_.piece);
       const std::size_t size = std::min(copy.size - begin_, room / copy.device_itemsize);
       if (size == 0) break;
       take(copy, begin_, size, at);
       const std::size_t nbytes = size * copy.device_itemsize;
       at += (nbytes + kAlign - 1) / kAlign * kAlign;
-      pieces += (nbytes + kPieceBytes - 1) / kPieceBytes;
+      pieces += (nbytes + most_.piece - 1) / most_.piece;
       begin_ += size;
       if (begin_ < copy.size) break;
       ++copy_;
@@ -266,6 +298,7 @@ class Cutter {
 
  private:
   std::span<const DeviceCopy> copies_;
+  Launch most_;
   std::size_t copy_ = 0;   // the next one
   std::size_t begin_ = 0;  // its next element
 };
@@ -282,27 +315,94 @@ std::string device_obstacle() {
   return "";
 }
 
-bool is_on_device(const void* memory) noexcept {
+void* DeviceMemory::context_of(const void* memory) noexcept {
+  constexpr int kContext = 1;      // CU_POINTER_ATTRIBUTE_CONTEXT
   constexpr int kMemoryType = 2;   // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+  constexpr int kBegin = 11;       // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+  constexpr int kSize = 12;        // CU_POINTER_ATTRIBUTE_RANGE_SIZE
   constexpr unsigned kDevice = 2;  // CU_MEMORYTYPE_DEVICE
-  if (!CudaDriver::is_found()) return false;
+  const auto address = reinterpret_cast<std::uintptr_t>(memory);
+  if (address - begin_ < size_) return context_;
+  if (!CudaDriver::is_found()) return nullptr;
   const CudaDriver& driver = CudaDriver::instance();
   unsigned type = 0;
-  const auto address = reinterpret_cast<std::uintptr_t>(memory);
-  return driver.pointer_attribute(&type, kMemoryType, address) == 0 && type == kDevice &&
-         context_of_memory(driver, memory) != nullptr;
+  void* context = nullptr;
+  if (driver.pointer_attribute(&type, kMemoryType, address) != 0 || type != kDevice ||
+      driver.pointer_attribute(&context, kContext, address) != 0 || context == nullptr)
+    return nullptr;
+  unsigned long long begin = 0;
+  std::size_t size = 0;
+  if (driver.pointer_attribute(&begin, kBegin, address) == 0 &&
+      driver.pointer_attribute(&size, kSize, address) == 0) {
+    begin_ = static_cast<std::uintptr_t>(begin);
+    size_ = size;
+    context_ = context;
+  }
+  return context;
 }
+
+namespace {
+
+// Launches that a call has to wait for, even after an error: the caller's memory may be gone then.
+class Launches {
+ public:
+  explicit Launches(Staging& staging) : staging_(staging) {}
+  Launches(const Launches&) = delete;
+  Launches& operator=(const Launches&) = delete;
+  ~Launches() {
+    try {
+      wait();
+    } catch (const std::exception&) {  // a GPU that fails writes no more
+    }
+  }
+
+  void add(std::size_t number) { numbers_.push_back(number); }
+
+  void wait() {
+    for (const std::size_t number : std::exchange(numbers_, {})) staging_.wait_for(number);
+  }
+
+ private:
+  Staging& staging_;
+  std::vector<std::size_t> numbers_;
+};
+
+// Launches copies between GPUs and pinned memory.
+template <class Add>
+void launch_pinned(Staging& staging, std::vector<DeviceCopy> copies, Launches& launches,
+                   Add&& add) {
+  const Launch most = Launch::of_pinned(copies);
+  for (Cutter cutter(copies, most); !cutter.is_done();) {
+    const std::size_t number = staging.next();
+    Slot& slot = staging.wait_for(number);
+    slot.clear();
+    void* const stream =
+        cutter.next([&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t) {
+          add(slot, copy.device + begin * copy.device_itemsize,
+              copy.host + begin * copy.host_itemsize, size * copy.device_itemsize, most.piece);
+        });
+    launches.add(number);
+    staging.launch(number, stream);
+  }
+}
+
+}  // namespace
 
 void copy_from_devices(std::vector<DeviceCopy> copies) {
   std::unique_lock<std::mutex> turn;
   Staging& staging = Staging::lock(turn);
   staging.assign_streams(copies);
+  Launches launches(staging);
+  launch_pinned(staging, staging.take_pinned(copies), launches,
+                [](Slot& slot, std::byte* device, std::byte* host, std::size_t nbytes,
+                   std::size_t piece) { slot.add(device, host, nbytes, piece); });
   std::deque<std::size_t> under_way;
   const auto finish_one = [&] {
     copy_all(staging.wait_for(under_way.front()).copies);
     under_way.pop_front();
   };
-  for (Cutter cutter(copies); !cutter.is_done();) {
+  constexpr Launch kMost = Launch::of_slot();
+  for (Cutter cutter(copies, kMost); !cutter.is_done();) {
     if (under_way.size() == kSlots) finish_one();
     const std::size_t number = staging.next();
     Slot& slot = staging.wait_for(number);
@@ -310,7 +410,7 @@ void copy_from_devices(std::vector<DeviceCopy> copies) {
     void* const stream = cutter.next(
         [&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t at) {
           slot.add(copy.device + begin * copy.device_itemsize, slot.memory + at,
-                   size * copy.device_itemsize);
+                   size * copy.device_itemsize, kMost.piece);
           slot.copies.push_back({copy.host + begin * copy.host_itemsize, slot.memory + at, size,
                                  copy.host_itemsize, copy.host_dtype, copy.device_dtype});
         });
@@ -318,25 +418,34 @@ void copy_from_devices(std::vector<DeviceCopy> copies) {
     under_way.push_back(number);
   }
   while (!under_way.empty()) finish_one();
+  launches.wait();
 }
 
 void copy_to_devices(std::vector<DeviceCopy> copies) {
   std::unique_lock<std::mutex> turn;
   Staging& staging = Staging::lock(turn);
-  for (Cutter cutter(copies); !cutter.is_done();) {
+  const bool is_waited_for = staging.assign_streams(copies);
+  Launches launches(staging);
+  launch_pinned(staging, staging.take_pinned(copies), launches,
+                [](Slot& slot, std::byte* device, std::byte* host, std::size_t nbytes,
+                   std::size_t piece) { slot.add(host, device, nbytes, piece); });
+  constexpr Launch kMost = Launch::of_slot();
+  for (Cutter cutter(copies, kMost); !cutter.is_done();) {
     const std::size_t number = staging.next();
     Slot& slot = staging.wait_for(number);
     slot.clear();
     void* const stream = cutter.next(
         [&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t at) {
           slot.add(slot.memory + at, copy.device + begin * copy.device_itemsize,
-                   size * copy.device_itemsize);
+                   size * copy.device_itemsize, kMost.piece);
           slot.copies.push_back({slot.memory + at, copy.host + begin * copy.host_itemsize, size,
                                  copy.device_itemsize, copy.device_dtype, copy.host_dtype});
         });
     copy_all(slot.copies);
+    if (is_waited_for) launches.add(number);
     staging.launch(number, stream);
   }
+  launches.wait();
 }
 
 }  // namespace flatweights

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -30,16 +31,29 @@ struct DeviceCopy {
 // which takes some ten milliseconds.
 [[nodiscard]] std::string device_obstacle();
 
-// Whether `memory` is a GPU's, and can be copied without a known stream.
-[[nodiscard]] bool is_on_device(const void* memory) noexcept;
+// Tells which memory is a GPU's. The driver's answer for one address serves for all of the same
+// allocation, of which TensorFlow has few: asking for each variable takes longer than moving many
+// of them. So an object is for one call, during which nothing is freed.
+class DeviceMemory {
+ public:
+  // The context that `memory` belongs to, so that it can be copied without a known stream; null if
+  // it is not a GPU's, or from an allocator in the order of streams.
+  [[nodiscard]] void* context_of(const void* memory) noexcept;
+
+ private:
+  std::uintptr_t begin_ = 0;
+  std::size_t size_ = 0;
+  void* context_ = nullptr;
+};
 
 // Copies to the host after all work that was queued so far in the stream, or on the GPU if the
 // stream is unknown. Throws std::bad_alloc or CudaError.
 void copy_from_devices(std::vector<DeviceCopy> copies);
 
-// Copies from the host in the order of the streams, which are known: after work that was queued
-// before, and before work that is queued later. On return the host's memory may be reused. Throws
-// std::bad_alloc or CudaError; if the driver fails half-way, some memory may have been written.
+// Copies from the host in the order of the streams: after work that was queued before, and before
+// work that is queued later. If a stream is unknown, all is on the GPU on return, after all work
+// that was queued so far. On return the host's memory may be reused. Throws std::bad_alloc or
+// CudaError; if the driver fails half-way, some memory may have been written.
 void copy_to_devices(std::vector<DeviceCopy> copies);
 
 }  // namespace flatweights

@@ -13,6 +13,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
+
+#include "flatweights/pinned_memory.hpp"
 
 namespace flatweights {
 
@@ -60,6 +63,7 @@ class MemoryFile {
   std::size_t size_ = 0;
   Nonce nonce_{};
   int descriptor_ = -1;
+  std::optional<PinnableMemory> pinnable_;
 };
 
 }  // namespace flatweights

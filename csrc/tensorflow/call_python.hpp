@@ -1,8 +1,12 @@
-// The op that calls a Python function to compute tensors in the memory of its inputs.
+// The op that calls a Python function to compute tensors in the memory of its inputs, on the host
+// or on a GPU.
 //
 // It does less than tf.py_function: it makes no Python tensors and enters no eager context. The
 // function may wait for results of other graphs of the process. So a thread of our own waits: if
 // one of TensorFlow's waited, those graphs might lack it.
+//
+// On a GPU the inputs may not be computed yet, and the outputs not be written when the function
+// returns: it reads and writes them in the order of the stream on which TensorFlow computes.
 #pragma once
 
 #include <atomic>
@@ -10,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "gpu_memory.hpp"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -26,19 +31,27 @@ inline std::atomic<PythonCaller>& python_caller() {
 
 class CallPythonOp : public tensorflow::AsyncOpKernel {
  public:
-  explicit CallPythonOp(tensorflow::OpKernelConstruction* context) : AsyncOpKernel(context) {
+  explicit CallPythonOp(tensorflow::OpKernelConstruction* context)
+      : AsyncOpKernel(context), is_for_gpu_(context->device_type() == tensorflow::DEVICE_GPU) {
     OP_REQUIRES_OK(context, context->GetAttr("id", &id_));
   }
 
   void ComputeAsync(tensorflow::OpKernelContext* context, DoneCallback done) override {
     std::vector<CalledTensor> tensors;
+    void* stream = nullptr;
+    if (is_for_gpu_) {
+      stream = GpuPlace::of(*context).stream;
+      OP_REQUIRES_ASYNC(context, stream != nullptr,
+                        absl::UnimplementedError("expected the host or one of NVIDIA's GPUs"),
+                        done);
+    }
     for (int i = 0; i < context->num_inputs(); ++i) {
       const tensorflow::Tensor& input = context->input(i);
       tensorflow::Tensor* output = nullptr;
       OP_REQUIRES_OK_ASYNC(
           context, context->forward_input_or_allocate_output({i}, i, input.shape(), &output), done);
       tensors.push_back(
-          {input.data(), output->data(), static_cast<std::size_t>(input.NumElements())});
+          {input.data(), output->data(), static_cast<std::size_t>(input.NumElements()), stream});
     }
     // `done` ends the life of the context, and perhaps of this kernel.
     WaitingThreads::instance().run([id = id_, context, tensors = std::move(tensors),
@@ -54,6 +67,7 @@ class CallPythonOp : public tensorflow::AsyncOpKernel {
 
  private:
   std::int64_t id_;
+  bool is_for_gpu_;
 };
 
 // Stateful: neither merged with another nor left out.
@@ -70,5 +84,6 @@ REGISTER_OP("FlatweightsCallPython")
     .Doc(R"(Has the function of Python's with this id compute tensors of the same shapes.)");
 
 REGISTER_KERNEL_BUILDER(Name("FlatweightsCallPython").Device(tensorflow::DEVICE_CPU), CallPythonOp);
+REGISTER_KERNEL_BUILDER(Name("FlatweightsCallPython").Device(tensorflow::DEVICE_GPU), CallPythonOp);
 
 }  // namespace flatweights

@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -57,8 +58,13 @@ struct GpuPlace {
 
   // The GPU on which an op runs, if it is the device of this name and one of NVIDIA's.
   static GpuPlace of(tensorflow::OpKernelContext& op, const std::string& name) {
+    return op.device()->name() == name ? of(op) : GpuPlace();
+  }
+
+  // The GPU on which an op runs, if it is one of NVIDIA's.
+  static GpuPlace of(tensorflow::OpKernelContext& op) {
     auto* const device = dynamic_cast<tensorflow::Device*>(op.device());
-    if (device == nullptr || device->name() != name || device->device_type() != "GPU") return {};
+    if (device == nullptr || device->device_type() != "GPU") return {};
     // Only TensorFlow's own devices, not those of plug-ins, say this.
     constexpr const char* kOfCuda = "compute capability";
     if (device->attributes().physical_device_desc().find(kOfCuda) == std::string::npos) return {};
@@ -85,16 +91,23 @@ class GpuMemory {
     if (is_current_) GpuDriver::instance().pop_context(&popped);
   }
 
-  // Whether the value of a variable of `place` is in a GPU's memory, not in the host's alone.
+  // Whether the value of a variable of `place` is in a GPU's memory, not in the host's alone. The
+  // driver's answer for one address serves for all of the same allocation, of which TensorFlow has
+  // few: asking for each variable takes longer than moving many of them. So an object is for one
+  // call, whose locks let no memory be freed.
   bool has(const GpuPlace& place, const tensorflow::Tensor& value) {
     constexpr int kMemoryType = 2;  // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
     constexpr int kIsManaged = 8;   // CU_POINTER_ATTRIBUTE_IS_MANAGED
+    constexpr int kBegin = 11;      // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+    constexpr int kSize = 12;       // CU_POINTER_ATTRIBUTE_RANGE_SIZE
     constexpr unsigned kHost = 1;   // CU_MEMORYTYPE_HOST
+    constexpr unsigned kOnGpu = 2;  // CU_MEMORYTYPE_DEVICE
     constexpr int kUnknown = 1;     // CUDA_ERROR_INVALID_VALUE: the driver has not allocated it
     if (place.stream == nullptr) return false;
+    const auto address = reinterpret_cast<std::uintptr_t>(value.data());
+    if (address - begin_ < size_) return true;
     const GpuDriver& driver = GpuDriver::instance();
     if (!is_current_) is_current_ = driver.push_context(place.context) == 0;
-    const auto address = reinterpret_cast<std::uintptr_t>(value.data());
     unsigned type = 0;
     const int result = driver.pointer_attribute(&type, kMemoryType, address);
     // A driver that does not answer, as in a forked process, fails to copy, too, which is safe.
@@ -102,11 +115,20 @@ class GpuMemory {
     if (result != 0) return result != kUnknown;
     unsigned is_managed = 0;
     if (type == kHost) driver.pointer_attribute(&is_managed, kIsManaged, address);
+    unsigned long long begin = 0;
+    std::size_t size = 0;
+    if (type == kOnGpu && driver.pointer_attribute(&begin, kBegin, address) == 0 &&
+        driver.pointer_attribute(&size, kSize, address) == 0) {
+      begin_ = static_cast<std::uintptr_t>(begin);
+      size_ = size;
+    }
     return type != kHost || is_managed != 0;
   }
 
  private:
   bool is_current_ = false;
+  std::uintptr_t begin_ = 0;  // of a GPU's memory that the last answer was about
+  std::size_t size_ = 0;
 };
 
 }  // namespace flatweights

@@ -8,7 +8,7 @@
 namespace flatweights {
 
 // Raised with every change of the declarations below; libraries of another version are not used.
-inline constexpr std::uint32_t kVariablesApiVersion = 5;
+inline constexpr std::uint32_t kVariablesApiVersion = 6;
 
 // The exported function, `const VariablesApi*()`.
 inline constexpr char kVariablesApiSymbol[] = "flatweights_variables_api";
@@ -64,6 +64,7 @@ struct CalledTensor {
   const void* input;
   void* output;
   std::size_t size;  // elements of each
+  void* stream;      // CUDA's, in the order of which a GPU's memory is used; null on the host
 };
 
 // Calls the function with this id, from any thread. Returns false with the reason in `text`, which

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,15 +10,37 @@ import pytest
 import tensorflow as tf
 from tf_forks import Forks
 
+from flatweights import Layout
+from flatweights._core import CalledTensors
 from flatweights.tensorflow import _python_op
-from flatweights.tensorflow._python_op import compute_in_python
+from flatweights.tensorflow._python_op import Compute, compute_in_python
 
 DTYPES = ("float32", "float64", "bfloat16", "int8", "complex64", "bool")
 
+Arrays = list[np.ndarray[Any, Any]]
 
-def reverse(inputs: list[Any], outputs: list[Any]) -> None:
+
+def in_arrays(function: Callable[[Arrays, Arrays], None], values: Sequence[Any]) -> Compute:
+    """A function of called tensors like ``values``, as one that reads and writes arrays."""
+    layout = Layout.of(
+        [
+            np.empty(one.shape.num_elements(), tf.as_dtype(one.dtype).as_numpy_dtype)
+            for one in values
+        ]
+    )
+
+    def compute(called: CalledTensors) -> None:
+        inputs, outputs = layout.new_buffer(), layout.new_buffer()
+        called.gather_into(layout.core, inputs)
+        function(layout.packed_views(inputs), layout.packed_views(outputs))
+        called.scatter(layout.core, outputs)
+
+    return compute
+
+
+def reverse(inputs: Arrays, outputs: Arrays) -> None:
     for source, target in zip(inputs, outputs, strict=True):
-        target[:] = source[::-1].copy()
+        target[:] = source[::-1]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -25,8 +48,9 @@ def test_tensors_of_any_shape_and_dtype_are_computed(compiled: bool) -> None:
     rng = np.random.default_rng(1)
     values = [tf.cast(rng.normal(size=shape), d) for shape in [(), (0,), (3, 4)] for d in DTYPES]
     before = [np.copy(value.numpy()) for value in values]
-    step = tf.function(lambda *tensors: compute_in_python(reverse, tensors))
-    results = step(*values) if compiled else compute_in_python(reverse, values)
+    compute = in_arrays(reverse, values)
+    step = tf.function(lambda *tensors: compute_in_python(compute, tensors))
+    results = step(*values) if compiled else compute_in_python(compute, values)
     for result, value, kept in zip(results, values, before, strict=True):
         assert result.dtype == value.dtype
         assert result.shape == value.shape
@@ -41,11 +65,13 @@ def test_it_runs_in_loops_and_at_each_call() -> None:
         calls.append(float(inputs[0][0]))
         outputs[0][:] = inputs[0] + 1
 
+    compute = in_arrays(count, [tf.zeros(2)])
+
     @tf.function  # type: ignore[untyped-decorator]
     def several(x: tf.Tensor) -> tf.Tensor:
         for _ in tf.range(3):
-            (x,) = compute_in_python(count, [x])
-        compute_in_python(count, [x])  # nothing uses the result
+            (x,) = compute_in_python(compute, [x])
+        compute_in_python(compute, [x])  # nothing uses the result
         return x
 
     assert several(tf.zeros(2)).numpy().tolist() == [3, 3]
@@ -53,17 +79,23 @@ def test_it_runs_in_loops_and_at_each_call() -> None:
 
 
 MEETING = """
-import sys, threading
+import threading
 from concurrent.futures import ThreadPoolExecutor
+import numpy as np
 import tensorflow as tf
+from flatweights import Layout
 from flatweights.tensorflow._python_op import compute_in_python
 
 tf.config.threading.set_inter_op_parallelism_threads(1)
 met = threading.Barrier(4, timeout=20)
 
-def meet(inputs, outputs):
+layout = Layout.of([np.empty(2, np.float32)])
+
+def meet(called):
     met.wait()
-    outputs[0][:] = inputs[0] + 1
+    called.gather_into(layout.core, buffer := layout.new_buffer())
+    layout.packed_views(buffer)[0][:] += 1
+    called.scatter(layout.core, buffer)
 
 steps = [tf.function(lambda x: 2 * compute_in_python(meet, [2 * x])[0]) for _ in range(4)]
 for step in steps:
@@ -90,7 +122,7 @@ class MuteError(Exception):
 
 
 def test_an_error_without_a_text_is_an_error_too() -> None:
-    def fail(inputs: list[Any], outputs: list[Any]) -> None:
+    def fail(called: CalledTensors) -> None:
         raise MuteError
 
     with pytest.raises(tf.errors.OpError, match=r"an error without a text|MuteError"):
@@ -98,7 +130,7 @@ def test_an_error_without_a_text_is_an_error_too() -> None:
 
 
 def test_what_it_raises_is_told() -> None:
-    def fail(inputs: list[Any], outputs: list[Any]) -> None:
+    def fail(called: CalledTensors) -> None:
         raise LookupError("no such thing")
 
     function = tf.function(lambda x: compute_in_python(fail, [x]))
@@ -113,9 +145,10 @@ def test_a_graph_keeps_its_function_and_nothing_else_does(path: str) -> None:
         """Refers to its graph, which refers to it."""
 
         def __init__(self) -> None:
-            self.function = tf.function(lambda x: compute_in_python(self.compute, [x]))
+            self.seven = in_arrays(self.write, [tf.zeros(1)])
+            self.function = tf.function(lambda x: compute_in_python(self.seven, [x]))
 
-        def compute(self, inputs: list[Any], outputs: list[Any]) -> None:
+        def write(self, inputs: Arrays, outputs: Arrays) -> None:
             outputs[0][:] = 7
 
     owner = Owner()
@@ -132,9 +165,43 @@ def test_a_graph_keeps_its_function_and_nothing_else_does(path: str) -> None:
 def test_a_graph_without_its_function_says_so(path: str) -> None:
     if path == "ops":
         pytest.skip("TensorFlow keeps functions of its own op")
-    step = tf.function(lambda x: compute_in_python(reverse, [x]))
+    compute = in_arrays(reverse, [tf.zeros(1)])
+    step = tf.function(lambda x: compute_in_python(compute, [x]))
     concrete = step.get_concrete_function(tf.zeros(1))
     delattr(concrete.graph, _python_op._CALLS)
     gc.collect()
     with pytest.raises(tf.errors.UnknownError, match="the function of this graph is gone"):
         concrete(tf.zeros(1))
+
+
+def test_tensors_of_another_layout_are_refused() -> None:
+    layout = Layout.of([np.empty(3, np.float32), np.empty(2, np.float64)])
+
+    def compute(called: CalledTensors) -> None:
+        called.gather_into(layout.core, layout.new_buffer())
+
+    for wrong in (
+        [tf.zeros(3)],
+        [tf.zeros(3), tf.zeros(2)],
+        [tf.zeros(2), tf.zeros(2, tf.float64)],
+    ):
+        with pytest.raises(ValueError, match=r"expected 2 arrays|expected float(32|64) \("):
+            compute_in_python(compute, wrong)
+
+
+def test_tensors_that_are_kept_cannot_be_used_any_more(path: str) -> None:
+    if path == "ops":
+        pytest.skip("without the op library they are arrays")
+    layout = Layout.of([np.empty(2, np.float32)])
+    kept: list[CalledTensors] = []
+    tf.function(lambda x: compute_in_python(kept.append, [x]))(tf.zeros(2))
+    with pytest.raises(RuntimeError, match="belong to TensorFlow again"):
+        kept[0].gather_into(layout.core, layout.new_buffer())
+
+
+def test_tensors_are_passed_on() -> None:
+    x = tf.constant([1.0, 2.0])
+    layout = Layout.of([np.empty(2, np.float32)])
+    step = tf.function(lambda x: compute_in_python(lambda one: one.pass_on(layout.core), [x])[0])
+    assert step(x).numpy().tolist() == [1, 2]
+    assert (step(x) + x).numpy().tolist() == [2, 4]

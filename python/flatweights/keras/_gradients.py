@@ -18,14 +18,14 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from flatweights import Layout
 from flatweights._average import Nonfinite, check_nonfinite
-from flatweights._core import move_parts
+from flatweights._core import CalledTensors
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._progress import Progress, State, callbacks_beside, keepers_among
 from flatweights.keras._settings import check_alike, settings_of
 from flatweights.ray import CallsDifferError, Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
-from flatweights.tensorflow._python_op import compute_in_python
+from flatweights.tensorflow._python_op import compute_in_python, device_of
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
@@ -436,24 +436,17 @@ class Averaging:
             with tf.init_scope():
                 exchange = self._exchanges[key] = _Exchange(variables, dense)
         compute = functools.partial(self._exchange, exchange)
-        with tf.device("CPU:0"):
-            averages: list[tf.Tensor] = compute_in_python(compute, dense)
-        return averages
+        return compute_in_python(compute, dense, device_of([*map(_inner, variables)]))
 
-    def _exchange(
-        self,
-        exchange: _Exchange,
-        grads: list[NDArray[Any]],
-        averages: list[NDArray[Any]],
-    ) -> None:
-        """Write the averages of ``grads`` to ``averages``."""
+    def _exchange(self, exchange: _Exchange, grads: CalledTensors) -> None:
+        """Average ``grads``."""
         progress = self.progress
         if progress is not None and progress.is_apart:
-            move_parts(averages, grads)
+            grads.pass_on(exchange.layout.core)
             return
         try:
             self._start(exchange.variables, in_step=True)
-            exchange.grads, exchange.averages = grads, averages
+            exchange.grads = grads
             with calls_are_equal(self.lease.take(), "step"):
                 if progress is not None:
                     result = progress.average(functools.partial(self._call, exchange), at="step")
@@ -464,13 +457,13 @@ class Averaging:
                     result = self._call(exchange, self.lease.take(), None)
                     _check_in_time(result, "gradients")
             if result is None:
-                move_parts(averages, grads)
+                grads.pass_on(exchange.layout.core)
         except BaseException as error:
             self._is_started = False  # all members start again in the next fit
             self._errors.append(error)
             raise
         finally:
-            exchange.grads, exchange.averages = [], []
+            exchange.grads = None
 
     def _call(self, exchange: _Exchange, member: Member, state: State | None) -> Round:
         return member.average_variables(
@@ -515,8 +508,7 @@ class _Exchange:
     Attributes:
         variables: The variables.
         layout: One vector for each gradient.
-        grads: The arrays of the gradients, while they are averaged.
-        averages: The arrays for the averages, likewise.
+        grads: The gradients and their averages, on the host or on a GPU, while they are averaged.
     """
 
     def __init__(self, variables: Sequence[Any], grads: Sequence[tf.Tensor]) -> None:
@@ -524,14 +516,15 @@ class _Exchange:
         slots = TensorFlowVariables(list(variables)).layout.slots
         names, shapes = [slot.name for slot in slots], [(slot.size,) for slot in slots]
         self.layout = Layout(names, shapes, [grad.dtype.as_numpy_dtype for grad in grads])
-        self.grads: list[NDArray[Any]] = []
-        self.averages: list[NDArray[Any]] = []
+        self.grads: CalledTensors | None = None
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
-        move_parts(self.layout.packed_views(buffer), self.grads)
+        assert self.grads is not None
+        self.grads.gather_into(self.layout.core, buffer)
 
     def scatter(self, buffer: NDArray[np.uint8]) -> None:
-        move_parts(self.averages, self.layout.packed_views(buffer))
+        assert self.grads is not None
+        self.grads.scatter(self.layout.core, buffer)
 
 
 def averaging_of(model: Any) -> Averaging | None:

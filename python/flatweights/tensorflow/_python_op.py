@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,51 +11,100 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from flatweights import _core
+from flatweights._layout import Layout
+from flatweights.tensorflow._eager import wait
 from flatweights.tensorflow.library._load import load_library
 
-Compute = Callable[[list[NDArray[Any]], list[NDArray[Any]]], None]
+Compute = Callable[[_core.CalledTensors], None]
+
+HOST = "CPU:0"
 
 _CALLS = "_flatweights_calls"  # attribute of a graph: the calls that it keeps alive
 
 
+def device_of(variables: Sequence[Any]) -> str:
+    """Return the device on which to compute tensors like ``variables``.
+
+    It is the GPU that all of them are on, if the op library reads and writes its memory; else the
+    host, to which TensorFlow copies tensors of GPUs one by one.
+    """
+    devices = {str(variable.device) for variable in variables}
+    device = devices.pop() if len(devices) == 1 else ""
+    if "GPU:" in device and load_library() is not None and not _core.device_obstacle():
+        return device
+    return HOST
+
+
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def compute_in_python(compute: Compute, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the tensors that ``compute(inputs, outputs)`` computes from ``tensors``.
+def compute_in_python(
+    compute: Compute, tensors: Sequence[tf.Tensor], device: str = HOST
+) -> list[tf.Tensor]:
+    """Return the tensors that ``compute(called)`` computes from ``tensors``.
 
     There are as many, of the same shapes. In a `tf.function`, the op library lets ``compute`` read
-    and write the memory of the tensors directly, which costs a tenth of a `tf.py_function`; without
-    the library, TensorFlow copies them. Either way, an exception of ``compute`` becomes a
-    `tf.errors.OpError` with its text.
+    and write the memory of the tensors directly, on the host or on a GPU, which costs a tenth of a
+    `tf.py_function`; without the library, TensorFlow copies them. Either way, an exception of
+    ``compute`` becomes a `tf.errors.OpError` with its text.
 
     Args:
-        compute: Called with one-dimensional arrays to read and to write. The two may be the same
-            memory, and become invalid when it returns.
-        tensors: At least one, on the host.
+        compute: Called with the tensors, which `flatweights._core.CalledTensors` moves to and from
+            packed buffers. They are invalid when it returns.
+        tensors: At least one.
+        device: One that `device_of` has returned.
     """
-    library = None if tf.executing_eagerly() else load_library()
-    if library is None:
-        return _compute_in_numpy(compute, tensors)
-    dtypes = [tensor.dtype.as_numpy_dtype for tensor in tensors]
-    call = _core.PythonCall(compute, [np.dtype(dtype) for dtype in dtypes])
-    graph = tf.compat.v1.get_default_graph()
-    while hasattr(graph, "outer_graph"):  # the op may run as long as one of these graphs exists
-        if not hasattr(graph, _CALLS):
-            setattr(graph, _CALLS, [])
-        getattr(graph, _CALLS).append((call, compute))
-        graph = graph.outer_graph
-    outputs: list[tf.Tensor] = library.call(tensors, id=call.id)
-    return outputs
+    if tf.executing_eagerly():
+        return _compute_eagerly(compute, tensors, device)
+    library = load_library()
+    with tf.device(device):
+        if library is None:
+            return _compute_in_numpy(compute, tensors)
+        dtypes = [tensor.dtype.as_numpy_dtype for tensor in tensors]
+        call = _core.PythonCall(compute, [np.dtype(dtype) for dtype in dtypes])
+        graph = tf.compat.v1.get_default_graph()
+        while hasattr(graph, "outer_graph"):  # the op may run as long as one of these exists
+            if not hasattr(graph, _CALLS):
+                setattr(graph, _CALLS, [])
+            getattr(graph, _CALLS).append((call, compute))
+            graph = graph.outer_graph
+        outputs: list[tf.Tensor] = library.call(tensors, id=call.id)
+        return outputs
+
+
+def _compute_eagerly(
+    compute: Compute, tensors: Sequence[tf.Tensor], device: str
+) -> list[tf.Tensor]:
+    if device != HOST:
+        with tf.device(device):
+            results = [tf.raw_ops.Empty(shape=one.shape, dtype=one.dtype) for one in tensors]
+        wait()
+        layout = _layout_of(*((one.shape.num_elements(), one.dtype) for one in tensors))
+        on_gpu = _core.CalledTensors.on_gpu([*tensors], results, layout.core)
+        if on_gpu is not None:
+            compute(on_gpu)
+            return results
+    outputs = _computed(compute, [tensor.numpy() for tensor in tensors])
+    return [*map(tf.convert_to_tensor, outputs)]
+
+
+@functools.lru_cache(maxsize=64)
+def _layout_of(*vectors: tuple[int, tf.DType]) -> Layout:
+    names = [*map(str, range(len(vectors)))]
+    shapes = [(size,) for size, _ in vectors]
+    return Layout(names, shapes, [dtype.as_numpy_dtype for _, dtype in vectors])
 
 
 def _compute_in_numpy(compute: Compute, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    def call(*inputs: NDArray[Any]) -> list[NDArray[Any]]:
-        outputs = [np.empty_like(one) for one in inputs]
-        compute([one.reshape(-1) for one in inputs], [one.reshape(-1) for one in outputs])
-        return outputs
+    def call(*inputs: Any) -> list[NDArray[Any]]:
+        return _computed(compute, inputs)
 
-    if tf.executing_eagerly():
-        return [*map(tf.convert_to_tensor, call(*(tensor.numpy() for tensor in tensors)))]
     outputs: list[tf.Tensor] = tf.numpy_function(call, tensors, [one.dtype for one in tensors])
     for output, tensor in zip(outputs, tensors, strict=True):
         output.set_shape(tensor.shape)
+    return outputs
+
+
+def _computed(compute: Compute, values: Sequence[Any]) -> list[NDArray[Any]]:
+    inputs = [*map(np.asarray, values)]  # scalars, too
+    outputs = [*map(np.empty_like, inputs)]
+    compute(_core.CalledTensors(inputs, outputs))
     return outputs
