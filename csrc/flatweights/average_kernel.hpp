@@ -78,18 +78,6 @@ inline void add_sources(double* __restrict total, double* __restrict lost,
   }
 }
 
-// Division by the sum of the weights. The inverse of a power of two is exact, and
-// multiplying by it gives the same as dividing.
-struct Divisor {
-  double factor;
-  bool multiply;
-
-  explicit Divisor(double total) noexcept {
-    multiply = (__builtin_bit_cast(std::uint64_t, total) << 12) == 0 && 1.0 / total * total == 1.0;
-    factor = multiply ? 1.0 / total : total;
-  }
-};
-
 // Returns the mean of `sum`, and sets `nonfinite` if the sum is not finite.
 template <class T, bool Multiply>
 [[gnu::always_inline]] inline double divide(Sum sum, double factor,

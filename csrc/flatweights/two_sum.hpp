@@ -1,6 +1,8 @@
 // Addition that keeps its rounding error.
 #pragma once
 
+#include "flatweights/device_code.hpp"
+
 namespace flatweights {
 namespace {
 
@@ -8,7 +10,8 @@ namespace {
 // `total + lost` is the compensated sum of Neumaier (ZAMM 54, 1974). For numbers, or registers
 // of numbers.
 template <class V>
-[[gnu::always_inline]] inline void add_exactly(V& total, V& lost, V term) noexcept {
+FLATWEIGHTS_DEVICE [[gnu::always_inline]] inline void add_exactly(V& total, V& lost,
+                                                                  V term) noexcept {
   const V next = total + term;
   const V added = next - total;
   lost += (total - (next - added)) + (term - added);

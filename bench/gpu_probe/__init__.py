@@ -1,0 +1,1 @@
+"""A program that measures what rounds on an NVIDIA GPU would cost."""
