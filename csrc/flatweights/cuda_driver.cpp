@@ -11,6 +11,7 @@ namespace {
 struct Search {
   CudaDriver driver{};
   std::string obstacle;
+  CudaSharing sharing{};
 
   Search() {
     library_ = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
@@ -18,40 +19,65 @@ struct Search {
       obstacle = "NVIDIA's driver is not loaded";
       return;
     }
-    find("cuGetErrorName", driver.error_name);
-    find("cuDeviceGetCount", driver.count_devices);
-    find("cuDeviceGet", driver.device_at);
-    find("cuDevicePrimaryCtxGetState", driver.primary_context_state);
-    find("cuDevicePrimaryCtxRetain", driver.retain_primary_context);
-    find("cuStreamGetCtx", driver.context_of_stream);
-    find("cuCtxPushCurrent_v2", driver.push_context);
-    find("cuCtxPopCurrent_v2", driver.pop_context);
-    find("cuCtxSynchronize", driver.synchronize_context);
-    find("cuPointerGetAttribute", driver.pointer_attribute);
-    find("cuStreamCreate", driver.create_stream);
-    find("cuMemHostAlloc", driver.allocate_on_host);
-    find("cuModuleLoadData", driver.load_module);
-    find("cuModuleGetFunction", driver.function_of_module);
-    find("cuLaunchKernel", driver.launch);
-    find("cuEventCreate", driver.create_event);
-    find("cuEventRecord", driver.record_event);
-    find("cuEventSynchronize", driver.synchronize_event);
-    find_if_there("cuCtxGetCurrent", driver.current_context);
-    find_if_there("cuMemHostRegister_v2", driver.pin);
-    find_if_there("cuMemHostUnregister", driver.unpin);
-    find_if_there("cuMemHostGetDevicePointer_v2", driver.pinned_address);
+    find_all();
+    find_sharing();
   }
 
  private:
-  template <class Function>
-  void find_if_there(const char* name, Function& function) {
-    function = reinterpret_cast<Function>(dlsym(library_, name));
+  void find_all() {
+    std::string missing;
+    find("cuGetErrorName", driver.error_name, missing);
+    find("cuDeviceGetCount", driver.count_devices, missing);
+    find("cuDeviceGet", driver.device_at, missing);
+    find("cuDevicePrimaryCtxGetState", driver.primary_context_state, missing);
+    find("cuDevicePrimaryCtxRetain", driver.retain_primary_context, missing);
+    find("cuStreamGetCtx", driver.context_of_stream, missing);
+    find("cuCtxPushCurrent_v2", driver.push_context, missing);
+    find("cuCtxPopCurrent_v2", driver.pop_context, missing);
+    find("cuCtxSynchronize", driver.synchronize_context, missing);
+    find("cuPointerGetAttribute", driver.pointer_attribute, missing);
+    find("cuStreamCreate", driver.create_stream, missing);
+    find("cuMemHostAlloc", driver.allocate_on_host, missing);
+    find("cuModuleLoadData", driver.load_module, missing);
+    find("cuModuleGetFunction", driver.function_of_module, missing);
+    find("cuLaunchKernel", driver.launch, missing);
+    find("cuEventCreate", driver.create_event, missing);
+    find("cuEventRecord", driver.record_event, missing);
+    find("cuEventSynchronize", driver.synchronize_event, missing);
+    if (!missing.empty()) obstacle = "NVIDIA's driver has no function " + missing;
+    std::string unneeded;
+    find("cuCtxGetCurrent", driver.current_context, unneeded);
+    find("cuMemHostRegister_v2", driver.pin, unneeded);
+    find("cuMemHostUnregister", driver.unpin, unneeded);
+    find("cuMemHostGetDevicePointer_v2", driver.pinned_address, unneeded);
+  }
+
+  void find_sharing() {
+    std::string& missing = sharing.missing;
+    std::string newer;
+    find("cuDeviceGetUuid_v2", sharing.device_uuid, newer);
+    // The older one gives all parts of a GPU (MIG) the same UUID.
+    if (!newer.empty()) find("cuDeviceGetUuid", sharing.device_uuid, missing);
+    find("cuDeviceGetAttribute", sharing.device_attribute, missing);
+    find("cuCtxGetDevice", sharing.current_device, missing);
+    find("cuMemGetAllocationGranularity", sharing.granularity, missing);
+    find("cuMemCreate", sharing.create, missing);
+    find("cuMemExportToShareableHandle", sharing.export_handle, missing);
+    find("cuMemImportFromShareableHandle", sharing.import_handle, missing);
+    find("cuMemRelease", sharing.release, missing);
+    find("cuMemAddressReserve", sharing.reserve, missing);
+    find("cuMemAddressFree", sharing.free_reserved, missing);
+    find("cuMemMap", sharing.map, missing);
+    find("cuMemUnmap", sharing.unmap, missing);
+    find("cuMemSetAccess", sharing.set_access, missing);
+    find("cuMemcpyDtoH_v2", sharing.copy_to_host, missing);
+    find("cuMemcpyHtoD_v2", sharing.copy_to_device, missing);
   }
 
   template <class Function>
-  void find(const char* name, Function& function) {
-    find_if_there(name, function);
-    if (function == nullptr) obstacle = std::string("NVIDIA's driver has no function ") + name;
+  void find(const char* name, Function& function, std::string& missing) {
+    function = reinterpret_cast<Function>(dlsym(library_, name));
+    if (function == nullptr) missing = name;
   }
 
   void* library_;
@@ -78,6 +104,21 @@ void CudaDriver::check(int result, const char* name) const {
   const char* text = nullptr;
   if (error_name(result, &text) != 0 || text == nullptr) text = "an unknown error";
   throw CudaError(std::string(name) + " of NVIDIA's driver: " + text);
+}
+
+const CudaSharing& CudaSharing::instance() {
+  static_cast<void>(CudaDriver::instance());
+  return search().sharing;
+}
+
+CurrentContext::CurrentContext(void* context) {
+  const CudaDriver& driver = CudaDriver::instance();
+  driver.check(driver.push_context(context), "cuCtxPushCurrent");
+}
+
+CurrentContext::~CurrentContext() {
+  void* popped = nullptr;
+  CudaDriver::instance().pop_context(&popped);
 }
 
 }  // namespace flatweights

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <stdexcept>
+#include <string>
 
 namespace flatweights {
 
@@ -47,6 +48,79 @@ struct CudaDriver {
   int (*pin)(void* memory, std::size_t nbytes, unsigned flags);
   int (*unpin)(void* memory);
   int (*pinned_address)(unsigned long long* address, void* memory, unsigned flags);
+};
+
+// CUmemLocation: a GPU.
+struct CudaLocation {
+  int type = 1;  // CU_MEM_LOCATION_TYPE_DEVICE
+  int device = 0;
+};
+static_assert(sizeof(CudaLocation) == 8);
+
+// CUmemAllocationProp: memory of a GPU that can be exported as a file descriptor.
+struct CudaAllocation {
+  static constexpr int kDescriptor = 1;  // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+  int type = 1;  // CU_MEM_ALLOCATION_TYPE_PINNED, the only type of a GPU's own memory
+  int handle_types = kDescriptor;
+  CudaLocation location;
+  void* only_for_windows = nullptr;
+  unsigned char flags[8] = {};
+};
+static_assert(sizeof(CudaAllocation) == 32 && offsetof(CudaAllocation, location) == 8 &&
+              offsetof(CudaAllocation, only_for_windows) == 16 &&
+              offsetof(CudaAllocation, flags) == 24);
+
+// CUmemAccessDesc.
+struct CudaAccess {
+  static constexpr int kRead = 1;   // CU_MEM_ACCESS_FLAGS_PROT_READ
+  static constexpr int kWrite = 3;  // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+  CudaLocation location;
+  int flags = kRead;
+};
+static_assert(sizeof(CudaAccess) == 12 && offsetof(CudaAccess, flags) == 8);
+
+// More functions of cuda.h, for memory of a GPU that processes share. Some drivers lack some of
+// them: these are null, and the others work.
+struct CudaSharing {
+  using Address = unsigned long long;
+  using Handle = unsigned long long;
+
+  // Throws CudaError if there is no driver.
+  static const CudaSharing& instance();
+
+  std::string missing;  // the name of a function that the driver lacks; empty if it lacks none
+
+  int (*device_uuid)(void* uuid, int device);
+  int (*device_attribute)(int* value, int attribute, int device);
+  int (*current_device)(int* device);
+  int (*granularity)(std::size_t* nbytes, const CudaAllocation* allocation, int option);
+  int (*create)(Handle* handle, std::size_t nbytes, const CudaAllocation* allocation,
+                unsigned long long flags);
+  int (*export_handle)(void* shareable, Handle handle, int type, unsigned long long flags);
+  int (*import_handle)(Handle* handle, void* shareable, int type);
+  int (*release)(Handle handle);
+  int (*reserve)(Address* address, std::size_t nbytes, std::size_t alignment, Address wanted,
+                 unsigned long long flags);
+  int (*free_reserved)(Address address, std::size_t nbytes);
+  int (*map)(Address address, std::size_t nbytes, std::size_t offset, Handle handle,
+             unsigned long long flags);
+  int (*unmap)(Address address, std::size_t nbytes);
+  int (*set_access)(Address address, std::size_t nbytes, const CudaAccess* access,
+                    std::size_t count);
+  int (*copy_to_host)(void* to, Address from, std::size_t nbytes);
+  int (*copy_to_device)(Address to, const void* from, std::size_t nbytes);
+};
+
+// Makes a context the thread's, from here to the end of the scope.
+class CurrentContext {
+ public:
+  // Throws CudaError.
+  explicit CurrentContext(void* context);
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+  ~CurrentContext();
 };
 
 }  // namespace flatweights

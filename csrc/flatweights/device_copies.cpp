@@ -82,23 +82,6 @@ struct Slot {
   }
 };
 
-// Makes a context the thread's, from here to the end of the scope.
-class ContextGuard {
- public:
-  ContextGuard(const CudaDriver& driver, void* context) : driver_(driver) {
-    driver.check(driver.push_context(context), "cuCtxPushCurrent");
-  }
-  ContextGuard(const ContextGuard&) = delete;
-  ContextGuard& operator=(const ContextGuard&) = delete;
-  ~ContextGuard() {
-    void* popped = nullptr;
-    driver_.pop_context(&popped);
-  }
-
- private:
-  const CudaDriver& driver_;
-};
-
 // The context of a GPU that the process uses already: to make one takes much of a GPU's memory.
 void* context_in_use(const CudaDriver& driver) {
   int count = 0;
@@ -179,7 +162,7 @@ class Staging {
 Staging::Staging() {
   constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE: all GPUs reach it
   constexpr std::size_t kTableBytes = kMostPieces * sizeof(Piece);
-  const ContextGuard guard(driver_, context_);
+  const CurrentContext guard(context_);
   device_of(context_);
   void* memory = nullptr;
   driver_.check(driver_.allocate_on_host(&memory, kSlots * (kTableBytes + kSlotBytes), kPortable),
@@ -211,7 +194,7 @@ Staging::Device& Staging::device_of(void* context) {
 void Staging::launch(std::size_t number, void* stream) {
   void* context = nullptr;
   driver_.check(driver_.context_of_stream(stream, &context), "cuStreamGetCtx");
-  const ContextGuard guard(driver_, context);
+  const CurrentContext guard(context);
   const Device& device = device_of(context);
   Slot& slot = slots_[number % kSlots];
   void* const event = device.events[number % kSlots];
@@ -234,7 +217,7 @@ bool Staging::assign_streams(std::vector<DeviceCopy>& copies) {
     if (context == nullptr) throw CudaError("a GPU's memory was freed before it was copied");
     void*& stream = streams[context];
     if (stream == nullptr) {
-      const ContextGuard guard(driver_, context);
+      const CurrentContext guard(context);
       driver_.check(driver_.synchronize_context(), "cuCtxSynchronize");
       stream = device_of(context).stream;
     }
@@ -245,7 +228,7 @@ bool Staging::assign_streams(std::vector<DeviceCopy>& copies) {
 
 std::vector<DeviceCopy> Staging::take_pinned(std::vector<DeviceCopy>& copies) const {
   std::vector<DeviceCopy> pinned;
-  const ContextGuard guard(driver_, context_);
+  const CurrentContext guard(context_);
   std::erase_if(copies, [&](DeviceCopy& copy) {
     if (copy.device_dtype != copy.host_dtype) return false;
     std::byte* const host = pinned_address(copy.host, copy.size * copy.host_itemsize);

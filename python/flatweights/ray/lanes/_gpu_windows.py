@@ -1,0 +1,148 @@
+"""Windows in the memory of a GPU: this process's own, and those that others have told it of.
+
+A window of the host is read through the lane that it belongs to. A GPU's window is also read by
+other members, which its owner has no lane to. So its owner sends its descriptor to the driver, and
+that sends it on to those who need it. The owner counts a window as held by the count in its own
+mailbox, as it does for windows of the host, under an index of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from flatweights import _core
+
+FIRST = 32  # the index of the first one; windows of the host have lower ones
+MOST = 4  # of one process: weights that are averaged, and results that others still read
+
+_HANDLE = struct.Struct("<IIIQ16s")  # owner, index, generation, bytes, UUID of the GPU
+
+
+class Placed(NamedTuple):
+    """Where weights are on a GPU.
+
+    Attributes:
+        owner: The number of the seat whose window it is.
+        index: The index of the window among those of its owner.
+        generation: The number of windows that have had this index.
+    """
+
+    owner: int
+    index: int
+    generation: int
+
+
+class Handle:
+    """A descriptor of a window, by which a process maps the memory, or sends it on.
+
+    Attributes:
+        placed: The window.
+        nbytes: Its bytes.
+        uuid: The GPU.
+        descriptor: The descriptor, which belongs to this object.
+    """
+
+    def __init__(self, placed: Placed, nbytes: int, uuid: bytes, descriptor: int) -> None:
+        """Take a descriptor."""
+        self.placed = placed
+        self.nbytes = nbytes
+        self.uuid = uuid
+        self.descriptor = descriptor
+
+    @classmethod
+    def read(cls, body: bytes, descriptor: int) -> Handle:
+        """Read the body of a packet; the descriptor is duplicated.
+
+        Raises:
+            struct.error: If it is no such body.
+            OSError: If there is no free descriptor.
+        """
+        *placed, nbytes, uuid = _HANDLE.unpack(body)
+        return cls(Placed(*placed), nbytes, uuid, os.dup(descriptor))
+
+    def body(self) -> bytes:
+        """Return the body of a packet that tells another process of it."""
+        return _HANDLE.pack(*self.placed, self.nbytes, self.uuid)
+
+    def __del__(self) -> None:
+        """Close the descriptor."""
+        os.close(self.descriptor)
+
+
+class OwnWindow(NamedTuple):
+    """A window of this process, and what others map it by."""
+
+    memory: _core.DeviceWindow
+    handle: Handle
+
+
+class GpuWindows:
+    """The windows of this process: made when they are needed, used again when nobody reads them."""
+
+    def __init__(self, owner: int, holds: Callable[[int], int]) -> None:
+        """Start without windows.
+
+        Args:
+            owner: The number of this process's seat.
+            holds: A function of an index: how often that window is held by others.
+        """
+        self._owner = owner
+        self._holds = holds
+        self._windows: list[OwnWindow] = []
+
+    def take(self, uuid: bytes, nbytes: int, besides: Iterable[int] = ()) -> OwnWindow | None:
+        """Return a free window of ``nbytes`` or more; None if all are held.
+
+        Args:
+            uuid: The GPU.
+            nbytes: The bytes.
+            besides: The indices of windows that are not free, although nobody holds them.
+
+        Raises:
+            MemoryError: If the GPU's memory is short.
+            RuntimeError: If the driver fails.
+        """
+        free = [
+            at
+            for at, window in enumerate(self._windows)
+            if FIRST + at not in besides and not self._holds(FIRST + at)
+        ]
+        for at in free:
+            window = self._windows[at]
+            if window.handle.uuid == uuid and nbytes <= window.handle.nbytes <= 4 * nbytes:
+                return window
+        if len(self._windows) < MOST and not free:
+            self._windows.append(self._made(len(self._windows), 1, uuid, nbytes))
+            return self._windows[-1]
+        if not free:
+            return None
+        # A window of another size was made for another model; its memory goes first.
+        at = free[0]
+        generation = self._windows[at].handle.placed.generation + 1
+        rest = self._windows[at + 1 :]
+        del self._windows[at:]
+        made = self._made(at, generation, uuid, nbytes)
+        self._windows += [made, *rest]
+        return made
+
+    def find(self, placed: Placed) -> OwnWindow | None:
+        """Return one of the windows; None if it is another process's, or there is a newer one."""
+        at = placed.index - FIRST
+        if placed.owner != self._owner or not 0 <= at < len(self._windows):
+            return None
+        window = self._windows[at]
+        return window if window.handle.placed == placed else None
+
+    def clear(self) -> None:
+        """Forget the windows; their memory is freed once no process maps it."""
+        self._windows.clear()
+
+    def _made(self, at: int, generation: int, uuid: bytes, nbytes: int) -> OwnWindow:
+        memory = _core.DeviceWindow(uuid, nbytes)
+        descriptor = os.dup(memory.descriptor)
+        memory.close_descriptor()
+        placed = Placed(self._owner, FIRST + at, generation)
+        return OwnWindow(memory, Handle(placed, nbytes, uuid, descriptor))
