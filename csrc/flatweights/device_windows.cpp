@@ -234,14 +234,14 @@ DeviceWindow::~DeviceWindow() {
   if (process_ != getpid() || address_ == 0) return;
   const CudaDriver& driver = CudaDriver::instance();
   const CudaSharing& sharing = CudaSharing::instance();
-  // If the context is gone, so is all that it mapped.
-  if (driver.push_context(context_) != 0) return;
-  // A kernel that touches memory which is mapped no more ends all work of the context.
-  driver.synchronize_context();
+  if (driver.push_context(context_) == 0) {
+    // A kernel that touches memory which is mapped no more ends all work of the context.
+    driver.synchronize_context();
+    void* popped = nullptr;
+    driver.pop_context(&popped);
+  }
   if (is_mapped_) sharing.unmap(address_, capacity_);
   sharing.free_reserved(address_, capacity_);
-  void* popped = nullptr;
-  driver.pop_context(&popped);
 }
 
 void DeviceWindow::close_descriptor() noexcept {
