@@ -13,6 +13,7 @@ process counts. Before timing, the bench checks that all members have the same b
 import os
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -144,11 +145,12 @@ class Averaged:
         return self._ours.get_flat()
 
 
-def time_fit(kind: str, size: int, budget: float) -> list[runner.Row]:
+def time_fit(
+    kind: str, size: int, budget: float, ways: Sequence[str] = (runner.OURS, ALONE, COMPILED)
+) -> list[runner.Row]:
     """Time `fit` of one kind of model on ``size`` processes."""
-    ways = [runner.OURS, ALONE, COMPILED]
     actor: Any = ray.remote(num_cpus=1, num_gpus=1 / size)(Trained)
-    members = [actor.remote(kind, f"fit {kind}", rank, size, ways) for rank in range(size)]
+    members = [actor.remote(kind, f"fit {kind}", rank, size, [*ways]) for rank in range(size)]
 
     def fit(way: str) -> float:
         return float(max(ray.get([one.fit.remote(way) for one in members])))

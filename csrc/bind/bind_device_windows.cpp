@@ -6,12 +6,15 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "bindings.hpp"
 #include "checks.hpp"
 #include "device_windows.hpp"
+#include "flatweights/average_windows.hpp"
 #include "flatweights/cuda_driver.hpp"
 #include "memory_files.hpp"
+#include "relative_weights.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {
@@ -96,7 +99,52 @@ py::class_<Side> bind_side(py::module_& m, const char* name) {
           py::arg("out").noconvert(), py::arg("offset") = 0);
 }
 
+// The weighted mean, in the memory of a GPU, of packed models of one layout that are there. Returns
+// for each whether it holds NaN or infinity.
+std::vector<bool> average_on_gpu(const BoundLayout& bound, const py::object& out,
+                                 const py::list& models, const std::vector<double>& weights) {
+  if (models.empty() || models.size() != weights.size())
+    throw py::value_error("expected one weight per source, and at least one source");
+  if (models.size() > most_averaged_windows())
+    throw py::value_error("expected at most " + std::to_string(most_averaged_windows()) +
+                          " sources, got " + std::to_string(models.size()));
+  const std::size_t nbytes = bound.layout.nbytes();
+  const DeviceWindow& target = window_of(out, nbytes, true);
+  std::vector<const std::byte*> sources;
+  for (const py::handle model : models) {
+    const DeviceWindow& source = window_of(model, nbytes, false);
+    if (source.uuid() != target.uuid())
+      throw py::value_error("source " + std::to_string(sources.size()) + ": expected a window of " +
+                            text_of(target.uuid()) + ", got one of " + text_of(source.uuid()));
+    if (source.data() == target.data())
+      throw py::value_error("source " + std::to_string(sources.size()) + ": overlaps out");
+    sources.push_back(source.data());
+  }
+  RelativeWeights relative;
+  const std::vector<double> ratios = relative.add(weights);
+  const WithoutGil nogil;
+  return average_windows(target.context(), bound.layout, target.data(), sources, ratios,
+                         relative.ratios);
+}
+
 }  // namespace
+
+const DeviceWindow& window_of(py::handle object, std::size_t nbytes, bool is_written) {
+  const DeviceWindow* window = nullptr;
+  if (py::isinstance<BoundDeviceWindow>(object))
+    window = &*object.cast<const BoundDeviceWindow&>().window;
+  else if (!is_written && py::isinstance<PeerDeviceWindow>(object))
+    window = &*object.cast<const PeerDeviceWindow&>().window;
+  else
+    throw py::type_error(std::string("window: expected ") +
+                         (is_written ? "a DeviceWindow" : "a DeviceWindow or a PeerDeviceWindow") +
+                         ", got " +
+                         py::str(py::type::of(object).attr("__name__")).cast<std::string>());
+  if (window->size() < nbytes)
+    throw py::value_error("window: expected at least " + std::to_string(nbytes) + " bytes, got " +
+                          std::to_string(window->size()));
+  return *window;
+}
 
 void bind_device_windows(py::module_& m) {
   m.def("device_uuids", [] {
@@ -114,6 +162,9 @@ void bind_device_windows(py::module_& m) {
                              [](const BoundDeviceWindow& s) { return s.window->descriptor(); })
       .def("close_descriptor", [](const BoundDeviceWindow& s) { s.window->close_descriptor(); })
       .def("copy_from", &copy_from, py::arg("source").noconvert(), py::arg("offset") = 0);
+
+  m.def("average_on_gpu", &average_on_gpu, py::arg("layout"), py::arg("out"), py::arg("models"),
+        py::arg("weights"));
 
   bind_side<PeerDeviceWindow>(m, "PeerDeviceWindow")
       .def(py::init(&open_window), py::arg("descriptor"), py::arg("nbytes"), py::arg("uuid"));

@@ -35,6 +35,10 @@ void bind_variables(py::module_& m) {
       .def("gather_into", &CalledTensors::gather_into, py::arg("layout"),
            py::arg("buffer").noconvert())
       .def("scatter", &CalledTensors::scatter, py::arg("layout"), py::arg("buffer").noconvert())
+      .def_property_readonly("gpu", &CalledTensors::gpu)
+      .def("gather_into_window", &CalledTensors::gather_into_window, py::arg("layout"),
+           py::arg("window"))
+      .def("scatter_window", &CalledTensors::scatter_window, py::arg("layout"), py::arg("window"))
       .def("pass_on", &CalledTensors::pass_on, py::arg("layout"));
   py::class_<BoundVariables>(m, "BoundVariables")
       .def(py::init<const VariablesLibrary&, const BoundLayout&, std::vector<std::size_t>,
@@ -45,6 +49,9 @@ void bind_variables(py::module_& m) {
       .def_property_readonly("try_set", &BoundVariables::setter)
       .def("get_vector", &BoundVariables::get_vector, py::arg("out"))
       .def("get_packed", &BoundVariables::get_packed, py::arg("buffer"))
+      .def_property_readonly("gpu", &BoundVariables::gpu)
+      .def("get_window", &BoundVariables::get_window, py::arg("window"))
+      .def("set_window", &BoundVariables::set_window, py::arg("window"))
       .def("get_parts", &BoundVariables::get_parts, py::arg("targets"))
       .def("set_vector", &BoundVariables::set_vector, py::arg("flat"), py::arg("share"))
       .def("set_packed", &BoundVariables::set_packed, py::arg("buffer"), py::arg("share"))

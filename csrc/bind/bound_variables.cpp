@@ -3,12 +3,17 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 
+#include "device_windows.hpp"
+#include "flatweights/cuda_driver.hpp"
 #include "flatweights/device_copies.hpp"
+#include "flatweights/device_windows.hpp"
 #include "flatweights/flatten.hpp"
 #include "flatweights/rooms.hpp"
+#include "memory_files.hpp"
 #include "new_array.hpp"
 #include "released_owners.hpp"
 #include "without_gil.hpp"
@@ -388,6 +393,67 @@ void BoundVariables::gather(const std::vector<ArrayPart>& parts) {
         }
         copy_all(copies);
         if (!device_copies.empty()) copy_from_devices(std::move(device_copies));
+      });
+}
+
+py::object BoundVariables::gpu() {
+  if (gpu_) return *gpu_;
+  std::set<DeviceUuid> found;
+  with_locked(VariableAccess::kRead, nullptr, nullptr,
+              [&](const std::vector<VariableMemory>& memory, const VariablesLock&) {
+                std::set<void*> streams;
+                for (const VariableMemory& place : memory)
+                  if (place.stream != nullptr && streams.insert(place.stream).second)
+                    found.insert(device_uuid(context_of_stream(place.stream)));
+              });
+  gpu_ = found.size() == 1 ? py::object(as_bytes(*found.begin())) : py::none();
+  return *gpu_;
+}
+
+void BoundVariables::get_window(const py::object& window) {
+  check_ready();
+  std::byte* const begin = window_of(window, bound_.layout.nbytes(), true).data();
+  move_window(VariableAccess::kRead, begin);
+}
+
+void BoundVariables::set_window(const py::object& window) {
+  check_ready();
+  std::byte* const begin = window_of(window, bound_.layout.nbytes(), false).data();
+  move_window(VariableAccess::kOverwrite, begin);
+}
+
+// Variables on the host go through memory that the GPU reaches, in the order of the others' stream.
+void BoundVariables::move_window(VariableAccess access, std::byte* window) {
+  check_environment();
+  std::vector<DeviceCopy> within;
+  std::vector<DeviceCopy> between;  // where the window is the end on a GPU
+  const bool is_read = access == VariableAccess::kRead;
+  with_locked(
+      access, nullptr, nullptr,
+      [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
+        for (std::size_t i = 0; i < memory.size(); ++i) {
+          if (memory[i].data == nullptr) continue;
+          const Slot& slot = slot_of(i);
+          std::byte* const there = window + slot.offset;
+          if (memory[i].stream != nullptr)
+            within.push_back(device_copy(i, memory[i].stream, memory[i].data,
+                                         {there, slot.dtype, slot.itemsize}));
+          else
+            between.push_back(
+                device_copy(i, nullptr, there,
+                            {static_cast<std::byte*>(memory[i].data), slot.dtype, slot.itemsize}));
+        }
+        if (within.empty()) throw CudaError("the variables are on the GPU no more");
+        for (DeviceCopy& copy : between) copy.stream = within[0].stream;
+        // Later copies in the order of the same stream, which are waited for, come after these.
+        if (!between.empty()) {
+          if (is_read)
+            copy_to_devices(std::move(between));
+          else
+            copy_from_devices(std::move(between));
+        }
+        copy_within_devices(std::move(within), is_read ? Direction::kToHost : Direction::kToDevice);
+        lock.commit();
       });
 }
 

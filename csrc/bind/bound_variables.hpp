@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <vector>
@@ -57,6 +58,15 @@ class BoundVariables {
   void get_packed(const py::array& buffer);
   void set_packed(const py::array& buffer, bool share);
 
+  // The UUID of the GPU whose memory some of the variables are in; None if there is none, or more
+  // than one.
+  py::object gpu();
+
+  // The same as for packed buffers, but in the memory of that GPU. The bytes are complete on
+  // return.
+  void get_window(const py::object& window);
+  void set_window(const py::object& window);
+
   // One array for each bound slot; for the slots at `positions`, all of them bound.
   void get_parts(const py::list& targets);
   void set_parts(const std::vector<std::size_t>& positions, const py::list& sources, bool share);
@@ -104,6 +114,7 @@ class BoundVariables {
   template <class F>
   void with_locked(VariableAccess access, const std::vector<std::size_t>* chosen,
                    const VariableAlias* alias, F&& body);
+  void move_window(VariableAccess access, std::byte* window);
   void gather(const std::vector<ArrayPart>& parts);
   void scatter(const std::vector<ArrayPart>& parts, const std::vector<std::size_t>* chosen,
                const py::object& owner);
@@ -120,6 +131,7 @@ class BoundVariables {
   py::object thread_;
   py::object handle_;  // keeps `context_` alive
   void* context_ = nullptr;
+  std::optional<py::object> gpu_;  // once it is known
   bool tells_eager_mode_ = false;  // whether the op library does, without Python
 };
 

@@ -1,6 +1,8 @@
 // Windows in a GPU's memory, as the bindings pass them: the owner's, and a peer's.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include <memory>
 #include <utility>
 
@@ -37,5 +39,10 @@ struct BoundDeviceWindow {
 struct PeerDeviceWindow {
   DestroyedWithoutGil<const DeviceWindow> window;
 };
+
+// The window of either object, which has `nbytes` at least; it is written only if it is the
+// owner's. Raises TypeError or ValueError.
+[[nodiscard]] const DeviceWindow& window_of(pybind11::handle object, std::size_t nbytes,
+                                            bool is_written);
 
 }  // namespace flatweights::bind

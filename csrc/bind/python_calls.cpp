@@ -4,13 +4,18 @@
 #include <cstdio>
 #include <exception>
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "device_windows.hpp"
 #include "eager_tensors.hpp"
+#include "flatweights/cuda_driver.hpp"
 #include "flatweights/device_copies.hpp"
+#include "flatweights/device_windows.hpp"
 #include "flatweights/flatten.hpp"
+#include "memory_files.hpp"
 #include "new_array.hpp"
 #include "with_gil.hpp"
 #include "without_gil.hpp"
@@ -165,6 +170,43 @@ void CalledTensors::scatter(const BoundLayout& bound, const py::array& buffer) c
   }
   if (!device_copies.empty()) copy_to_devices(std::move(device_copies));
   copy_all(copies);
+}
+
+py::object CalledTensors::gpu() const {
+  std::set<void*> contexts;
+  std::set<void*> streams;
+  DeviceMemory memory;
+  for (const Tensor& tensor : tensors_) {
+    if (!tensor.is_on_gpu) return py::none();
+    if (tensor.stream == nullptr && tensor.size > 0)
+      contexts.insert(memory.context_of(tensor.input));
+    if (tensor.stream != nullptr && streams.insert(tensor.stream).second)
+      contexts.insert(context_of_stream(tensor.stream));
+  }
+  return contexts.size() == 1 ? py::object(as_bytes(device_uuid(*contexts.begin()))) : py::none();
+}
+
+void CalledTensors::gather_into_window(const BoundLayout& bound, const py::object& window) const {
+  move_window(bound, window_of(window, bound.layout.nbytes(), true).data(), Direction::kToHost);
+}
+
+void CalledTensors::scatter_window(const BoundLayout& bound, const py::object& window) const {
+  move_window(bound, window_of(window, bound.layout.nbytes(), false).data(), Direction::kToDevice);
+}
+
+void CalledTensors::move_window(const BoundLayout& bound, std::byte* window,
+                                Direction direction) const {
+  check(bound);
+  std::vector<DeviceCopy> copies;
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    const Tensor& tensor = tensors_[i];
+    if (!tensor.is_on_gpu) throw std::runtime_error("expected tensors on a GPU");
+    if (tensor.size == 0) continue;
+    std::byte* const memory = direction == Direction::kToHost ? tensor.input : tensor.output;
+    copies.push_back(device_copy(tensor.stream, memory, window, bound.layout.slots()[i]));
+  }
+  const WithoutGil nogil;
+  copy_within_devices(std::move(copies), direction);
 }
 
 void CalledTensors::pass_on(const BoundLayout& bound) const {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "checks.hpp"
+#include "flatweights/device_copies.hpp"
 #include "tensorflow/variables_api.hpp"
 
 namespace flatweights::bind {
@@ -34,6 +35,14 @@ class CalledTensors {
   void gather_into(const BoundLayout& bound, const pybind11::array& buffer) const;
   void scatter(const BoundLayout& bound, const pybind11::array& buffer) const;
 
+  // The UUID of the GPU whose memory all of them are in; None if there is none, or several.
+  [[nodiscard]] pybind11::object gpu() const;
+
+  // The same as for packed buffers, but in the memory of that GPU. The bytes are complete on
+  // return.
+  void gather_into_window(const BoundLayout& bound, const pybind11::object& window) const;
+  void scatter_window(const BoundLayout& bound, const pybind11::object& window) const;
+
   // Makes each tensor its own result.
   void pass_on(const BoundLayout& bound) const;
 
@@ -51,6 +60,7 @@ class CalledTensors {
 
   CalledTensors() = default;
   void check(const BoundLayout& bound) const;
+  void move_window(const BoundLayout& bound, std::byte* window, Direction direction) const;
 
   std::vector<Tensor> tensors_;
   std::vector<pybind11::dtype> dtypes_;

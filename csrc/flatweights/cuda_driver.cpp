@@ -111,6 +111,13 @@ const CudaSharing& CudaSharing::instance() {
   return search().sharing;
 }
 
+void* context_of_stream(void* stream) {
+  const CudaDriver& driver = CudaDriver::instance();
+  void* context = nullptr;
+  driver.check(driver.context_of_stream(stream, &context), "cuStreamGetCtx");
+  return context;
+}
+
 CurrentContext::CurrentContext(void* context) {
   const CudaDriver& driver = CudaDriver::instance();
   driver.check(driver.push_context(context), "cuCtxPushCurrent");

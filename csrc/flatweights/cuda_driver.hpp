@@ -113,6 +113,9 @@ struct CudaSharing {
   int (*copy_to_device)(Address to, const void* from, std::size_t nbytes);
 };
 
+// The context of a stream. Throws CudaError.
+[[nodiscard]] void* context_of_stream(void* stream);
+
 // Makes a context the thread's, from here to the end of the scope.
 class CurrentContext {
  public:

@@ -54,13 +54,23 @@ struct Launch {
   std::size_t nbytes;
   std::size_t piece;
 
-  static constexpr Launch of_slot() { return {kSlotBytes, kPieceBytes}; }
+  // Of few bytes, the processor copies a first part while the GPU copies the next.
+  static Launch of_slots(std::span<const DeviceCopy> copies) {
+    constexpr std::size_t kLeast = std::size_t{256} << 10;
+    return {std::clamp(size_of(copies) / kSlots, kLeast, kSlotBytes), kPieceBytes};
+  }
 
   static Launch of_pinned(std::span<const DeviceCopy> copies) {
     constexpr std::size_t kLargePiece = 16 * kPieceBytes;
+    const std::size_t nbytes = size_of(copies);
+    return {nbytes, nbytes < kMostPieces / 4 * kPieceBytes ? kPieceBytes : kLargePiece};
+  }
+
+ private:
+  static std::size_t size_of(std::span<const DeviceCopy> copies) {
     std::size_t nbytes = 0;
     for (const DeviceCopy& copy : copies) nbytes += copy.size * copy.device_itemsize;
-    return {nbytes, nbytes < kMostPieces / 4 * kPieceBytes ? kPieceBytes : kLargePiece};
+    return nbytes;
   }
 };
 
@@ -192,8 +202,7 @@ Staging::Device& Staging::device_of(void* context) {
 }
 
 void Staging::launch(std::size_t number, void* stream) {
-  void* context = nullptr;
-  driver_.check(driver_.context_of_stream(stream, &context), "cuStreamGetCtx");
+  void* const context = context_of_stream(stream);
   const CurrentContext guard(context);
   const Device& device = device_of(context);
   Slot& slot = slots_[number % kSlots];
@@ -350,10 +359,9 @@ class Launches {
   std::vector<std::size_t> numbers_;
 };
 
-// Launches copies between GPUs and pinned memory.
-template <class Add>
-void launch_pinned(Staging& staging, std::vector<DeviceCopy> copies, Launches& launches,
-                   Add&& add) {
+// Launches copies whose both ends GPUs reach.
+void launch_direct(Staging& staging, std::vector<DeviceCopy> copies, Direction direction,
+                   Launches& launches) {
   const Launch most = Launch::of_pinned(copies);
   for (Cutter cutter(copies, most); !cutter.is_done();) {
     const std::size_t number = staging.next();
@@ -361,8 +369,11 @@ void launch_pinned(Staging& staging, std::vector<DeviceCopy> copies, Launches& l
     slot.clear();
     void* const stream =
         cutter.next([&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t) {
-          add(slot, copy.device + begin * copy.device_itemsize,
-              copy.host + begin * copy.host_itemsize, size * copy.device_itemsize, most.piece);
+          std::byte* const device = copy.device + begin * copy.device_itemsize;
+          std::byte* const host = copy.host + begin * copy.host_itemsize;
+          const bool is_to_host = direction == Direction::kToHost;
+          slot.add(is_to_host ? device : host, is_to_host ? host : device,
+                   size * copy.device_itemsize, most.piece);
         });
     launches.add(number);
     staging.launch(number, stream);
@@ -376,16 +387,14 @@ void copy_from_devices(std::vector<DeviceCopy> copies) {
   Staging& staging = Staging::lock(turn);
   staging.assign_streams(copies);
   Launches launches(staging);
-  launch_pinned(staging, staging.take_pinned(copies), launches,
-                [](Slot& slot, std::byte* device, std::byte* host, std::size_t nbytes,
-                   std::size_t piece) { slot.add(device, host, nbytes, piece); });
+  launch_direct(staging, staging.take_pinned(copies), Direction::kToHost, launches);
   std::deque<std::size_t> under_way;
   const auto finish_one = [&] {
     copy_all(staging.wait_for(under_way.front()).copies);
     under_way.pop_front();
   };
-  constexpr Launch kMost = Launch::of_slot();
-  for (Cutter cutter(copies, kMost); !cutter.is_done();) {
+  const Launch most = Launch::of_slots(copies);
+  for (Cutter cutter(copies, most); !cutter.is_done();) {
     if (under_way.size() == kSlots) finish_one();
     const std::size_t number = staging.next();
     Slot& slot = staging.wait_for(number);
@@ -393,7 +402,7 @@ void copy_from_devices(std::vector<DeviceCopy> copies) {
     void* const stream = cutter.next(
         [&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t at) {
           slot.add(copy.device + begin * copy.device_itemsize, slot.memory + at,
-                   size * copy.device_itemsize, kMost.piece);
+                   size * copy.device_itemsize, most.piece);
           slot.copies.push_back({copy.host + begin * copy.host_itemsize, slot.memory + at, size,
                                  copy.host_itemsize, copy.host_dtype, copy.device_dtype});
         });
@@ -409,18 +418,16 @@ void copy_to_devices(std::vector<DeviceCopy> copies) {
   Staging& staging = Staging::lock(turn);
   const bool is_waited_for = staging.assign_streams(copies);
   Launches launches(staging);
-  launch_pinned(staging, staging.take_pinned(copies), launches,
-                [](Slot& slot, std::byte* device, std::byte* host, std::size_t nbytes,
-                   std::size_t piece) { slot.add(host, device, nbytes, piece); });
-  constexpr Launch kMost = Launch::of_slot();
-  for (Cutter cutter(copies, kMost); !cutter.is_done();) {
+  launch_direct(staging, staging.take_pinned(copies), Direction::kToDevice, launches);
+  const Launch most = Launch::of_slots(copies);
+  for (Cutter cutter(copies, most); !cutter.is_done();) {
     const std::size_t number = staging.next();
     Slot& slot = staging.wait_for(number);
     slot.clear();
     void* const stream = cutter.next(
         [&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t at) {
           slot.add(slot.memory + at, copy.device + begin * copy.device_itemsize,
-                   size * copy.device_itemsize, kMost.piece);
+                   size * copy.device_itemsize, most.piece);
           slot.copies.push_back({slot.memory + at, copy.host + begin * copy.host_itemsize, size,
                                  copy.device_itemsize, copy.device_dtype, copy.host_dtype});
         });
@@ -428,6 +435,15 @@ void copy_to_devices(std::vector<DeviceCopy> copies) {
     if (is_waited_for) launches.add(number);
     staging.launch(number, stream);
   }
+  launches.wait();
+}
+
+void copy_within_devices(std::vector<DeviceCopy> copies, Direction direction) {
+  std::unique_lock<std::mutex> turn;
+  Staging& staging = Staging::lock(turn);
+  staging.assign_streams(copies);
+  Launches launches(staging);
+  launch_direct(staging, std::move(copies), direction, launches);
   launches.wait();
 }
 

@@ -56,4 +56,11 @@ void copy_from_devices(std::vector<DeviceCopy> copies);
 // CudaError; if the driver fails half-way, some memory may have been written.
 void copy_to_devices(std::vector<DeviceCopy> copies);
 
+enum class Direction { kToHost, kToDevice };
+
+// Copies within a GPU: `host` is an address of its memory, too. The bytes are complete on return,
+// after all work that was queued before in the streams, or on the GPU if the stream is unknown.
+// Throws std::bad_alloc or CudaError.
+void copy_within_devices(std::vector<DeviceCopy> copies, Direction direction);
+
 }  // namespace flatweights

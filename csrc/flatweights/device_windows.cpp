@@ -259,8 +259,12 @@ void DeviceWindow::copy_to_host(std::byte* to, std::size_t offset, std::size_t n
 void DeviceWindow::copy_from_host(const std::byte* from, std::size_t offset, std::size_t nbytes) {
   if (process_ != getpid()) throw CudaError(kForked);
   const CurrentContext current(context_);
-  CudaDriver::instance().check(
-      CudaSharing::instance().copy_to_device(address_ + offset, from, nbytes), "cuMemcpyHtoD");
+  const CudaDriver& driver = CudaDriver::instance();
+  driver.check(CudaSharing::instance().copy_to_device(address_ + offset, from, nbytes),
+               "cuMemcpyHtoD");
+  // From pageable memory, the driver returns once it has a copy of its own: on an H100, others read
+  // old bytes for a while.
+  driver.check(driver.synchronize_context(), "cuCtxSynchronize");
 }
 
 std::string device_window_obstacle(void* context) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 RAY = "FLATWEIGHTS_RAY"
+GPU = "FLATWEIGHTS_GPU"
 
 
 def setting(variable: str, *values: str) -> str:
@@ -27,3 +28,12 @@ def ray_setting() -> str:
         ValueError: If it has another value.
     """
     return setting(RAY, "store", "lanes")
+
+
+def gpu_setting() -> str:
+    """Return the value of ``FLATWEIGHTS_GPU``: ``"host"``, ``"windows"`` or nothing.
+
+    Raises:
+        ValueError: If it has another value.
+    """
+    return setting(GPU, "host", "windows")

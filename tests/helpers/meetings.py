@@ -60,8 +60,9 @@ class LocalMeeting:
 
     def member(self, entry: Entry, lane: MemberLane) -> Member:
         """Wait for the first outcome."""
-        host = HostByLane(None, Pass(entry.token, entry.who), lane)
-        return Member("local", host, entry.ticket.result(), host.start(60.0))
+        ticket = entry.ticket.result()
+        host = HostByLane(None, Pass(entry.token, entry.who), lane, ticket.seat)
+        return Member("local", host, ticket, host.start(60.0))
 
     def join(self, rank: int | None = None) -> Member:
         """Join, as `flatweights.ray.join` does."""

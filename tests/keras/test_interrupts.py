@@ -31,7 +31,7 @@ rank, seat, address, token, has_timeout, stalled = json.loads(sys.argv[1])
 stalled, token = Path(stalled), bytes.fromhex(token)
 lane = MemberLane(bytes.fromhex(address), token)
 print(lane.mailbox.nonce.hex(), flush=True)
-host = HostByLane(None, Pass(token, "member"), lane)
+host = HostByLane(None, Pass(token, "member"), lane, seat)
 member = Member("interrupted", host, Ticket(rank, seat, None), host.start(300.0))
 
 def batches():

@@ -18,7 +18,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from flatweights import Layout
 from flatweights._average import Nonfinite, check_nonfinite
-from flatweights._core import CalledTensors
+from flatweights._core import CalledTensors, DeviceWindow, PeerDeviceWindow
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._progress import Progress, State, callbacks_beside, keepers_among
 from flatweights.keras._settings import check_alike, settings_of
@@ -517,6 +517,18 @@ class _Exchange:
         names, shapes = [slot.name for slot in slots], [(slot.size,) for slot in slots]
         self.layout = Layout(names, shapes, [grad.dtype.as_numpy_dtype for grad in grads])
         self.grads: CalledTensors | None = None
+
+    @property
+    def gpu(self) -> bytes | None:
+        return None if self.grads is None else self.grads.gpu
+
+    def gather_into_window(self, window: DeviceWindow) -> None:
+        assert self.grads is not None
+        self.grads.gather_into_window(self.layout.core, window)
+
+    def scatter_window(self, window: DeviceWindow | PeerDeviceWindow) -> None:
+        assert self.grads is not None
+        self.grads.scatter_window(self.layout.core, window)
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         assert self.grads is not None

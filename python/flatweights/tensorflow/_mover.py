@@ -162,6 +162,29 @@ class Mover:
         if self._replicas:
             self._follow()
 
+    @property
+    def gpu(self) -> bytes | None:
+        """The UUID of the GPU by whose memory all variables can be moved; None without one."""
+        bound = None if self._replicas else self._whole()
+        try:
+            return None if bound is None else bound.gpu
+        except _core.UnreadyError:
+            return None
+
+    def get_window(self, window: _core.DeviceWindow) -> None:
+        """Read all variables into a window of their `gpu`, in the packed form."""
+        self._bound_whole().get_window(window)
+
+    def set_window(self, window: _core.DeviceWindow | _core.PeerDeviceWindow) -> None:
+        """Write all variables from a window of their `gpu`."""
+        self._bound_whole().set_window(window)
+
+    def _bound_whole(self) -> _core.BoundVariables:
+        bound = self._whole()
+        if bound is None:
+            raise _core.UnreadyError("the variables have to be bound again")
+        return bound
+
     def set_parts(self, values: Mapping[int, NDArray[Any]], *, share: bool = False) -> None:
         """Write the variables at these positions, from arrays that `cast_for_slot` returned."""
         self._scatter(values, share=share)

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from flatweights import _core
 from flatweights._core import check_out, is_settable
 from flatweights._dtypes import is_averaged, is_floating, is_integer, read_dtype
 from flatweights._flatten import new_vector
@@ -453,6 +454,37 @@ class TensorFlowVariables:
             RuntimeError: As `get_flat`.
         """
         self._mover.set_packed(buffer)
+
+    @property
+    def gpu(self) -> bytes | None:
+        """The UUID of the GPU in whose memory `flatweights.ray.Member` may average the variables.
+
+        It is None unless all variables are bound, and those on a GPU are on the same one. Before
+        their first use, variables are not bound yet.
+        """
+        return self._mover.gpu
+
+    def gather_into_window(self, window: _core.DeviceWindow) -> None:
+        """Read all variables into a window of their `gpu`; for `flatweights.ray.Member`.
+
+        Args:
+            window: Memory of that GPU, of ``layout.nbytes`` or more.
+
+        Raises:
+            RuntimeError: If the driver fails, or the variables have to be bound again.
+        """
+        self._mover.get_window(window)
+
+    def scatter_window(self, window: _core.DeviceWindow | _core.PeerDeviceWindow) -> None:
+        """Set all variables from a window of their `gpu`; for `flatweights.ray.Member`.
+
+        Args:
+            window: As in `gather_into_window`; a peer's window, too.
+
+        Raises:
+            RuntimeError: As `gather_into_window`; no variable is changed.
+        """
+        self._mover.set_window(window)
 
     def set_weights(
         self,

@@ -55,7 +55,7 @@ for point in _failpoints.HOST:
 
 def test_members_of_a_killed_host_are_told() -> None:
     def call_till_the_end(rank: int, token: bytes, ticket: Ticket, lane: MemberLane) -> int:
-        host = HostByLane(None, Pass(token, "member"), lane)
+        host = HostByLane(None, Pass(token, "member"), lane, ticket.seat)
         member = Member("doomed", host, ticket, host.start(60.0))
         weights = {"w": np.full(500, float(rank))}
         calls = 0

@@ -19,11 +19,12 @@ from flatweights.ray import _failpoints as failpoints
 from flatweights.ray._listener import Listener, RefusedError, Stranger
 from flatweights.ray._result import Packed
 from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, receive_packet
-from flatweights.ray.lanes._message import Message
+from flatweights.ray.lanes._message import Message, join_message
 from flatweights.ray.lanes._protocol import (
     ASK,
     BY_CALL,
     NUMBER,
+    REDUCED,
     REFUSAL,
     VALUE,
     WEIGHTS,
@@ -63,14 +64,18 @@ class DriverLane(LaneEnd):
         """Whether the last command was answered."""
         return self.mailbox.is_answered
 
+    def order(self, kind: int, body: bytes = b"") -> None:
+        """Post a command of another kind than `COMMAND`, without buffers; errors as of `post`."""
+        self.post(Message(join_message(kind, body), []), None)
+
     def post(
-        self, command: Message, windows: Windows, asleep: list[_core.Mailbox] | None = None
+        self, command: Message, windows: Windows | None, asleep: list[_core.Mailbox] | None = None
     ) -> bool:
         """Post a command; return whether a Ray call that takes it exists; if not, call `serve`.
 
         Args:
             command: The command.
-            windows: The windows of this process.
+            windows: The windows of this process, if the command has buffers.
             asleep: A list to which the mailbox is added, so that `Mailbox.wake` can wake its
                 worker with others. If None, this wakes the worker.
 
@@ -85,6 +90,7 @@ class DriverLane(LaneEnd):
             if not self._is_read:  # once it is read, the worker reuses its window
                 self.take()
             if command.extents:
+                assert windows is not None
                 self.share(windows, command.extents)
             if failpoints.hook is not None:
                 failpoints.reach("shared")
@@ -140,15 +146,15 @@ class DriverLane(LaneEnd):
         Returns:
             One of the kinds in `flatweights.ray.lanes._protocol`; and, for ``VALUE``, the result;
             for ``WEIGHTS``, the result as `Packed`; for ``BY_CALL``, the number of the Ray call
-            that returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK``, its body and
-            its buffers.
+            that returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK`` and
+            ``REDUCED``, body and buffers.
         """
         self._is_read = True
         try:
             kind, buffers, body = self.mailbox.read_message(False, self._of_peer)
         except IndexError:
             kind, buffers, body = self.read()
-        if kind == ASK:
+        if kind in (ASK, REDUCED):
             return kind, (body, buffers)
         if kind == WEIGHTS:
             (buffer,) = buffers

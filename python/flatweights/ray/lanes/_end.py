@@ -14,6 +14,7 @@ import struct
 from typing import Any
 
 from flatweights import _core
+from flatweights.ray.lanes._gpu_windows import Handle, Placed
 from flatweights.ray.lanes._windows import Extent, Windows
 
 _WINDOW = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
@@ -79,6 +80,8 @@ class LaneEnd:
         self._of_peer: dict[int, tuple[int, _core.PeerWindow]] = {}
         self._peer_has: dict[int, int] = {}  # by index, the generation of the window
         self._refused: Exception | None = None  # the error of the last packet
+        self._handles: dict[tuple[int, int], Handle] = {}  # by owner and index: what it was sent
+        self._sent_handles: dict[tuple[int, int], int] = {}  # by owner and index, the generation
 
     def close(self) -> None:
         """Close the socket; views of windows stay valid."""
@@ -88,6 +91,7 @@ class LaneEnd:
     def forget_windows(self) -> None:
         """Unmap the peer's windows without a live view; no message can be read any more."""
         self._of_peer.clear()
+        self._handles.clear()
 
     def part(self, words: str) -> None:
         """Send the peer ``words``: the reason for which this end is about to close."""
@@ -117,6 +121,32 @@ class LaneEnd:
         """Undo `share` for ``extents`` that the peer will never read."""
         for extent in extents:
             self.mailbox.drop_hold(not self._is_worker, extent.window)
+
+    def send_handle(self, handle: Handle) -> None:
+        """Tell the peer of a window in a GPU's memory, unless it knows of it.
+
+        Raises:
+            OSError: If the peer is dead, or its socket is full.
+        """
+        owner, index, generation = handle.placed
+        if self._sent_handles.get((owner, index)) != generation:
+            packet = b"G" + handle.body()
+            socket.send_fds(self.connection, [packet], [handle.descriptor])
+            self._sent_handles[owner, index] = generation
+
+    def handle_of(self, placed: Placed) -> Handle:
+        """Return the handle of a window that the peer has told of.
+
+        Raises:
+            LaneError: If it has not.
+        """
+        for is_last in (False, True):
+            handle = self._handles.get(placed[:2])
+            if handle is not None and handle.placed == placed:
+                return handle
+            if not is_last:
+                self.receive()
+        raise self._missing(f"window {placed.index} of seat {placed.owner} on a GPU was not sent")
 
     def read(self) -> tuple[int, list[Any], bytes]:
         """Return kind, buffers and body of the peer's message.
@@ -172,7 +202,7 @@ class LaneEnd:
             try:
                 self._take(packet[:1], packet[1:], descriptors)
                 self._refused = None
-            except (LaneError, OSError, ValueError) as error:
+            except (LaneError, OSError, ValueError, struct.error) as error:
                 self._refused = error.with_traceback(None)
             finally:
                 for descriptor in descriptors:
@@ -187,6 +217,10 @@ class LaneEnd:
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
         if kind == b"P" and not descriptors:
             self.parting = body.decode(errors="replace")
+            return
+        if kind == b"G" and len(descriptors) == 1:
+            handle = Handle.read(body, descriptors[0])
+            self._handles[handle.placed[:2]] = handle
             return
         if kind != b"W" or len(body) != _WINDOW.size or len(descriptors) != 1:
             raise LaneError(f"expected a window, got a packet {kind!r} of {len(body)} bytes")

@@ -114,7 +114,7 @@ class GpuWindows:
             window = self._windows[at]
             if window.handle.uuid == uuid and nbytes <= window.handle.nbytes <= 4 * nbytes:
                 return window
-        if len(self._windows) < MOST and not free:
+        if len(self._windows) < MOST:
             self._windows.append(self._made(len(self._windows), 1, uuid, nbytes))
             return self._windows[-1]
         if not free:

@@ -37,7 +37,13 @@ class MemberLane(WorkerLane):
         """Offer a free window to the next buffer of ``nbytes`` that this thread makes."""
         self._windows.offer(nbytes)
 
-    def ask(self, body: bytes, buffer: NDArray[np.uint8] | None, *, is_urgent: bool) -> bool:
+    def count_holds(self, index: int) -> int:
+        """Return how often others hold this member's window ``index``."""
+        return self.mailbox.holds(False, index)
+
+    def ask(
+        self, body: bytes, buffer: NDArray[np.uint8] | None, *, is_urgent: bool, kind: int = ASK
+    ) -> bool:
         """Answer the last command with ``body``, and a buffer that lies in a window.
 
         A buffer that lies elsewhere is copied into a window. It must not change before the outcome.
@@ -46,6 +52,7 @@ class MemberLane(WorkerLane):
             body: The ask.
             buffer: The packed weights.
             is_urgent: Whether to wake the host before all others have asked.
+            kind: The kind of answer.
 
         Returns:
             False, with nothing sent, if no window is free and none can be made.
@@ -57,7 +64,7 @@ class MemberLane(WorkerLane):
             self.receive()
         if self.is_closed or self._doorbell is None:
             raise HostDiedError("the host has closed its end")
-        message = buffer_message(ASK, body, buffer, self._windows)
+        message = buffer_message(kind, body, buffer, self._windows)
         if message is None:
             return False
         try:
@@ -73,8 +80,8 @@ class MemberLane(WorkerLane):
         reach("asked")
         return True
 
-    def outcome(self, seconds: float | None) -> tuple[bytes, list[Any]]:
-        """Wait for the next command; return its body and its buffers.
+    def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
+        """Wait for the next command; return its body, its buffers and its kind.
 
         Raises:
             TimeoutError: If there is no command within ``seconds``; never, if None.
@@ -92,8 +99,8 @@ class MemberLane(WorkerLane):
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"no answer of the host within {seconds} s")
         try:
-            _, buffers, body = self.read()
+            kind, buffers, body = self.read()
         except (LaneError, ValueError) as error:
             raise HostDiedError(f"the outcome could not be read: {error}") from error
         reach("told")
-        return body, buffers
+        return body, buffers, kind

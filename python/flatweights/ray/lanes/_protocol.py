@@ -8,7 +8,10 @@ import struct
 WELCOME = b"A"  # it has the mailbox, and recognises the worker by its token
 REFUSAL = b"N"  # it does not expect the worker
 
-COMMAND = 0  # the kind of all commands
+# Kinds of commands. The last two are for members whose weights are in windows of a GPU.
+COMMAND = 0
+REDUCE = 1  # average such windows; answered by REDUCED
+RESEND = 2  # send the weights of the last ask again, in memory of the host; answered by an ASK
 
 # Kinds of answers.
 VALUE = 0  # a pickled result
@@ -17,5 +20,6 @@ REFUSED = 2  # the command cannot be unpickled, and was not run; holds the reaso
 WEIGHTS = 3  # the buffer of `FlatWeights`, in the layout of the last ones sent as a VALUE
 BROKEN = 4  # the lane cannot be used, and the command was not run; holds the reason
 ASK = 5  # a member's ask; holds a body and at most one buffer
+REDUCED = 6  # the result of REDUCE; holds a body
 
 NUMBER = struct.Struct("<q")

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights._average import Nonfinite
+from flatweights.ray.lanes._gpu_windows import Placed
 
 _MOST_LAYOUTS = 64  # layouts that need not be sent again
 
@@ -50,6 +51,21 @@ class ElsewhereError(LacksStateError):
     """The others made another call with a state: they may be at another place in the training."""
 
 
+class OnGpu(NamedTuple):
+    """The GPU that a member's variables are on, and where their values are.
+
+    Attributes:
+        uuid: The UUID of the GPU.
+        placed: The window of the member that has the values; None, if they come through memory of
+            the host.
+        when: The time at which they were there, by `time.monotonic`, which is that of the node.
+    """
+
+    uuid: bytes
+    placed: Placed | None = None
+    when: float = 0.0
+
+
 class Ask(NamedTuple):
     """One member's part of a call.
 
@@ -69,6 +85,7 @@ class Ask(NamedTuple):
         lacks: Whether this member lacks the state: its weights are not part of the average.
         twins: Those of `keys` that are also those of calls with other variables, or with another
             state: two of one layout take turns in this member's calls.
+        gpu: The GPU that its variables are on; None, if they are not on one.
     """
 
     operation: Operation
@@ -82,6 +99,7 @@ class Ask(NamedTuple):
     state: str | None = None
     lacks: bool = False
     twins: tuple[str, ...] = ()
+    gpu: OnGpu | None = None
 
     @property
     def is_urgent(self) -> bool:
@@ -93,6 +111,15 @@ class Ask(NamedTuple):
     def brings_weights(self) -> bool:
         """Whether the member sends the weights whose layout the ask names, if it is their root."""
         return not (self.lacks or self.operation == "heal")
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether its weights are in a window of a GPU."""
+        return self.gpu is not None and self.gpu.placed is not None
+
+    def through_host(self) -> Ask:
+        """Return the same ask, with weights in memory of the host."""
+        return self._replace(gpu=self.gpu._replace(placed=None)) if self.gpu else self
 
     @property
     def keys(self) -> tuple[str, str]:
@@ -144,6 +171,8 @@ class Outcome(NamedTuple):
         error: The error that all members raise.
         layout: The layout of the weights, pickled; None, if the asks contain it.
         facts: The arguments of `Round` after the weights; empty with an error.
+        placed: The window of a GPU that has the weights; None, if they are on the host.
+        may_stay: Whether members may leave their weights on the GPU in the next such call.
     """
 
     number: int
@@ -155,6 +184,8 @@ class Outcome(NamedTuple):
     error: Exception | None = None
     layout: bytes | None = None
     facts: tuple[Any, ...] = ()
+    placed: Placed | None = None
+    may_stay: bool = False
 
 
 Told: TypeAlias = tuple[bytes, NDArray[np.uint8] | None]

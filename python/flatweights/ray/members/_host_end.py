@@ -8,8 +8,9 @@ import pickle
 import secrets
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import ray
@@ -20,17 +21,32 @@ from flatweights._layout import Layout, unpickle_layout
 from flatweights._settings import ray_setting
 from flatweights.ray._errors import check_connected
 from flatweights.ray._failpoints import reach
+from flatweights.ray._variables import Variables
 from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._gpu_windows import OwnWindow
 from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
-from flatweights.ray.lanes._protocol import NUMBER
-from flatweights.ray.members._asks import Ask, MemberDiedError, Outcome, Told, end_of, remember
+from flatweights.ray.lanes._protocol import NUMBER, REDUCE, REDUCED, RESEND
+from flatweights.ray.members._asks import (
+    Ask,
+    Kind,
+    MemberDiedError,
+    OnGpu,
+    Outcome,
+    Told,
+    end_of,
+    remember,
+)
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._ended import seconds_since_end
+from flatweights.ray.members._gpu_end import GpuEnd, Memory, gpu_of
 from flatweights.ray.members._host import Host
 from flatweights.ray.members._seats import as_array
 from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._shared_actor import shared_actor
 from flatweights.ray.peers._wait import seconds_left
+
+Sent: TypeAlias = NDArray[np.uint8] | OwnWindow | None
+"""The packed weights of an ask, in memory of the host or in a window of a GPU."""
 
 _ABSENT = 5.0  # seconds in which a host has to name the missing ranks
 _CALLS = 4  # of a member in its host: `stay`, the current one, and two that it gave up
@@ -89,33 +105,41 @@ class HostEnd(ABC):
         finally:
             _core.withdraw_offer()
 
-    def exchange(
-        self, ask: Ask, layout: Layout, buffer: NDArray[np.uint8] | None
-    ) -> tuple[Outcome, NDArray[np.uint8]]:
+    def gather(self, variables: Variables, ask: Ask) -> tuple[Ask, Sent]:
+        """Read ``variables`` into memory from which an average is made.
+
+        Returns:
+            The ask, which tells where they are; and the memory, for `exchange`.
+        """
+        buffer = self.new_buffer(variables.layout)
+        variables.gather_into(buffer)
+        return ask, buffer
+
+    def on_gpu(self, variables: Variables, ask: Ask) -> Ask:
+        """Return the ask of a member that sends nothing, which tells where ``variables`` are."""
+        return ask
+
+    def exchange(self, ask: Ask, layout: Layout, sent: Sent) -> tuple[Outcome, Memory]:
         """Ask, and wait for the outcome; return the outcome, and its weights, which are read-only.
 
         Args:
             ask: The ask.
-            layout: The layout of the expected weights, and of ``buffer``.
-            buffer: The packed weights, if they are sent.
+            layout: The layout of the expected weights, and of those that are sent.
+            sent: The packed weights, if they are sent.
 
         Raises:
             HostDiedError: If the host is gone.
             TimeoutError: If it does not answer.
             Exception: The error of the outcome.
         """
-        digest = layout.digest
-        is_known = digest in self._known
         self.is_asking = True
         patience = None if ask.timeout is None else ask.timeout + _GRACE
         if not ask.brings_weights:
             patience = None  # the others may still be in an epoch, or have stopped
-        body = pickle.dumps((tuple(ask), None if is_known else layout.pickled))
-        told, sent = self._swap(body, buffer, patience, ask.is_urgent)
+        told, got = self._swap(ask, layout, sent, patience)
         self.is_asking = False
-        if not is_known:
-            remember(self._known, digest)
         outcome = Outcome(*pickle.loads(told))
+        self._learn(outcome, ask)
         if outcome.error is not None:
             try:
                 raise outcome.error
@@ -123,10 +147,24 @@ class HostEnd(ABC):
                 del outcome
         if ask.operation == "give":
             return outcome, as_array(None)
-        got = layout if outcome.layout is None else unpickle_layout(outcome.layout)
-        if got.digest != digest:
-            raise ValueError(f"expected weights of {layout}, got those of {got}")
-        return outcome, as_array(sent)
+        theirs = layout if outcome.layout is None else unpickle_layout(outcome.layout)
+        if theirs.digest != layout.digest:
+            raise ValueError(f"expected weights of {layout}, got those of {theirs}")
+        return outcome, self._memory_of(outcome, got)
+
+    def _body(self, ask: Ask, layout: Layout) -> bytes:
+        """Return an ask as it is sent, with a layout that the host does not know yet."""
+        is_known = layout.digest in self._known
+        if not is_known:
+            remember(self._known, layout.digest)
+        return pickle.dumps((tuple(ask), None if is_known else layout.pickled))
+
+    def _learn(self, outcome: Outcome, ask: Ask) -> None:  # noqa: B027 - as for `offer`
+        """Note what an outcome says about the next call like ``ask``."""
+
+    def _memory_of(self, outcome: Outcome, got: NDArray[np.uint8] | None) -> Memory:
+        """Return the weights of an outcome, of which the message had ``got``."""
+        return as_array(got)
 
     @abstractmethod
     def start(self, timeout: float | None) -> Outcome:
@@ -141,23 +179,28 @@ class HostEnd(ABC):
         """Close this end; the host learns that the member is gone, and what it ``raised``."""
 
     @abstractmethod
-    def _swap(
-        self,
-        body: bytes,
-        buffer: NDArray[np.uint8] | None,
-        patience: float | None,
-        is_urgent: bool,
-    ) -> Told:
-        """Send an ask and its weights; return the body of the outcome, and its weights."""
+    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
+        """Send an ask and its weights; return the body of the outcome, and its weights.
+
+        Args:
+            ask: The ask.
+            layout: The layout of the weights.
+            sent: The weights.
+            patience: Seconds to wait for the outcome; for ever, if None.
+        """
 
 
 class HostByLane(HostEnd):
     """The end of a lane: memory that member and host map."""
 
-    def __init__(self, actor: ray.actor.ActorHandle, pass_: Pass, lane: MemberLane) -> None:
-        """Take the lane, which is attached."""
+    def __init__(
+        self, actor: ray.actor.ActorHandle, pass_: Pass, lane: MemberLane, seat: int
+    ) -> None:
+        """Take the lane, which is attached, and the number of the seat."""
         super().__init__(actor, pass_)
         self._lane = lane
+        self._gpu = GpuEnd(lane, seat)
+        self._may_stay: set[Kind] = set()  # kinds of call whose weights may stay on their GPU
 
     def offer(self, nbytes: int) -> None:
         """Offer a window."""
@@ -165,7 +208,9 @@ class HostByLane(HostEnd):
 
     def start(self, timeout: float | None) -> Outcome:
         """Wait for the first command."""
-        return Outcome(*pickle.loads(self._outcome(timeout)[0]))
+        told = self._outcome(timeout)
+        assert told is not None
+        return Outcome(*pickle.loads(told[0]))
 
     def leave(self) -> None:
         """Answer the last command."""
@@ -176,23 +221,69 @@ class HostByLane(HostEnd):
         if raised and not self._lane.is_closed:
             self._lane.part(raised)
         self._lane.close()
+        self._gpu.clear()
 
-    def _swap(
-        self,
-        body: bytes,
-        buffer: NDArray[np.uint8] | None,
-        patience: float | None,
-        is_urgent: bool,
-    ) -> Told:
+    def gather(self, variables: Variables, ask: Ask) -> tuple[Ask, Sent]:
+        """Read ``variables`` into a window: of their GPU, if the last such call allows it."""
+        ask = self.on_gpu(variables, ask)
+        if ask.gpu is None or ask.kind not in self._may_stay:
+            return super().gather(variables, ask)
+        window = self._gpu.gather(variables, ask.gpu.uuid)
+        if window is None:
+            return super().gather(variables, ask)
+        return ask._replace(gpu=OnGpu(ask.gpu.uuid, window.handle.placed, time.monotonic())), window
+
+    def on_gpu(self, variables: Variables, ask: Ask) -> Ask:
+        """Return the ask with the GPU that ``variables`` are on, if they are on one."""
+        uuid = gpu_of(variables)
+        return ask if uuid is None else ask._replace(gpu=OnGpu(uuid))
+
+    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
+        while True:
+            if isinstance(sent, OwnWindow):
+                try:
+                    self._gpu.tell(sent)
+                except OSError as error:
+                    raise HostDiedError(f"a window was not sent: {error}") from error
+                buffer = None
+            else:
+                buffer = sent
+            self._send(self._body(ask, layout), buffer, ask.is_urgent)
+            told = self._outcome(patience)
+            if told is not None:
+                return told
+            # The host wants the same weights again, in its own memory.
+            assert isinstance(sent, OwnWindow)
+            self._may_stay.discard(ask.kind)
+            ask = ask.through_host()
+            window, sent = sent.memory, self.new_buffer(layout)
+            window.copy_to(sent)
+
+    def _send(self, body: bytes, buffer: NDArray[np.uint8] | None, is_urgent: bool) -> None:
         if not self._lane.ask(body, buffer, is_urgent=is_urgent):
             # There is no window, or the ask is too long for a mailbox.
             check_connected()
             ray.get(self._actor.deliver.remote(self._pass.token, body, buffer))
             self._lane.ask(b"", None, is_urgent=is_urgent)
-        return self._outcome(patience)
 
-    def _outcome(self, patience: float | None) -> Told:
-        body, buffers = self._lane.outcome(patience)
+    def _learn(self, outcome: Outcome, ask: Ask) -> None:
+        if outcome.may_stay:
+            self._may_stay.add(ask.kind)
+        else:
+            self._may_stay.discard(ask.kind)
+
+    def _memory_of(self, outcome: Outcome, got: NDArray[np.uint8] | None) -> Memory:
+        return as_array(got) if outcome.placed is None else self._gpu.memory(outcome.placed)
+
+    def _outcome(self, patience: float | None) -> Told | None:
+        """Return the outcome; None if the host asks for the weights again."""
+        while True:
+            body, buffers, kind = self._lane.outcome(patience)
+            if kind == RESEND:
+                return None
+            if kind != REDUCE:
+                break
+            self._lane.ask(self._gpu.reduce(body), None, is_urgent=True, kind=REDUCED)
         if len(body) <= NUMBER.size:
             fetched: Told = ray.get(self._actor.fetch.remote(*NUMBER.unpack(body)))
             return fetched
@@ -226,15 +317,10 @@ class HostByStore(HostEnd):
             check_connected()
             self._actor.lose.remote(self._pass.token, end_of(self._pass.who, raised))
 
-    def _swap(
-        self,
-        body: bytes,
-        buffer: NDArray[np.uint8] | None,
-        patience: float | None,
-        is_urgent: bool,
-    ) -> Told:
+    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
         check_connected()
-        call = self._actor.exchange.remote(self._pass.token, body, buffer)
+        body = self._body(ask, layout)
+        call = self._actor.exchange.remote(self._pass.token, body, sent)
         return self._take(call, patience)
 
     def _take(self, call: ray.ObjectRef, patience: float | None) -> Told:
@@ -365,4 +451,4 @@ def _end_of(host: ray.actor.ActorHandle, ticket: Ticket, pass_: Pass, end: float
     except BaseException:
         lane.close()
         raise
-    return HostByLane(actor, pass_, lane)
+    return HostByLane(actor, pass_, lane, ticket.seat)

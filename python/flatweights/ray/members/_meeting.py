@@ -51,6 +51,7 @@ from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.lanes._message import Message
+from flatweights.ray.lanes._protocol import RESEND
 from flatweights.ray.members._asks import (
     Ask,
     CallsDifferError,
@@ -61,9 +62,10 @@ from flatweights.ray.members._asks import (
 )
 from flatweights.ray.members._branch import BranchAgent, BranchOutcome, SentWeights
 from flatweights.ray.members._door import Door
+from flatweights.ray.members._gpu_rounds import AskAgainError, GpuRounds, Stayed
 from flatweights.ray.members._healing import Healing
 from flatweights.ray.members._news import News
-from flatweights.ray.members._past import Past
+from flatweights.ray.members._past import Kept, Past
 from flatweights.ray.members._seats import (
     Letter,
     Reply,
@@ -115,6 +117,7 @@ class Meeting:
         self._agents = Agents(self._lanes.windows.offer, terms.sums, BranchAgent, (host,), _CALLS)
         self._waiting = Waiting()
         self._past = Past()
+        self._gpu = GpuRounds(self._lanes)
         self._healings: list[Healing] = []
         self._seconds_waited = 0.0  # for the open call
         self._untold: list[Seat] = []  # deaths that were not logged yet
@@ -224,6 +227,8 @@ class Meeting:
             return
         assert seat.answer is not None
         ask = seat.answer.ask
+        if ask.operation not in ("give", "heal"):  # with these, it has yet to read the average
+            self._gpu.hear(seat)
         if ask.operation == "leave":
             seat.leave()
             self._forget(seat)
@@ -238,8 +243,12 @@ class Meeting:
         except RuntimeError as error:
             self._answer([seat], error)
             return
-        if kept is not None:
-            self._post(kept.number, kept.body, kept.weights.buffer, [seat])
+        if kept is not None and self._gpu.reaches(kept.weights, seat):
+            self._post_kept(kept, seat)
+        elif kept is not None and ask.state is not None:
+            self._answer([seat], LacksStateError("the outcome is on a GPU that it does not use"))
+        elif kept is not None:
+            self._waiting.behind.append(seat)
         elif ask.lacks:
             self._waiting.lacking.append(seat)
         elif self._past.is_behind(seat):
@@ -288,7 +297,7 @@ class Meeting:
                 self._answer(seats, healing.why)
             else:
                 body = pickle.dumps(tuple(Outcome(healing.number, self._size, self.door.ranks())))
-                self._post(-healing.number, body, healing.state.buffer, seats)
+                self._post(-healing.number, body, healing.state, seats)
                 for seat in seats:
                     self._away.discard(seat.rank)
                     text = "meeting %r: rank %d is healed, with the state of rank %d"
@@ -303,33 +312,41 @@ class Meeting:
 
     def _close_call(self) -> None:
         """Average or relay, and post the outcome to all members that have asked."""
-        self._number += 1
-        waiting, number = self._waiting, self._number
+        waiting = self._waiting
         asks, deadline = waiting.asks(), waiting.deadline()
-        asking, elsewhere = waiting.close_call(), {seat.rank for seat in waiting.elsewhere}
+        first = asks[min(asks)]
+        elsewhere = {seat.rank for seat in waiting.elsewhere}
         arrivals = Arrivals.over(
-            {seat.rank: seat.answer for seat in asking if seat.answer is not None},
+            {seat.rank: seat.answer for seat in waiting.asking if seat.answer is not None},
             failed={k: seat.why for k, seat in self.door.seats.items() if seat.why is not None},
             late=sorted({*self.door.ranks()} - {*asks} - elsewhere),
             timeout=deadline.timeout,
             seconds_waited=self._seconds_waited,
         )
-        self._seconds_waited = 0.0
-        first = asks[min(asks)]
         is_average = first.operation == "average"
-        lacking, missed, served = waiting.healed_by(first), waiting.missed_by(first), list[Seat]()
-        weights: Packed | None = None
+        weights: Packed | Stayed | None = None
         result: Round | None = None
         error: Exception | None = None
         try:
             self._check_agree(asks, arrivals)
-            result = self._average(asks, arrivals) if is_average else self._relay(first, arrivals)
-            weights = Packed(result.weights.buffer, result.weights.layout)
+            if any(ask.is_in_window for ask in asks.values()):
+                result, weights = self._stay_on_gpu(asks, arrivals)
+            else:
+                average = self._average if is_average else self._relay
+                result = average(asks, arrivals)
+                weights = Packed(result.weights.buffer, result.weights.layout)
+        except AskAgainError as why:
+            self._ask_again(why)
+            return
         except Exception as raised:  # all members raise it; a rule may raise anything
             error = portable(raised)
         finally:
             _core.withdraw_offer()
         arrivals.let_go()
+        self._number += 1
+        self._seconds_waited = 0.0
+        number, asking = self._number, waiting.close_call()
+        lacking, missed, served = waiting.healed_by(first), waiting.missed_by(first), list[Seat]()
         facts: tuple[Any, ...] = ()
         giver = 0
         layout: bytes | None = None
@@ -348,23 +365,36 @@ class Meeting:
             facts = facts_of(result)
         took_part = tuple(seat.number for seat in asking)
         healed = tuple(seat.number for seat in lacking) if giver else ()
+        served = [] if weights is None else waiting.late_for(first)
+        may_stay = self._gpu.may_stay(first, [*asking, *lacking, *served])
+        stayed = weights if isinstance(weights, Stayed) else None
         outcome = Outcome(
-            number, self._size, self.door.ranks(), took_part, giver, healed, error, layout, facts
+            number,
+            self._size,
+            self.door.ranks(),
+            took_part,
+            giver,
+            healed,
+            error,
+            layout,
+            facts,
+            None if stayed is None else stayed.handle.placed,
+            may_stay,
         )
         body = pickler.dumps(tuple(outcome))
         if weights is not None:
             self._past.keep(first, number, body, weights, [*asking, *lacking])
-            served = waiting.late_for(first)
             waiting.drop([*lacking, *served])
         reach("sending")
-        buffer = None if weights is None else weights.buffer
         # The last member to ask may still be awake. It gets the outcome first, and goes on while
         # the others wake up.
         asking.reverse()
         asking += lacking if giver else []
         asking += served
         self._answer(missed, ElsewhereError(f"the others have called {first}"))
-        self._post(number, body, buffer, asking, None if result is None else result._exchanged)
+        exchanged = None if result is None else result._exchanged
+        self._post(number, body, weights, asking, exchanged)
+        self._gpu.let_go(self._past.has)
         # No member waits for the rest.
         for rank in sorted(self._away & asks.keys()):
             self._away.remove(rank)
@@ -411,7 +441,63 @@ class Meeting:
             where = "" if difference is None else f"; weights of {_named(others)}: {difference}"
             raise CallsDifferError(f"expected the same call of all members, got {calls}{where}")
 
-    def _average(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
+    def _stay_on_gpu(self, asks: dict[int, Ask], arrivals: Arrivals) -> tuple[Round, Stayed]:
+        """Average, or relay, weights that are in windows of a GPU.
+
+        Raises:
+            AskAgainError: If they have to come through memory of the host.
+            WorkerError: If fewer ranks than needed take part.
+        """
+        waiting, first = self._waiting, asks[min(asks)]
+        seats = {seat.rank: seat for seat in waiting.asking}
+        layout = next(
+            seat.answer.layout for seat in seats.values() if seat.answer and seat.ask.is_in_window
+        )
+        others = [*waiting.healed_by(first), *waiting.late_for(first)]
+        begin = time.monotonic()
+        if first.operation == "average":
+            request = self._request(asks, arrivals)
+            ranks = sorted(seats)
+            members, weights = [seats[rank] for rank in ranks], request.numbers_of(ranks)
+            stayed = self._gpu.average(first, members, others, layout, weights)
+        else:
+            root = seats.get(first.root or 0)
+            if root is None:
+                raise self._lost_root(first, arrivals)
+            stayed = self._gpu.relay(first, root, [*seats.values(), *others], layout)
+            ranks = [root.rank]
+        self._agents.nbytes = layout.nbytes
+        result = Round(
+            None,
+            ranks,
+            failed=dict(sorted(arrivals.failed.items())),
+            late=arrivals.late,
+            seconds={"wait": arrivals.seconds_waited, "average": time.monotonic() - begin},
+            nbytes=len(ranks) * layout.nbytes,
+            ways=dict.fromkeys(sorted(seats), "gpu"),
+        )
+        return result, stayed
+
+    def _ask_again(self, why: AskAgainError) -> None:
+        """Have members whose weights are on a GPU send them through memory of the host.
+
+        The call stays open until they have.
+        """
+        _log.info("meeting %r: weights leave the GPU to be averaged: %s", self._name, why)
+        seats = [seat for seat in self._waiting.asking if seat.ask.is_in_window]
+        self._waiting.drop(seats)
+        for seat in seats:
+            seat.tell(seat.has)
+            assert seat.lane is not None
+            if seat.lane.is_answered:  # one that still averages is asked once it has
+                try:
+                    seat.lane.order(RESEND)
+                except Exception as error:  # it died meanwhile
+                    fault = reason_in_a_line(error)
+                    self._lose(seat, MemberDiedError(f"{seat.who}: {fault}"))
+
+    def _request(self, asks: dict[int, Ask], arrivals: Arrivals) -> Request:
+        """Return what is asked of an average, after checking that enough ranks take part."""
         first = asks[min(asks)]
         weights = tuple(asks[k].weight if k in asks else 0.0 for k in range(self._size))
         if not any(weights):
@@ -419,6 +505,10 @@ class Meeting:
             raise ValueError(f"expected a positive weight, got only zeros of {weighted}")
         request = _request_of(weights, first.min_results, first.nonfinite, first.rule)
         arrivals.check(request)
+        return request
+
+    def _average(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
+        request = self._request(asks, arrivals)
         answers: dict[int, Any] = {rank: arrivals.answers[rank] for rank in asks}
         self._agents.nbytes = answers[min(asks)].layout.nbytes
         away = [rank for rank, answer in answers.items() if answer.away is not None]
@@ -431,19 +521,19 @@ class Meeting:
         result.ways = dict.fromkeys(away, f"store: {why}")
         return result
 
-    def _relay(self, first: Ask, arrivals: Arrivals) -> Round:
+    def _relay(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
         """Return a round with a copy of the root's weights.
 
         Raises:
             WorkerError: If the root is dead or late.
         """
+        first = asks[min(asks)]
         assert first.root is not None
         begin = time.monotonic()
         arrivals.bring()
         weights = arrivals.collect().get(first.root)
         if weights is None:
-            why = arrivals.errors.get(first.root) or RuntimeError("it has left the meeting")
-            raise WorkerError({first.root: why})
+            raise self._lost_root(first, arrivals)
         copied = self._copied(weights)
         return Round(
             copied.weights(),
@@ -453,6 +543,12 @@ class Meeting:
             seconds={"wait": arrivals.seconds_waited, "copy": time.monotonic() - begin},
             nbytes=copied.buffer.nbytes,
         )
+
+    def _lost_root(self, first: Ask, arrivals: Arrivals) -> WorkerError:
+        """Return the error about a root whose weights are not there."""
+        assert first.root is not None
+        why = arrivals.errors.get(first.root) or RuntimeError("it has left the meeting")
+        return WorkerError({first.root: why})
 
     def _copied(self, weights: FlatWeights) -> Packed:
         """Return a copy, if possible in memory that all members of this node read."""
@@ -480,7 +576,7 @@ class Meeting:
         self,
         number: int,
         body: bytes,
-        buffer: NDArray[np.uint8] | None,
+        weights: Packed | Stayed | None,
         seats: Sequence[Seat],
         exchanged: Exchanged | None = None,
     ) -> None:
@@ -489,11 +585,12 @@ class Meeting:
         Args:
             number: The number of the outcome; for the state that goes with it, its negative.
             body: The outcome.
-            buffer: Its weights.
+            weights: Its weights.
             seats: The members, which wait for it.
             exchanged: The agents that already have the weights.
         """
         windows = self._lanes.windows
+        buffer = weights.buffer if isinstance(weights, Packed) else None
         message: Message | None = None
         ref: ray.ObjectRef | None = None
         away: dict[AgentEnd, list[Seat]] = {}
@@ -501,6 +598,8 @@ class Meeting:
         for seat in seats:
             caller = seat.tell(abs(number))
             try:
+                if isinstance(weights, Stayed):
+                    weights.send(seat)
                 if seat.lane is not None:
                     message = message or outcome_message(number, body, buffer, windows)
                     seat.lane.post(message, windows, posted)
@@ -519,19 +618,23 @@ class Meeting:
                 self._lose(seat, why)
         _core.Mailbox.wake(posted)
         for agent, there in away.items():
-            weights: SentWeights = None
+            sent: SentWeights = None
             try:
                 if exchanged is not None and agent.has(exchanged):
-                    weights = AverageOf(exchanged.number)
+                    sent = AverageOf(exchanged.number)
                 elif buffer is not None:
                     ref = ray.put(buffer) if ref is None else ref
-                    weights = [ref]
+                    sent = [ref]
                 tokens = [seat.token for seat in there]
-                agent.handle.post.remote(BranchOutcome(number, body, weights, tokens))
+                agent.handle.post.remote(BranchOutcome(number, body, sent, tokens))
             except Exception as error:  # Ray's store is full
                 fault = f"its outcome was not sent: {reason_in_a_line(error)}"
                 for seat in there:
                     self._lose(seat, MemberDiedError(f"{seat.who}: {fault}"))
+
+    def _post_kept(self, kept: Kept, seat: Seat) -> None:
+        """Give a late member an outcome that was kept."""
+        self._post(kept.number, kept.body, kept.weights, [seat])
 
     def _lose(self, seat: Seat, why: MemberDiedError) -> None:
         """Count a member as dead."""
@@ -544,6 +647,7 @@ class Meeting:
     def _forget(self, seat: Seat) -> None:
         """Wait for nothing more of a member that has left or is dead."""
         self.door.forget(seat)
+        self._gpu.hear(seat)
         self._waiting.drop([seat])
         for healing in self._healings:
             healing.lose(seat)
@@ -614,7 +718,8 @@ class Meeting:
         Raises:
             KeyError: If it is no longer kept.
         """
-        if (kept := self._past.kept(number)) is not None:
+        kept = self._past.kept(number)
+        if kept is not None and isinstance(kept.weights, Packed):
             return kept.body, kept.weights.buffer
         for healing in self._healings:
             if healing.number == -number and healing.state is not None:

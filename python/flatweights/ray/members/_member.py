@@ -29,7 +29,8 @@ from flatweights.ray._variables import Variables, text_of
 from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.members._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
 from flatweights.ray.members._door import Ticket
-from flatweights.ray.members._host_end import HostEnd, enter
+from flatweights.ray.members._gpu_end import scatter
+from flatweights.ray.members._host_end import HostEnd, Sent, enter
 from flatweights.ray.members._terms import GRACE, Terms
 from flatweights.ray.members._train import train_worker
 from flatweights.ray.members._turns import Turns
@@ -288,10 +289,9 @@ class Member:
         if may_be_late and self._turns.is_twin(variables, ask.keys[1]):
             ask = ask._replace(twins=(*ask.twins, ask.keys[1]))
         with self._call() as host:
-            buffer = host.new_buffer(layout)
-            variables.gather_into(buffer)
-            outcome, mean = self._exchange(host, ask, layout, buffer, state)
-            variables.scatter(mean)
+            ask, sent = host.gather(variables, ask)
+            outcome, mean = self._exchange(host, ask, layout, sent, state)
+            scatter(variables, mean)
             return self._round(outcome, None)
 
     def broadcast(self, weights: Model, root: int = 0, *, timeout: float | None = None) -> Model:
@@ -324,9 +324,9 @@ class Member:
             if ask.root == self.rank:
                 buffer = host.new_buffer(layout)
                 _core.move_parts(template.parts_in(buffer), parts)
-            outcome, sent = host.exchange(ask, layout, buffer)
+            outcome, got = host.exchange(ask, layout, buffer)
             self._note(outcome)
-            model: Model = _model(template, sent, None, None)
+            model: Model = _model(template, got, None, None)
             return model
 
     def broadcast_variables(
@@ -350,13 +350,14 @@ class Member:
         root = _check_rank(root, self.size, "root")
         ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
         with self._call() as host:
-            buffer = None
+            sent: Sent = None
             if ask.root == self.rank:
-                buffer = host.new_buffer(layout)
-                variables.gather_into(buffer)
-            outcome, sent = host.exchange(ask, layout, buffer)
+                ask, sent = host.gather(variables, ask)
+            else:
+                ask = host.on_gpu(variables, ask)
+            outcome, got = host.exchange(ask, layout, sent)
             if self._seat not in outcome.seats or ask.root != self.rank:
-                variables.scatter(sent)  # if the root has joined again, those of its predecessor
+                scatter(variables, got)  # if the root has joined again, those of its predecessor
             return self._round(outcome, None)
 
     def leave(self) -> None:
@@ -436,19 +437,22 @@ class Member:
         host: HostEnd,
         ask: Ask,
         layout: Layout,
-        buffer: NDArray[np.uint8],
+        weights: Sent,
         state: Variables | None,
-    ) -> tuple[Outcome, NDArray[np.uint8]]:
+    ) -> tuple[Outcome, Any]:
         """Ask for an average; give ``state``, or set it, if the outcome says so."""
         while True:
             try:
                 sent = ask._replace(lacks=state is not None and self.lacks_state)
-                outcome, mean = host.exchange(sent, layout, None if sent.lacks else buffer)
+                if sent.lacks:
+                    outcome, mean = host.exchange(sent.through_host(), layout, None)
+                else:
+                    outcome, mean = host.exchange(sent, layout, weights)
                 if state is not None and outcome.giver == self._seat:
                     host.exchange(_state_ask("give", state), state.layout, _gathered(host, state))
                 if state is not None and self._seat in outcome.lacking:
                     _, given = host.exchange(_state_ask("heal", state), state.layout, None)
-                    state.scatter(given)
+                    scatter(state, given)
                     self.lacks_state = False
                 return outcome, mean
             except LacksStateError as error:  # also if the giver died: the next has another

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from flatweights.ray._result import Packed
 from flatweights.ray.members._asks import Ask, Kind, LacksStateError
+from flatweights.ray.members._gpu_rounds import Stayed
 from flatweights.ray.members._seats import Seat
 
 _KEPT = 8  # kinds of call of which the last outcome is kept
@@ -31,13 +32,13 @@ class Kept(NamedTuple):
     Attributes:
         number: Its number.
         body: The outcome.
-        weights: Its weights.
+        weights: Its weights, on the host or in a window of a GPU.
         previous: The number of the call with the same state before it; 0 without a state.
     """
 
     number: int
     body: bytes
-    weights: Packed
+    weights: Packed | Stayed
     previous: int
 
 
@@ -86,21 +87,27 @@ class Past:
         return ask.state is None and self._made.get(ask.kind, 0) > seat.has
 
     def keep(
-        self, ask: Ask, number: int, body: bytes, weights: Packed, seats: Iterable[Seat]
+        self, ask: Ask, number: int, body: bytes, weights: Packed | Stayed, seats: Iterable[Seat]
     ) -> None:
         """Keep the outcome of the call of ``ask``, which brings ``seats`` the newest state."""
         previous = 0 if ask.state is None else self._states.get(ask.state, 0)
         self._small.pop(ask.kind, None)
         oldest = _put_last(self._kept, ask.kind, Kept(number, body, weights, previous), _KEPT)
-        if oldest is not None and oldest[1].weights.buffer.nbytes <= _SMALL:
+        if oldest is not None:
             kind, kept = oldest
-            own = Packed(kept.weights.buffer.copy(), kept.weights.layout)  # in no window
-            _put_last(self._small, kind, kept._replace(weights=own), _KEPT_SMALL)
+            was = kept.weights
+            if isinstance(was, Packed) and was.buffer.nbytes <= _SMALL:
+                own = Packed(was.buffer.copy(), was.layout)  # in no window
+                _put_last(self._small, kind, kept._replace(weights=own), _KEPT_SMALL)
         _put_last(self._made, ask.kind, number, _KINDS)
         if ask.state is not None:
             self._states[ask.state] = number
             for seat in seats:
                 seat.states[ask.state] = number
+
+    def has(self, stayed: Stayed) -> bool:
+        """Whether an outcome with these weights is kept."""
+        return any(kept.weights is stayed for kept in self._kept.values())
 
     def kept(self, number: int) -> Kept | None:
         """Return the outcome of this number; None if it is no longer kept."""

@@ -40,7 +40,7 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._result import Packed
 from flatweights.ray.lanes._driver_lane import DriverLane
 from flatweights.ray.lanes._message import Message, buffer_message
-from flatweights.ray.lanes._protocol import COMMAND, NUMBER
+from flatweights.ray.lanes._protocol import COMMAND, NUMBER, REDUCED, RESEND
 from flatweights.ray.lanes._windows import Windows
 from flatweights.ray.members._asks import Ask, MemberDiedError, end_of, remember
 from flatweights.ray.members._news import News
@@ -197,7 +197,10 @@ class Seat:
         body: bytes | None = None
         buffer: NDArray[np.uint8] | Away | None = None
         if lane is not None and lane.is_answered:
-            body, buffers = lane.take()[1]
+            kind, (body, buffers) = lane.take()
+            if kind == REDUCED:  # too late: the others have gone on without it
+                lane.order(RESEND)
+                return
             buffer = buffers[0] if buffers else None
         if self._letters and (lane is None or body == b""):
             body, buffer, self._caller = self._letters.popleft()
@@ -277,10 +280,11 @@ class SeatAnswer(RayAnswer):
         if isinstance(buffer, Away):
             self.away, self.agent = buffer, seat.agent
         elif layout is not None and ask.root in (None, seat.rank):
-            given, expected = as_array(buffer), layout.nbytes if ask.brings_weights else 0
+            is_sent = ask.brings_weights and not ask.is_in_window
+            given, expected = as_array(buffer), layout.nbytes if is_sent else 0
             if given.nbytes != expected:
                 raise ValueError(f"expected {expected:,} bytes of weights, got {given.nbytes:,}")
-            self.packed = Packed(given, layout)
+            self.packed = None if ask.is_in_window else Packed(given, layout)
 
     @property
     def is_in_store(self) -> bool:

@@ -1,0 +1,227 @@
+"""The host's part in averages that stay on a GPU: it uses none itself, and decides who does what.
+
+Members whose variables are on one GPU leave their weights in windows of it and send the host only
+where they are. The host then has one of them average all into another window (`Reduction`), and
+sends every member there. The bytes never leave the GPU. A GPU runs the kernels of one process at a
+time; so the member that averages is the last one that has moved its weights, which still has it.
+
+Whatever stands in the way - a rule, a member on another GPU or node, NaN or infinity to be named, a
+GPU's memory that is short, a rank that dies or stops while it averages - ends in the same way: the
+members are asked again, through memory of the host (`RESEND`), and the call goes on as any other.
+
+A window is held for as long as a member may still read it: until it has asked again, or is gone. It
+is held, too, while the outcome is kept for members that are late.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flatweights._layout import Layout
+from flatweights.ray._errors import reason_in_a_line
+from flatweights.ray._failpoints import reach
+from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
+from flatweights.ray.lanes._gpu_windows import Handle, Placed
+from flatweights.ray.lanes._protocol import REDUCE
+from flatweights.ray.members._asks import Ask
+from flatweights.ray.members._reductions import Reduced, Reduction
+from flatweights.ray.members._seats import Seat
+
+_PATIENCE = 2.0  # seconds for an average: milliseconds, unless that member is stopped or has died
+
+_log = logging.getLogger("flatweights")
+
+
+class Stayed:
+    """Weights in a window of a member: an average, or those of the root of a broadcast.
+
+    Attributes:
+        layout: Their layout.
+        handle: The window.
+    """
+
+    def __init__(self, owner: Seat, handle: Handle, layout: Layout) -> None:
+        """Hold the window."""
+        assert owner.lane is not None
+        self.layout = layout
+        self.handle = handle
+        self._owner = owner
+        self._mailbox = owner.lane.mailbox
+        self._readers: set[Seat] = set()
+        self._mailbox.add_hold(False, handle.placed.index)
+
+    def send(self, seat: Seat) -> None:
+        """Let a member read the window.
+
+        Raises:
+            OSError: If it is dead.
+        """
+        assert seat.lane is not None
+        if seat is not self._owner:
+            seat.lane.send_handle(self.handle)
+        self._readers.add(seat)
+
+    def lose(self, seat: Seat) -> None:
+        """Note that a member reads it no more."""
+        self._readers.discard(seat)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a member may still read it."""
+        return bool(self._readers)
+
+    def let_go(self) -> None:
+        """Hold the window no more."""
+        self._mailbox.drop_hold(False, self.handle.placed.index)
+
+
+class AskAgainError(Exception):
+    """The weights have to come through memory of the host; says why."""
+
+
+class GpuRounds:
+    """The weights that have stayed on GPUs."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        """Start without any."""
+        self._lanes = lanes
+        self._is_off = False  # once a GPU has failed: it may fail each member in turn
+        self._stayed: list[Stayed] = []
+
+    def may_stay(self, first: Ask, seats: Iterable[Seat]) -> bool:
+        """Whether the weights of these members may stay on their GPU in the next call like this."""
+        return not self._is_off and first.rule is None and _gpu_of(seats) is not None
+
+    def reaches(self, weights: Any, seat: Seat) -> bool:
+        """Whether a member can read ``weights``."""
+        if not isinstance(weights, Stayed):
+            return True
+        return _gpu_of([seat]) == weights.handle.uuid
+
+    def average(
+        self,
+        first: Ask,
+        seats: Sequence[Seat],
+        others: Sequence[Seat],
+        layout: Layout,
+        weights: Sequence[float],
+    ) -> Stayed:
+        """Have one of the members average the windows of all.
+
+        Args:
+            first: The ask of one of them.
+            seats: The members of the call, in the order of their ranks.
+            others: Other members that get the outcome.
+            layout: The layout of the weights.
+            weights: The weights of the members, in that order.
+
+        Raises:
+            AskAgainError: If it cannot be done there.
+        """
+        self._check(first, seats, [*seats, *others])
+        reducer = max(seats, key=_when)
+        lane = reducer.lane
+        assert lane is not None
+        try:
+            reduced = self._reduced(lane, seats, weights)
+        except Exception as error:  # it died, or its answer cannot be read
+            raise AskAgainError(f"{reducer.who}: {reason_in_a_line(error)}") from None
+        if reduced.placed is None:
+            self._is_off = self._is_off or reduced.is_fault
+            raise AskAgainError(f"rank {reducer.rank} could not average: {reduced.why}")
+        if reduced.spoiled and first.nonfinite != "propagate":
+            ranks = [seats[k].rank for k in reduced.spoiled]
+            raise AskAgainError(f"ranks {ranks} hold NaN or infinity")
+        return self._kept(reducer, layout, lane.handle_of(reduced.placed))
+
+    def relay(self, first: Ask, root: Seat, seats: Sequence[Seat], layout: Layout) -> Stayed:
+        """Let all members read the window of the root of a broadcast.
+
+        Args:
+            first: The ask of one of them.
+            root: The root.
+            seats: All members that get the outcome.
+            layout: The layout of the weights.
+
+        Raises:
+            AskAgainError: If some cannot.
+        """
+        self._check(first, [root], seats)
+        assert root.lane is not None
+        return self._kept(root, layout, root.lane.handle_of(_placed(root)))
+
+    def hear(self, seat: Seat) -> None:
+        """Note that a member has asked again or is gone: it reads nothing more."""
+        for stayed in self._stayed:
+            stayed.lose(seat)
+
+    def let_go(self, is_kept: Callable[[Stayed], bool]) -> None:
+        """Let go of windows that are neither read nor kept for members that are late."""
+        rest = []
+        for stayed in self._stayed:
+            if stayed.is_read or is_kept(stayed):
+                rest.append(stayed)
+            else:
+                stayed.let_go()
+        self._stayed = rest
+
+    def _check(self, first: Ask, senders: Sequence[Seat], seats: Sequence[Seat]) -> None:
+        """Raise unless the weights of ``senders`` are in windows that all ``seats`` can read."""
+        if not self.may_stay(first, seats):
+            raise AskAgainError("not all members are on one GPU, or a rule needs the host")
+        if not all(seat.ask.is_in_window for seat in senders):
+            raise AskAgainError("some weights are in memory of the host")
+
+    def _reduced(
+        self, lane: DriverLane, seats: Sequence[Seat], weights: Sequence[float]
+    ) -> Reduced:
+        windows = []
+        for seat in seats:
+            assert seat.lane is not None
+            placed = _placed(seat)
+            windows.append(placed)
+            if seat.lane is not lane:
+                lane.send_handle(seat.lane.handle_of(placed))
+        reach("ordering")
+        lane.order(REDUCE, pickle.dumps(tuple(Reduction(tuple(windows), tuple(weights)))))
+        end = time.monotonic() + _PATIENCE
+        while not lane.is_answered:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"it has not averaged within {_PATIENCE} s")
+            self._lanes.wait([lane], left)
+            if lane.is_closed and not lane.is_answered:
+                raise RuntimeError("it has died while it averaged")
+        _, (body, _) = lane.take()
+        return Reduced(*pickle.loads(body))
+
+    def _kept(self, owner: Seat, layout: Layout, handle: Handle) -> Stayed:
+        stayed = Stayed(owner, handle, layout)
+        self._stayed.append(stayed)
+        return stayed
+
+
+def _placed(seat: Seat) -> Placed:
+    """Return the window that has the weights of a member."""
+    assert seat.ask.gpu is not None
+    assert seat.ask.gpu.placed is not None
+    return seat.ask.gpu.placed
+
+
+def _when(seat: Seat) -> float:
+    """Return the time at which the weights of a member were in its window."""
+    assert seat.ask.gpu is not None
+    return seat.ask.gpu.when
+
+
+def _gpu_of(seats: Iterable[Seat]) -> bytes | None:
+    """Return the GPU that all of these members are on, and whose windows reach them; or None."""
+    uuids = {
+        seat.ask.gpu.uuid if seat.ask.gpu is not None and seat.lane is not None else None
+        for seat in seats
+    }
+    return uuids.pop() if len(uuids) == 1 else None

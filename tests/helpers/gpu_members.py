@@ -1,0 +1,144 @@
+"""Members in processes that use a GPU without TensorFlow; their host is in this process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from gpu_processes import GPUProcess
+from numpy.typing import NDArray
+
+from flatweights import FlatWeights, _core
+from flatweights.ray import _failpoints
+from flatweights.ray.lanes._member_lane import MemberLane
+from flatweights.ray.members._door import Ticket
+from flatweights.ray.members._host_end import HostByLane, Pass
+from flatweights.ray.members._member import Member
+
+
+def weights_of(seed: int, large: int = 9_001) -> FlatWeights:
+    """Weights of all dtypes that are averaged, and of two that are not."""
+    rng = np.random.default_rng(seed)
+    return FlatWeights(
+        {
+            "float32": rng.standard_normal(large).astype(np.float32),
+            "float64": rng.standard_normal((3, 5)),
+            "float16": rng.standard_normal(9).astype(np.float16),
+            "bfloat16": rng.standard_normal(11).astype(ml_dtypes.bfloat16),
+            "complex": rng.standard_normal(7).astype(np.complex64),
+            "count": rng.integers(0, 99, 5),
+            "flag": np.array(bool(seed % 2)),
+            "empty": np.zeros((0, 2)),
+        }
+    )
+
+
+class Holder:
+    """Variables whose weights are moved through windows of a GPU, as those on it are."""
+
+    def __init__(self, weights: FlatWeights, gpu: bytes | None) -> None:
+        self.weights = weights
+        self.layout = weights.layout
+        self.gpu = gpu
+
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        buffer[...] = self.weights.buffer
+
+    def scatter(self, buffer: NDArray[np.uint8]) -> None:
+        self.weights.buffer[...] = buffer
+
+    def gather_into_window(self, window: _core.DeviceWindow) -> None:
+        window.copy_from(self.weights.buffer)
+
+    def scatter_window(self, window: _core.DeviceWindow | _core.PeerDeviceWindow) -> None:
+        parts = [np.empty_like(part) for part in self.weights.values()]
+        buffer = self.layout.new_buffer()
+        window.copy_to(buffer)  # the padding is anything
+        _core.move_parts(parts, self.layout.packed_views(buffer))
+        for part, value in zip(self.weights.values(), parts, strict=True):
+            part[...] = value
+
+
+def attach(rank: int, seat: int, address: bytes, token: bytes) -> MemberLane:
+    """Make a lane, in the process of a member."""
+    return MemberLane(address, token)
+
+
+def member_of(lane: MemberLane, rank: int, seat: int, token: bytes) -> Member:
+    """Wait for the first outcome, in the process of a member."""
+    host = HostByLane(None, Pass(token, f"process of rank {rank}"), lane, seat)
+    return Member("gpu", host, Ticket(rank, seat, None), host.start(60.0))
+
+
+def die_at(point: str) -> None:
+    """Have this process end, as by SIGKILL, when it reaches a point."""
+
+    def hook(reached: str) -> None:
+        if reached == point:
+            os.kill(os.getpid(), 9)
+
+    _failpoints.hook = hook
+
+
+def stop_at(point: str) -> None:
+    """Have this process stop, as by SIGSTOP, when it first reaches a point."""
+
+    def hook(reached: str) -> None:
+        if reached == point:
+            _failpoints.hook = None
+            os.kill(os.getpid(), 19)
+
+    _failpoints.hook = hook
+
+
+class Members:
+    """The members of a meeting, each in a process of its own."""
+
+    def __init__(self, library: str, size: int, **env: str) -> None:
+        from meetings import LocalMeeting
+
+        self.meeting = LocalMeeting(size)
+        self.library = library
+        self.env = {"FLATWEIGHTS_GPU": "windows", **env}  # for few bytes, too
+        self.processes: dict[int, GPUProcess] = {}
+        self._threads = ThreadPoolExecutor(size)
+        self.join(*range(size))
+
+    def join(self, *ranks: int) -> None:
+        """Start processes for ``ranks``."""
+        entries = {rank: self.meeting.enter(rank) for rank in ranks}
+        for rank, entry in entries.items():
+            ticket = entry.ticket.result()
+            process = self.processes[rank] = GPUProcess(self.library, **self.env)
+            nonce = process.run(
+                "from gpu_members import *\n"
+                f"place = {rank}, {ticket.seat}, {ticket.address!r}, {entry.token!r}\n"
+                "lane = attach(*place)\nresult = lane.mailbox.nonce"
+            )
+            self.meeting.meeting.news.ask(self.meeting.meeting.attach, entry.token, nonce)
+        self.run("member = member_of(lane, place[0], place[1], place[3])", *ranks)
+
+    def begin(self, program: str, *ranks: int) -> dict[int, Future[Any]]:
+        """Run a program that sees its ``rank`` in the processes of ``ranks``, or in all."""
+        chosen = ranks or tuple(self.processes)
+        return {
+            rank: self._threads.submit(self.processes[rank].run, f"rank = {rank}\n{program}")
+            for rank in chosen
+        }
+
+    def run(self, program: str, *ranks: int) -> dict[int, Any]:
+        """Do the same, and wait for what the programs assign to ``result``."""
+        return {rank: future.result() for rank, future in self.begin(program, *ranks).items()}
+
+    def close(self) -> None:
+        """End all processes, and the meeting."""
+        for process in self.processes.values():
+            process.close()
+        self._threads.shutdown()
+        self.meeting.thread.join(60)
+        assert not self.meeting.thread.is_alive()
+        assert threading.main_thread().is_alive()

@@ -1,0 +1,269 @@
+"""Averages that stay on a GPU, by a stand-in for NVIDIA's driver, and on a GPU where there is one.
+
+What only the stand-in has tried is not known to work on a GPU.
+"""
+
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_members import Members, weights_of
+from gpu_processes import REAL, build_stand_in, has_compiler
+from gpus import shown_gpus
+from reference import same_bits
+
+import flatweights
+
+CALL = "called = member.average_variables(held{}); result = called.used, called.ways"
+HOLD = "held = Holder(weights_of(10 * {call} + rank), uuid)\n"
+READ = "result = {name: np.array(part) for name, part in held.weights.items()}"
+
+Start = Callable[..., Members]
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if not has_compiler():
+        pytest.skip("there is no C++ compiler, or no Linux")
+    return build_stand_in(tmp_path_factory.mktemp("stand_in"))
+
+
+@pytest.fixture(params=["stand-in", "GPU"])
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Start members of a meeting."""
+    if request.param == "stand-in":
+        library = request.getfixturevalue("stand_in")
+    elif shown_gpus() == 0:
+        pytest.skip("there is no GPU, or it is hidden")
+    else:
+        library = REAL
+    started: list[Members] = []
+
+    def begin(size: int, **env: str) -> Members:
+        started.append(Members(library, size, **env))
+        return started[-1]
+
+    yield begin
+    for members in started:
+        members.close()
+
+
+def expect(
+    members: Members, call: int, used: tuple[int, ...], way: str, arguments: str = ""
+) -> None:
+    """Make a call of all members, and fail unless they have the mean of the ranks ``used``."""
+    outcomes = members.run(HOLD.format(call=call) + CALL.format(arguments))
+    for rank, (got, ways) in outcomes.items():
+        assert got == used, (rank, got)
+        assert {ways[k] for k in used} == {way}, (rank, ways)
+    check_mean(members, call, used)
+
+
+def test_weights_stay_after_the_first_call_and_have_the_bits_of_the_host(start: Start) -> None:
+    members = start(3)
+    expect(members, 0, (0, 1, 2), "lane")
+    for call in range(1, 6):
+        expect(members, call, (0, 1, 2), "gpu")
+    weighted = ", weight=float(rank + 1)"
+    members.run(HOLD.format(call=7) + CALL.format(weighted))
+    mean = flatweights.average([weights_of(70 + rank) for rank in range(3)], [1.0, 2.0, 3.0])
+    for weights in members.run(READ).values():
+        assert all(same_bits(weights[name], np.asarray(part)) for name, part in mean.items())
+
+
+def test_weights_of_a_root_are_read_where_they_are(start: Start) -> None:
+    members = start(3)
+    for call, way in enumerate(["lane", "gpu", "gpu", "gpu", "gpu", "gpu"]):
+        program = "called = member.broadcast_variables(held, root=1); result = called.ways"
+        ways = members.run(HOLD.format(call=call) + program)
+        assert {one[1] for one in ways.values()} == {way}
+        for weights in members.run(READ).values():
+            root = weights_of(10 * call + 1)
+            assert all(same_bits(weights[name], np.asarray(root[name])) for name in root)
+
+
+def test_two_models_take_turns(start: Start) -> None:
+    members = start(2)
+    for call in range(4):
+        for large, name in ((9_001, "a"), (5, "b")):
+            program = (
+                f"held = Holder(weights_of(10 * {call} + rank, {large}), uuid)\n"
+                f"named = {{'{name}' + k: v for k, v in held.weights.items()}}\n"
+                "held.weights = FlatWeights(named)\n"
+                "held.layout = held.weights.layout\n"
+            )
+            ways = members.run(program + CALL.format("") + "\n")
+            assert {one[1][0] for one in ways.values()} == {"gpu" if call else "lane"}
+            mean = flatweights.average([weights_of(10 * call + k, large) for k in range(2)])
+            for weights in members.run(READ).values():
+                assert all(same_bits(weights[name + k], np.asarray(mean[k])) for k in mean)
+
+
+def test_nan_is_named_or_left_out_as_on_the_host(start: Start) -> None:
+    members = start(3)
+    spoil = "if rank == 1: held.weights['float32'][3] = np.nan\n"
+    for call in range(3):
+        expect(members, call, (0, 1, 2), "gpu" if call else "lane")
+        program = HOLD.format(call=call) + spoil
+        program += (
+            "try: member.average_variables(held)\nexcept ValueError as error: result = str(error)"
+        )
+        for text in members.run(program).values():
+            assert "rank 1, slot 0 'float32'" in text
+    expect(members, 3, (0, 1, 2), "gpu")
+    skip = ", nonfinite='skip'"
+    for call in range(2):
+        outcomes = members.run(HOLD.format(call=call) + spoil + CALL.format(skip))
+        assert {used for used, _ in outcomes.values()} == {(0, 2)}
+    propagate = ", nonfinite='propagate'"
+    for way in ("lane", "gpu"):
+        outcomes = members.run(HOLD.format(call=5) + spoil + CALL.format(propagate))
+        assert {ways[0] for _, ways in outcomes.values()} <= {way, "gpu"}
+        for weights in members.run(READ).values():
+            assert np.isnan(weights["float32"][3])
+            assert np.isfinite(weights["float32"][4:]).all()
+
+
+def check_mean(members: Members, call: int, used: tuple[int, ...], *ranks: int) -> None:
+    """Fail unless ``ranks``, or all, have the mean of the ranks ``used``."""
+    mean = flatweights.average([weights_of(10 * call + rank) for rank in used])
+    for rank, weights in members.run(READ, *ranks).items():
+        for name, part in mean.items():
+            assert same_bits(weights[name], np.asarray(part)), (rank, name)
+
+
+@pytest.mark.parametrize("point", ["asking", "asked", "told", "reducing", "reduced"])
+def test_a_member_that_is_killed_leaves_the_others_right(start: Start, point: str) -> None:
+    members = start(3)
+    few = ", min_results=1"
+    for call in range(3):
+        expect(members, call, (0, 1, 2), "gpu" if call else "lane", few)
+    if point in ("reducing", "reduced"):  # whoever averages
+        members.run(f"die_at({point!r})")
+    else:
+        members.run(f"die_at({point!r})", 1)
+    running = members.begin(HOLD.format(call=4) + CALL.format(few))
+    outcomes = {}
+    for rank, future in running.items():
+        try:
+            outcomes[rank] = future.result()
+        except EOFError:
+            killed = members.processes.pop(rank)
+            killed.kill()
+            killed.close()
+    rest = tuple(outcomes)
+    assert len(rest) == 2
+    members.run("die_at('nowhere')")
+    (used,) = {used for used, _ in outcomes.values()}
+    assert used in (rest, (0, 1, 2))  # its ask may have been there
+    check_mean(members, 4, used)
+    expect(members, 5, rest, "gpu", few)
+    (rank,) = {0, 1, 2} - {*rest}
+    members.join(rank)
+    outcome = members.run(HOLD.format(call=6) + CALL.format(few), rank)[rank]
+    assert rank not in outcome[0]  # it gets the latest average, on the GPU
+    check_mean(members, 5, rest, rank)
+    for call in range(7, 11):
+        members.run(HOLD.format(call=call) + CALL.format(few))
+    expect(members, 11, (0, 1, 2), "gpu", few)
+
+
+def test_a_rank_that_stops_while_it_averages_costs_its_patience_alone(start: Start) -> None:
+    members = start(3)
+    few = ", min_results=1, timeout=1.0"
+    for call in range(2):
+        expect(members, call, (0, 1, 2), "gpu" if call else "lane", few)
+    members.run("stop_at('reducing')")
+    running = members.begin(HOLD.format(call=2) + CALL.format(few))
+    done, _ = wait(running.values(), return_when=FIRST_COMPLETED)
+    rest = next(iter(done)).result()[0]
+    assert len(rest) == 2
+    (stopped,) = {0, 1, 2} - {*rest}
+    assert {running[rank].result()[0] for rank in rest} == {rest}
+    check_mean(members, 2, rest, *rest)
+    members.processes[stopped].process.send_signal(signal.SIGCONT)
+    assert running[stopped].result()[0] == rest  # late: the outcome of the others
+    check_mean(members, 2, rest)
+    members.run("die_at('nowhere')")
+    for call in range(3, 6):
+        members.run(HOLD.format(call=call) + CALL.format(few))
+    expect(members, 6, (0, 1, 2), "gpu", few)
+
+
+def test_a_late_member_reads_the_average_that_it_missed(start: Start) -> None:
+    members = start(2)
+    few = ", min_results=1, timeout=0.2"
+    for call in range(2):
+        expect(members, call, (0, 1), "gpu" if call else "lane", few)
+    for call in range(2, 9):  # more calls than rank 0 has windows
+        assert members.run(HOLD.format(call=call) + CALL.format(few), 0)[0][0] == (0,)
+    assert members.run(HOLD.format(call=9) + CALL.format(few), 1)[1][0] == (0,)
+    check_mean(members, 8, (0,), 1)
+    expect(members, 10, (0, 1), "gpu", few)
+
+
+def test_what_a_setting_forbids_or_a_member_lacks_goes_through_the_host(start: Start) -> None:
+    members = start(2)
+    for call in range(3):
+        expect(members, call, (0, 1), "gpu" if call else "lane")
+    away = HOLD.format(call=4) + "held.gpu = uuid if rank else None\n" + CALL.format("")
+    for _ in range(2):
+        assert {w for _, ways in members.run(away).values() for w in ways.values()} == {"lane"}
+    expect(members, 5, (0, 1), "lane")
+    expect(members, 6, (0, 1), "gpu")
+    members.run("os.environ['FLATWEIGHTS_GPU'] = 'host'", 1)
+    expect(members, 7, (0, 1), "lane")
+    members.run("del os.environ['FLATWEIGHTS_GPU']")  # so few bytes go through the host
+    expect(members, 8, (0, 1), "lane")
+    expect(members, 9, (0, 1), "lane")
+    members.run("os.environ['FLATWEIGHTS_GPU'] = 'gpu'", 1)
+    program = "try: member.average_variables(held)\nexcept ValueError as error: result = str(error)"
+    assert members.run(program, 1)[1] == "FLATWEIGHTS_GPU: expected host or windows, got 'gpu'"
+
+
+def test_a_rule_takes_the_weights_through_the_host(start: Start) -> None:
+    members = start(3)
+    for call in range(2):
+        expect(members, call, (0, 1, 2), "gpu" if call else "lane")
+    program = HOLD.format(call=3) + "def first(models): return models[0]\n"
+    outcomes = members.run(program + CALL.format(", rule=first"))
+    assert {w for _, ways in outcomes.values() for w in ways.values()} == {"lane"}
+
+
+@pytest.mark.parametrize("function", ["cuMemCreate", "cuLaunchKernel", "cuEventSynchronize"])
+def test_a_gpu_that_fails_one_member_is_used_no_more(stand_in: str, function: str) -> None:
+    members = Members(stand_in, 2)
+    try:
+        for call in range(2):
+            expect(members, call, (0, 1), "gpu" if call else "lane")
+        failing = f"driver.stand_in_cuda_fail(b{function!r}, {700}, 1)"
+        members.run(failing)
+        for call in range(2, 6):
+            expect(members, call, (0, 1), "lane")
+    finally:
+        members.close()
+
+
+def test_memory_that_is_short_on_the_gpu_is_taken_from_the_host(stand_in: str) -> None:
+    members = Members(stand_in, 2, STAND_IN_CUDA_MEMORY=str(3 << 20))
+    try:
+        for call in range(4):
+            expect(members, call, (0, 1), "lane")
+    finally:
+        members.close()
+
+
+def test_windows_are_let_go(start: Start) -> None:
+    members = start(3)
+    count = "result = len(os.listdir('/proc/self/fd'))"
+    program = f"for k in range(40): held = Holder(weights_of(k), uuid); {CALL.format('')}\n{count}"
+    members.run(program)  # by now each rank has averaged, and knows the windows of all
+    before, own = members.run(program), len(list(Path("/proc/self/fd").iterdir()))
+    assert members.run(program) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == own
+    meeting = members.meeting.meeting
+    held: int = meeting.news.ask(lambda meeting: len(meeting._gpu._stayed), meeting)
+    assert held <= 2
