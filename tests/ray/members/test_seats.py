@@ -103,6 +103,77 @@ def test_a_root_that_joins_again_gets_what_the_others_have(threads: ThreadPoolEx
     finish(local, again, members[1])
 
 
+def test_a_member_that_joins_again_between_two_kinds_of_call_gets_the_latest_of_each(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """Its initial weights are in no average, though it comes in time for the second kind."""
+    local = LocalMeeting(2)
+    first, second = local.join_all()
+
+    def average(member: Member, kind: str, value: float) -> tuple[float, Any]:
+        result = member.average({kind: np.full(2, value)}, min_results=1)
+        return float(result.weights[kind][0]), result
+
+    for kind in ("critic", "actor"):
+        calls = [threads.submit(average, one, kind, 100.0) for one in (first, second)]
+        assert [call.result(PATIENCE)[0] for call in calls] == [100.0, 100.0]
+    kill(second)
+    local.wait_until(lambda meeting: meeting.door.seats[1].state is State.DEAD)
+    average(first, "critic", 101.0)
+    again = local.join(1)
+    value, result = average(again, "critic", 0.0)
+    assert (value, result.number, result.late) == (101.0, 3, (1,))
+    asked = threads.submit(average, again, "actor", 0.0)
+    local.wait_until(lambda meeting: meeting._waiting.behind)
+    for value, result in (average(first, "actor", 102.0), asked.result(PATIENCE)):
+        assert (value, result.number, result.used, result.late) == (102.0, 4, (0,), (1,))
+    for kind in ("critic", "actor"):  # each kind has been late once
+        calls = [threads.submit(average, one, kind, v) for one, v in ((first, 1.0), (again, 3.0))]
+        for call in calls:
+            value, result = call.result(PATIENCE)
+            assert (value, result.used, result.late) == (2.0, (0, 1), ())
+    finish(local, first, again)
+
+
+def test_members_that_all_wait_for_another_kind_of_call_get_its_last_outcome(
+    threads: ThreadPoolExecutor,
+) -> None:
+    local = LocalMeeting(2)
+    first, second = local.join_all()
+    kill(second)
+    local.wait_until(lambda meeting: meeting.door.seats[1].state is State.DEAD)
+    for kind in ("actor", "critic"):
+        first.average({kind: np.full(2, 100.0)}, min_results=1)
+    again = local.join(1)
+    first.leave()
+    for kind in ("critic", "actor"):
+        result = again.average({kind: np.zeros(2)}, min_results=1)
+        assert (result.weights[kind][0], result.late) == (100.0, (1,))
+    result = again.average({"critic": np.ones(2)}, min_results=1)
+    assert (result.weights["critic"][0], result.number, result.late) == (1.0, 3, ())
+    finish(local, again)
+
+
+def test_a_root_that_joins_again_sends_its_weights_in_time_for_any_broadcast(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """All take a root's weights as they are, so no average makes them stale."""
+    local = LocalMeeting(2)
+    first, second = local.join_all()
+    for k in range(2):
+        for one in (first, second):
+            threads.submit(one.broadcast if k else one.average, {f"{k}": np.ones(2)})
+    local.wait_until(lambda meeting: meeting._number == 2)
+    kill(first)
+    local.wait_until(lambda meeting: meeting.door.seats[0].state is State.DEAD)
+    second.average({"0": np.ones(2)}, min_results=1)
+    again = local.join(0)
+    assert again.average({"0": np.zeros(2)}, min_results=1).late == (0,)
+    sent = [threads.submit(one.broadcast, {"1": np.full(2, 7.0)}) for one in (second, again)]
+    assert [one.result(PATIENCE)["1"][0] for one in sent] == [7.0, 7.0]
+    finish(local, again, second)
+
+
 def test_a_successor_that_works_has_no_part_in_the_call_its_predecessor_died_in(
     threads: ThreadPoolExecutor,
 ) -> None:
@@ -391,9 +462,13 @@ def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
         assert (value, result.used, result.late) == (200.0 + k, (0,), (1,))
     value, result = asked.result(PATIENCE)
     assert (value, result.used, result.late) == (202.0, (0,), (1,))
-    for k in range(3, 12):
+    for k, mean in (
+        *((k, 1.0) for k in range(3, 12)),
+        (2, 2.0),
+        (3, 2.0),
+    ):  # each kind is late once
         calls = [threads.submit(layer_of, one, k, v) for one, v in ((first, 1.0), (late, 3.0))]
-        assert [call.result(PATIENCE)[0] for call in calls] == [2.0, 2.0]
+        assert [call.result(PATIENCE)[0] for call in calls] == [mean, mean]
     finish(local, first, late)
 
 
@@ -416,7 +491,7 @@ def test_a_member_waits_no_longer_than_its_timeout_for_the_next_call_of_its_kind
     local, first, late = with_a_late_member()
     with pytest.raises(WorkerError, match=r"rank 0.* 0\.05 s"):
         layer_of(late, 0, 7.0, timeout=0.05)
-    for k, mean in ((0, 1.0), (1, 2.0)):  # the first one brings it back
+    for k, mean in ((0, 1.0), (1, 1.0), (0, 2.0), (1, 2.0)):  # the first of a kind brings it back
         calls = [threads.submit(layer_of, one, k, v) for one, v in ((first, 1.0), (late, 3.0))]
         assert [call.result(PATIENCE)[0] for call in calls] == [mean, mean]
     finish(local, first, late)

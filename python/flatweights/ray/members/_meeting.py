@@ -4,10 +4,10 @@ One thread (`Meeting.run`) owns all state; other threads send it calls to make (
 waits for the members' asks, averages them as in every round (`DriverAverage`), and posts one
 outcome for all. Its record of each member is a `Seat`, whose table lists the states.
 
-- Outcomes are numbered. A member that has the outcome before the present call takes part in it. A
-  member with an older outcome is late, or has joined again. Its ask is answered at once by the last
-  outcome of a call like it (`Past`), until there is no newer one; then it takes part again. If that
-  outcome is no longer kept, it waits for the next one.
+- Outcomes are numbered. A member whose outcome is older than the last is late, or has joined again.
+  Its ask is answered at once by the last outcome of a call like it (`Past`), until none is newer.
+  It then takes part in a call if it has the last outcome of that kind of call. If it does not, or
+  if that outcome is no longer kept, it waits for the next one.
 - The open call consists of the asks of members that wait for its outcome (`Waiting`). If one of
   them dies meanwhile, its ask is dropped. A process that takes its rank has a seat of its own.
 - Nobody waits for a member that has died or left. A call waits for late members only if it needs
@@ -143,7 +143,7 @@ class Meeting:
         self._welcome()
         self._heal()
         if self._waiting.behind and not self._count_of_whole():
-            self._waiting.open_late_call()
+            self._end_waiting()
         self._give_up_waiting()
         if self._is_due():
             self._close_call()
@@ -160,6 +160,17 @@ class Meeting:
         for seat in heard:
             self._hear(seat)
         self.news.read()
+
+    def _end_waiting(self) -> None:
+        """Give late members the last outcome of their call, since nobody else will make it.
+
+        If it is no longer kept, they make the call themselves.
+        """
+        for seat in self._waiting.open_late_call():
+            kept = self._past.last_for(seat)
+            if kept is not None:
+                self._waiting.drop([seat])
+                self._post(kept.number, kept.body, kept.weights.buffer, [seat])
 
     def _give_up_waiting(self) -> None:
         """Raise in members whose time is up before the others make a call like theirs."""
@@ -353,8 +364,8 @@ class Meeting:
         )
         body = pickler.dumps(tuple(outcome))
         if weights is not None:
-            self._past.keep(first, number, body, weights, [*asking, *lacking])
             served = waiting.late_for(first)
+            self._past.keep(first, number, body, weights, [*asking, *lacking, *served])
             waiting.drop([*lacking, *served])
         reach("sending")
         buffer = None if weights is None else weights.buffer

@@ -5,11 +5,15 @@ those that a `fit` makes when it begins. They answer late asks at once. Of many 
 number of the last outcome is known. A call is recognised by the layouts of its weights and of its
 state. If two models of one layout take turns in a member's calls (`Turns`), an outcome of one could
 be given to a member that asks for the other; so the asks of such twins are refused.
+
+A member that has the last outcome of one kind of call may lack that of another: a restarted process
+that got the latest critic still has its first actor. So each kind knows the members that have its
+last outcome.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
@@ -41,6 +45,18 @@ class Kept(NamedTuple):
     previous: int
 
 
+class Made(NamedTuple):
+    """The last call of one kind.
+
+    Attributes:
+        number: Its number.
+        seats: The numbers of the seats that have its outcome.
+    """
+
+    number: int
+    seats: set[int]
+
+
 class Past:
     """The outcomes with weights, and the keys of twins."""
 
@@ -48,7 +64,7 @@ class Past:
         """Begin without calls."""
         self._kept: dict[Kind, Kept] = {}  # the oldest first
         self._small: dict[Kind, Kept] = {}  # small ones that were the oldest of these, likewise
-        self._made: dict[Kind, int] = {}  # the number of the last outcome; the oldest first
+        self._made: dict[Kind, Made] = {}  # the oldest first
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
         self._twins: set[str] = set()  # the keys of asks that are twins
 
@@ -67,28 +83,46 @@ class Past:
             if is_twin:
                 raise _twin_error(seat)
             return None
-        kept = self._kept.get(ask.kind) or self._small.get(ask.kind)
+        kept = self._last(ask.kind)
         if kept is not None and kept.number <= seat.has:
-            kept = None  # it takes part in the open call
+            kept = None  # it takes part in the open call, or waits for it
         if ask.state is not None:
             before = self._states.get(ask.state, 0) if kept is None else kept.previous
             if seat.states.get(ask.state, 0) < before:
                 raise LacksStateError(f"rank {seat.rank} has missed calls with a state")
             if kept is not None:
                 seat.states[ask.state] = kept.number
-        elif kept is not None and is_twin:
+        elif is_twin and (kept is not None or self.is_behind(seat)):
             raise _twin_error(seat)
+        if kept is not None:
+            self._note(seat)
         return kept
 
     def is_behind(self, seat: Seat) -> bool:
-        """Whether ``seat`` is late for a call without a state, whose outcome is no longer kept."""
-        ask = seat.ask
-        return ask.state is None and self._made.get(ask.kind, 0) > seat.has
+        """Whether ``seat`` lacks the last outcome of its kind of call, and gets the next one.
+
+        Its weights do not count in that call: they are from before the outcome that it lacks. With
+        a state, it is healed instead. In a broadcast, only weights of the root count, which all
+        take as they are: so a member takes part once it has an outcome of any kind since the last.
+        """
+        ask, made = seat.ask, self._made.get(seat.ask.kind)
+        if made is None or ask.state is not None:
+            return False
+        if ask.operation == "broadcast":
+            return made.number > seat.has
+        return seat.number not in made.seats
+
+    def last_for(self, seat: Seat) -> Kept | None:
+        """Return the last outcome of the call that ``seat`` asks for; None if it is not kept."""
+        kept = self._last(seat.ask.kind)
+        if kept is not None:
+            self._note(seat)
+        return kept
 
     def keep(
-        self, ask: Ask, number: int, body: bytes, weights: Packed, seats: Iterable[Seat]
+        self, ask: Ask, number: int, body: bytes, weights: Packed, seats: Sequence[Seat]
     ) -> None:
-        """Keep the outcome of the call of ``ask``, which brings ``seats`` the newest state."""
+        """Keep the outcome of the call of ``ask``, which ``seats`` get, and with it the state."""
         previous = 0 if ask.state is None else self._states.get(ask.state, 0)
         self._small.pop(ask.kind, None)
         oldest = _put_last(self._kept, ask.kind, Kept(number, body, weights, previous), _KEPT)
@@ -96,7 +130,8 @@ class Past:
             kind, kept = oldest
             own = Packed(kept.weights.buffer.copy(), kept.weights.layout)  # in no window
             _put_last(self._small, kind, kept._replace(weights=own), _KEPT_SMALL)
-        _put_last(self._made, ask.kind, number, _KINDS)
+        made = Made(number, {seat.number for seat in seats})
+        _put_last(self._made, ask.kind, made, _KINDS)
         if ask.state is not None:
             self._states[ask.state] = number
             for seat in seats:
@@ -106,6 +141,15 @@ class Past:
         """Return the outcome of this number; None if it is no longer kept."""
         every = chain(self._kept.values(), self._small.values())
         return next((kept for kept in every if kept.number == number), None)
+
+    def _last(self, kind: Kind) -> Kept | None:
+        return self._kept.get(kind) or self._small.get(kind)
+
+    def _note(self, seat: Seat) -> None:
+        """Note that ``seat`` gets the last outcome of its kind of call."""
+        made = self._made.get(seat.ask.kind)
+        if made is not None:
+            made.seats.add(seat.number)
 
 
 def _put_last(

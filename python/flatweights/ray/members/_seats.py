@@ -98,7 +98,7 @@ class Seat:
         over: The future on which its call of `Host.stay` waits for its end.
         state: Its state.
         lane: The lane to it; None, if it calls through Ray.
-        has: The number of the last outcome that it got; 0 after the first outcome.
+        has: The largest number of the outcomes that it got; 0 after the first outcome.
         states: By layout of a state, the number of the last call whose outcome it has.
         answer: Its ask, while it is `ASKING`.
         why: The error that describes its end, if it ended without leaving.
@@ -162,7 +162,7 @@ class Seat:
 
     def tell(self, number: int) -> Future[Reply] | None:
         """Note that it gets outcome ``number``; return the future of its call through Ray."""
-        self.has, self.state = number, State.WORKING
+        self.has, self.state = max(self.has, number), State.WORKING
         self._drop_ask()
         caller, self._caller = self._caller, None
         return caller

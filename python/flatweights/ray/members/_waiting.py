@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `asking` | takes part in the open call | its outcome |
 | `lacking` | lacks the state of a training (`Ask.lacks`) | the next call of the kind of its ask |
-| `behind` | was late for a call whose outcome is no longer kept | the next call of that kind |
+| `behind` | lacks the last outcome of its kind of call (`Past.is_behind`) | the next of that kind |
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ class Waiting:
         asking, self.asking = self.asking, []
         return asking
 
-    def open_late_call(self) -> None:
-        """Make the late members those of the open call: nobody else makes such a call."""
+    def open_late_call(self) -> list[Seat]:
+        """Make the late members those of the open call, since it has none; return them."""
         self.asking, self.behind = self.behind, []
+        return [*self.asking]
 
     def drop(self, seats: Iterable[Seat]) -> None:
         """Take out ``seats``, as far as they wait."""
