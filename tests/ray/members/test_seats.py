@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any, cast
@@ -523,6 +523,76 @@ def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     with pytest.raises(WorkerError, match=r"^rank 1 left with KeyboardInterrupt"):
         first.average(np.ones(1))
     finish(local, first)
+
+
+class Breaking(TheState):
+    """Variables, or a state, that cannot be set the first time."""
+
+    def __init__(self, value: float, error: BaseException, count: int = 1) -> None:
+        super().__init__(value, count)
+        self.errors = [error]
+
+    def scatter(self, buffer: Any) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        super().scatter(buffer)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")])
+@pytest.mark.parametrize("call", ["average_variables", "broadcast_variables"])
+def test_a_member_that_cannot_apply_an_outcome_ends(
+    threads: ThreadPoolExecutor, call: str, error: BaseException
+) -> None:
+    """Its weights would lack that outcome in all later averages."""
+    local = LocalMeeting(2)
+    first, second = local.join_all()
+    other = threads.submit(getattr(first, call), TheState(1.0))
+    with pytest.raises(type(error)):
+        getattr(second, call)(Breaking(2.0, error))
+    other.result(PATIENCE)
+    with pytest.raises(MemberError, match=f"broken off by {type(error).__name__}"):
+        second.average(np.ones(1))
+    value, result = mean_of(first, 5.0, min_results=1)
+    assert (value, list(result.failed)) == (5.0, [1])
+    finish(local, first)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")])
+@pytest.mark.parametrize("broken", ["variables", "state"])
+def test_a_member_that_cannot_apply_an_outcome_lacks_the_state(
+    threads: ThreadPoolExecutor, broken: str, error: BaseException
+) -> None:
+    local = LocalMeeting(2)
+    first, second = local.join_all()
+    gradients = [TheState(1.0), TheState(3.0)]
+    states = [TheState(7.0, count=2), TheState(0.0, count=2)]
+    if broken == "state":  # it breaks while it is healed
+        states[1] = Breaking(0.0, error, count=2)
+        second.lacks_state = True
+    else:
+        gradients[1] = Breaking(3.0, error)
+
+    def call_both() -> list[Future[Any]]:
+        calls = [
+            threads.submit(one.average_variables, gradient, state=state, min_results=1)
+            for one, gradient, state in zip((first, second), gradients, states, strict=True)
+        ]
+        wait(calls, PATIENCE)
+        return calls
+
+    before = call_both()
+    assert before[0].exception() is None
+    assert before[1].exception() is error
+    assert second.lacks_state
+    local.wait_until(lambda meeting: meeting.door.seats[1].state is State.WORKING)
+    states[0].value[:] = 8.0
+    asked = threads.submit(second.average_variables, gradients[1], state=states[1], min_results=1)
+    local.wait_until(lambda meeting: meeting._waiting.lacking)
+    result = first.average_variables(gradients[0], state=states[0], min_results=1)
+    assert asked.result(PATIENCE).healed == result.healed == (1,)
+    assert states[1].value.tolist() == [8.0, 8.0]
+    assert not second.lacks_state
+    finish(local, first, second)
 
 
 def test_a_member_whose_leave_is_interrupted_is_waited_for_no_longer(

@@ -69,11 +69,12 @@ class HostEnd(ABC):
 
     Attributes:
         is_asking: Whether an ask was sent whose outcome was not received.
+        is_told: Whether an outcome was received, which the member has still to apply.
     """
 
     def __init__(self, actor: ray.actor.ActorHandle, pass_: Pass) -> None:
         """Take the actor, which is the host or the agent of this node, and the identity."""
-        self.is_asking = False
+        self.is_asking = self.is_told = False
         self._actor = actor
         self._pass = pass_
         self._known: dict[str, None] = {}  # digests of layouts that the host has been sent
@@ -112,11 +113,13 @@ class HostEnd(ABC):
             patience = None  # the others may still be in an epoch, or have stopped
         body = pickle.dumps((tuple(ask), None if is_known else layout.pickled))
         told, sent = self._swap(body, buffer, patience, ask.is_urgent)
+        self.is_told = True
         self.is_asking = False
         if not is_known:
             remember(self._known, digest)
         outcome = Outcome(*pickle.loads(told))
         if outcome.error is not None:
+            self.is_told = False
             try:
                 raise outcome.error
             finally:  # the error has this frame: a cycle would keep the buffer, and its window
