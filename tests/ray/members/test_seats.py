@@ -427,6 +427,37 @@ def test_a_late_member_gets_no_average_of_a_call_with_another_state(
     finish(local, first, late)
 
 
+def test_members_that_all_lack_the_state_go_on_from_a_checkpoint(
+    threads: ThreadPoolExecutor,
+) -> None:
+    local = LocalMeeting(3)
+    first, second, third = local.join_all()
+    options: dict[str, Any] = {"min_results": 1}
+    for _ in range(3):
+        mean_of(first, 1.0, state=TheState(1.0), timeout=0.01, **options)
+    first.leave()
+    for one in (second, third):
+        one.lacks_state = True
+    states = [TheState(5.0), TheState(0.0)]
+    calls = [
+        threads.submit(mean_of, one, 1.0, state=state, **options)
+        for one, state in zip((second, third), states, strict=True)
+    ]
+    for call in calls:
+        with pytest.raises(WorkerError, match="no member is left that has the state"):
+            call.result(PATIENCE)
+    second.lacks_state = False  # its state is that of a checkpoint
+    asked = threads.submit(mean_of, third, 100.0, state=states[1], **options)
+    local.wait_until(lambda meeting: meeting._waiting.lacking)
+    value, result = mean_of(second, 2.0, state=states[0], **options)
+    assert (value, result.used, result.healed) == (2.0, (1,), (2,))
+    assert asked.result(PATIENCE)[1].healed == (2,)
+    assert states[1].value == 5.0
+    for value, result in call_all(threads, [second, third], [2.0, 4.0], state=states[0], **options):
+        assert (value, result.used) == (3.0, (1, 2))
+    finish(local, second, third)
+
+
 LARGE = 10_000  # elements: more bytes than an outcome that is kept longer than others
 
 

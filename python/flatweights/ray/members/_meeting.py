@@ -186,8 +186,13 @@ class Meeting:
             self._answer(asking, HostDiedError(f"the host has failed: {reason_in_a_line(error)}"))
 
     def _end_healing(self) -> None:
-        """Raise in all members, because no member with the state is left."""
+        """Raise in all members, because no member with the state is left.
+
+        Members that set `Member.lacks_state` to False then begin anew, from a checkpoint.
+        """
         seats = [*self._waiting.lacking]
+        for seat in seats:
+            self._past.forget(seat.ask.state)
         why = RuntimeError("no member is left that has the state: go on from a checkpoint")
         self._answer(seats, portable(WorkerError({seat.rank: why for seat in seats})))
 

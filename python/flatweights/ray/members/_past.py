@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flatweights.ray._result import Packed
 from flatweights.ray.members._asks import Ask, Kind, LacksStateError
@@ -136,6 +136,14 @@ class Past:
             self._states[ask.state] = number
             for seat in seats:
                 seat.states[ask.state] = number
+
+    def forget(self, state: str | None) -> None:
+        """Forget all calls with a state that no member has any more."""
+        of_kinds: tuple[dict[Kind, Any], ...] = (self._kept, self._small, self._made)
+        for calls in of_kinds:
+            for kind in [kind for kind in calls if kind[-1] == state]:
+                del calls[kind]
+        self._states.pop(state or "", None)
 
     def kept(self, number: int) -> Kept | None:
         """Return the outcome of this number; None if it is no longer kept."""
