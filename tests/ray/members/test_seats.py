@@ -338,6 +338,41 @@ def test_a_death_and_a_successor_in_each_state(threads: ThreadPoolExecutor, stat
         finish(local, again, *others)
 
 
+@pytest.mark.parametrize("state", [State.ENTERING, State.READY])
+@pytest.mark.parametrize("before", ["nobody", "has left", "has died"])
+def test_a_process_that_dies_while_it_joins_is_no_member(
+    threads: ThreadPoolExecutor, before: str, state: State
+) -> None:
+    """The others see the last member of its rank, if that has died."""
+    local = LocalMeeting(2, min_size=1, grace=0.0)
+    first = local.join(0)
+    mean_of(first, 1.0)
+    if before != "nobody":
+        second = local.join(1)
+        mean_of(second, 1.0)  # the last outcome
+        call_all(threads, [first, second], [1.0, 3.0])
+        (second.leave if before == "has left" else lambda: kill(second))()
+        local.wait_until(lambda meeting: not meeting.door.seats[1].is_present)
+    entry = local.enter(1)
+    lane = local.lane(entry) if state is State.READY else None
+    entry.ticket.result(PATIENCE)
+    local.lose(entry, MemberDiedError("the ghost was killed"))
+    entry.over.result(PATIENCE)
+    if before == "has died":
+        with pytest.raises(WorkerError, match=r"^rank 1: .* has ended without leave"):
+            mean_of(first, 5.0)
+    else:
+        assert mean_of(first, 5.0)[0] == 5.0
+    _, result = mean_of(first, 5.0, min_results=1)
+    assert [*result.failed] == [1] * (before == "has died")
+    assert "ghost" not in str(result.failed)
+    again = local.join(1)
+    assert mean_of(again, 0.0)[0] == 5.0
+    finish(local, first, again)
+    if lane is not None:
+        lane.close()
+
+
 def test_what_leaves_a_with_is_named_in_all_others(
     threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:

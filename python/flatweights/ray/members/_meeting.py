@@ -487,8 +487,11 @@ class Meeting:
     def _welcome(self) -> None:
         """Give members that are ready their first outcome, once the meeting is open."""
         ready = [seat for seat in self.door.present.values() if seat.state is State.READY]
+        was_open = self.door.is_open
         self.door.open_for(len(ready))
         if ready and self.door.is_open:
+            for seat in [] if was_open else ready:  # others join with their first ask
+                seat.join()
             first = Outcome(self._number, self._size, self.door.ranks())
             self._post(0, pickle.dumps(tuple(first)), None, ready)
 
@@ -581,7 +584,8 @@ class Meeting:
                 assert seat.why is not None
                 text = error_of_rank(seat.rank, seat.why)
                 _log.warning("meeting %r: %s", self._name, text)
-                self._away.add(seat.rank)
+                if seat.has_joined:
+                    self._away.add(seat.rank)
             self._untold.clear()
 
     # The calls that other threads ask the meeting's thread to make.

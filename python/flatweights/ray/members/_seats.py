@@ -96,6 +96,8 @@ class Seat:
         number: The number of the seat in the meeting, from 1.
         agent: The agent of its node, if that has the lane to it.
         over: The future on which its call of `Host.stay` waits for its end.
+        before: Until it has joined, the last process of its rank that had.
+        has_joined: Whether it was there when the meeting opened, or has asked since.
         state: Its state.
         lane: The lane to it; None, if it calls through Ray.
         has: The largest number of the outcomes that it got; 0 after the first outcome.
@@ -110,6 +112,8 @@ class Seat:
     number: int = 0
     agent: AgentEnd | None = None
     over: Future[None] | None = None
+    before: Seat | None = None
+    has_joined: bool = False
     state: State = State.ENTERING
     lane: DriverLane | None = None
     has: int = 0
@@ -140,6 +144,10 @@ class Seat:
         self._caller, self.state = caller, State.READY
         if caller is not None:
             self.agent = None
+
+    def join(self) -> None:
+        """Note that it is a member from now on: if it dies, the others miss it."""
+        self.has_joined, self.before = True, None
 
     def receive(self, letter: Letter) -> None:
         """Take an ask that came through Ray; `look` reads it."""
@@ -210,6 +218,7 @@ class Seat:
         layout = None if ask.digest is None else self._layouts[ask.digest]
         self.answer = SeatAnswer(self, ask, body, layout, buffer)
         self.state = State.ASKING
+        self.join()
 
 
 def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: int) -> list[Seat]:
