@@ -356,6 +356,9 @@ def test_a_process_that_dies_while_it_joins_is_no_member(
     entry = local.enter(1)
     lane = local.lane(entry) if state is State.READY else None
     entry.ticket.result(PATIENCE)
+    if before != "has died":
+        value, result = mean_of(first, 5.0)  # waits for nobody
+        assert (value, result.late) == (5.0, ())
     local.lose(entry, MemberDiedError("the ghost was killed"))
     entry.over.result(PATIENCE)
     if before == "has died":

@@ -136,6 +136,10 @@ class Door:
         """Return the ranks of the present members."""
         return tuple(sorted(seat.rank for seat in self.present.values()))
 
+    def missed(self) -> set[int]:
+        """Return the ranks of the present members, without those that may yet give up to join."""
+        return {seat.rank for seat in self.present.values() if seat.is_missed}
+
     def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
         joined = {seat.rank for seat in self.present.values() if seat.state is not State.ENTERING}

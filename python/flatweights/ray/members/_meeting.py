@@ -228,7 +228,8 @@ class Meeting:
         first = asks[min(asks)]
         if first.operation == "broadcast":
             return first.root in asks or first.root not in self.door.ranks()
-        joined = sum(seat.state is not State.LEFT for seat in self.door.seats.values())
+        seats = self.door.seats.values()
+        joined = sum(seat.state is not State.LEFT and seat.is_missed for seat in seats)
         joined -= len(self._waiting.elsewhere)
         need = joined if first.min_results is None else first.min_results
         return len(asks) >= min(need, self._count_of_whole())
@@ -326,7 +327,7 @@ class Meeting:
         arrivals = Arrivals.over(
             {seat.rank: seat.answer for seat in asking if seat.answer is not None},
             failed={k: seat.why for k, seat in self.door.seats.items() if seat.why is not None},
-            late=sorted({*self.door.ranks()} - {*asks} - elsewhere),
+            late=sorted(self.door.missed() - {*asks} - elsewhere),
             timeout=deadline.timeout,
             seconds_waited=self._seconds_waited,
         )

@@ -130,6 +130,11 @@ class Seat:
         return self.state not in (State.LEFT, State.DEAD)
 
     @property
+    def is_missed(self) -> bool:
+        """Whether others may need it: it has joined, or takes the place of one that has died."""
+        return self.has_joined or (self.before is not None and self.before.why is not None)
+
+    @property
     def ask(self) -> Ask:
         """Its ask, while it is `ASKING`."""
         assert self.answer is not None
