@@ -255,6 +255,9 @@ class Meeting:
         except RuntimeError as error:
             self._answer([seat], error)
             return
+        if ask.twins:
+            for other, error in self._past.astray(self._waiting.asking):
+                self._answer([other], error)
         if kept is not None:
             self._post(kept.number, kept.body, kept.weights.buffer, [seat])
         elif ask.lacks:
@@ -371,7 +374,7 @@ class Meeting:
         body = pickler.dumps(tuple(outcome))
         if weights is not None:
             served = waiting.late_for(first)
-            self._past.keep(first, number, body, weights, [*asking, *lacking, *served])
+            self._past.keep(first, number, body, weights, [*asking, *lacking], served)
             waiting.drop([*lacking, *served])
         reach("sending")
         buffer = None if weights is None else weights.buffer

@@ -4,7 +4,8 @@ The last outcomes of a few kinds of call are kept, and of more kinds if they are
 those that a `fit` makes when it begins. They answer late asks at once. Of many more kinds, only the
 number of the last outcome is known. A call is recognised by the layouts of its weights and of its
 state. If two models of one layout take turns in a member's calls (`Turns`), an outcome of one could
-be given to a member that asks for the other; so the asks of such twins are refused.
+be given to a member that asks for the other; so the asks of such twins are refused. So are those of
+a member that was given an outcome before the twins were noticed, in the first cycle of a loop.
 
 A member that has the last outcome of one kind of call may lack that of another: a restarted process
 that got the latest critic still has its first actor. So each kind knows the members that have its
@@ -51,10 +52,13 @@ class Made(NamedTuple):
     Attributes:
         number: Its number.
         seats: The numbers of the seats that have its outcome.
+        late: The numbers of the seats that were ever given an outcome of this kind for which they
+            were late.
     """
 
     number: int
     seats: set[int]
+    late: set[int]
 
 
 class Past:
@@ -92,11 +96,22 @@ class Past:
                 raise LacksStateError(f"rank {seat.rank} has missed calls with a state")
             if kept is not None:
                 seat.states[ask.state] = kept.number
-        elif is_twin and (kept is not None or self.is_behind(seat)):
+        elif is_twin and (kept is not None or self.is_behind(seat) or self._was_late(seat)):
             raise _twin_error(seat)
         if kept is not None:
             self._note(seat)
         return kept
+
+    def astray(self, seats: Sequence[Seat]) -> list[tuple[Seat, RuntimeError]]:
+        """Return the members of the open call that may be at the other twin's, with their errors.
+
+        They have asked before the twins were noticed.
+        """
+        return [
+            (seat, _twin_error(seat))
+            for seat in seats
+            if not self._twins.isdisjoint(seat.ask.keys) and self._was_late(seat)
+        ]
 
     def is_behind(self, seat: Seat) -> bool:
         """Whether ``seat`` lacks the last outcome of its kind of call, and gets the next one.
@@ -120,9 +135,18 @@ class Past:
         return kept
 
     def keep(
-        self, ask: Ask, number: int, body: bytes, weights: Packed, seats: Sequence[Seat]
+        self,
+        ask: Ask,
+        number: int,
+        body: bytes,
+        weights: Packed,
+        seats: Sequence[Seat],
+        late: Sequence[Seat] = (),
     ) -> None:
-        """Keep the outcome of the call of ``ask``, which ``seats`` get, and with it the state."""
+        """Keep the outcome of the call of ``ask``.
+
+        The ``seats`` get it, and with it the state; so do those that are ``late`` for it.
+        """
         previous = 0 if ask.state is None else self._states.get(ask.state, 0)
         self._small.pop(ask.kind, None)
         oldest = _put_last(self._kept, ask.kind, Kept(number, body, weights, previous), _KEPT)
@@ -130,7 +154,10 @@ class Past:
             kind, kept = oldest
             own = Packed(kept.weights.buffer.copy(), kept.weights.layout)  # in no window
             _put_last(self._small, kind, kept._replace(weights=own), _KEPT_SMALL)
-        made = Made(number, {seat.number for seat in seats})
+        before = self._made.get(ask.kind)
+        ever = set() if before is None else before.late
+        ever.update(seat.number for seat in late)
+        made = Made(number, {seat.number for seat in (*seats, *late)}, ever)
         _put_last(self._made, ask.kind, made, _KINDS)
         if ask.state is not None:
             self._states[ask.state] = number
@@ -154,10 +181,16 @@ class Past:
         return self._kept.get(kind) or self._small.get(kind)
 
     def _note(self, seat: Seat) -> None:
-        """Note that ``seat`` gets the last outcome of its kind of call."""
+        """Note that ``seat``, which is late, gets the last outcome of its kind of call."""
         made = self._made.get(seat.ask.kind)
         if made is not None:
             made.seats.add(seat.number)
+            made.late.add(seat.number)
+
+    def _was_late(self, seat: Seat) -> bool:
+        """Whether ``seat`` was ever late for a call like that of its ask, and without a state."""
+        made = self._made.get(seat.ask.kind)
+        return seat.ask.state is None and made is not None and seat.number in made.late
 
 
 def _put_last(
