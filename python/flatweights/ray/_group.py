@@ -490,7 +490,7 @@ class WorkerGroup:
                 Their workers continue with the latest weights.
             weights: See `average`.
             nonfinite: What to do about NaN and infinity; with ``"skip"``, the next round lists the
-                ranks.
+                ranks. If every worker returns some before there is one, that is an error.
             rule: See `average`.
             timeout: Seconds after which a worker that has not answered is late.
             ranks: The ranks to call; if None, all, including workers that are added later.
@@ -498,7 +498,8 @@ class WorkerGroup:
             **kwargs: Keyword arguments of the method.
 
         Raises:
-            WorkerError: If a method raised, or all workers are dead or late.
+            WorkerError: If a method raised, all workers are dead or late, or all have returned NaN
+                or infinity.
             TypeError: As `average`.
             ValueError: As `average`; or if ``updates``, ``buffer`` or ``max_staleness`` is out of
                 range.

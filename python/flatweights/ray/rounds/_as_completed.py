@@ -182,7 +182,8 @@ class AsCompleted:
         """Return the next round.
 
         Raises:
-            WorkerError: If all workers are dead or late, or a method has raised.
+            WorkerError: If all workers are dead or late, or a method has raised; or if all have
+                returned NaN or infinity since the last round, which are left out.
         """
         begin = time.monotonic()
         self._waited = 0.0
@@ -195,6 +196,7 @@ class AsCompleted:
                 result = self._round(taken)
                 if result is not None:
                     break
+                self._check_not_all_spoiled()
                 taken = {}
             elif self._idle:
                 continue
@@ -205,6 +207,7 @@ class AsCompleted:
                 result = self._round(taken)  # with fewer results: no other worker is left
                 if result is not None:
                     break
+                self._check_not_all_spoiled()
                 taken = {}
             else:
                 self._hear(None)
@@ -533,6 +536,12 @@ class AsCompleted:
             roster.forget_news(result.joined, result.left)
         result.nbytes_sent, self._nbytes_sent = self._nbytes_sent, 0
         return result
+
+    def _check_not_all_spoiled(self) -> None:
+        """Raise if each worker has returned NaN or infinity: there might be no round any more."""
+        healthy = {rank for rank in self.roster.healthy() if self._is_asked(rank)}
+        if healthy <= {*self._quarantined}:
+            raise WorkerError(self._failed)
 
     def _accept(self, layout: Layout, model: Any, where: str) -> None:
         check_result(layout, self._work.method, model, where)
