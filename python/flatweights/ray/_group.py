@@ -189,9 +189,10 @@ class WorkerGroup:
         """Add workers; return their ranks at once, while their processes start.
 
         They take part, with the latest weights, in the first round after they are ready. This also
-        holds in the body of a `run` or an `as_completed`, unless that has ``ranks``. `Round.joined`
-        then lists them. A worker that cannot be built is unhealthy. Ranks count up, and are never
-        used again.
+        holds in the body of a `run` or an `as_completed`, unless that has ``ranks`` without them.
+        `Round.joined` then lists them. Until they are ready, calls leave them out, also if
+        ``ranks`` name them. A worker that cannot be built is unhealthy. Ranks count up, and are
+        never used again.
 
         ::
 

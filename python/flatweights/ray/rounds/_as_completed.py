@@ -166,7 +166,8 @@ class AsCompleted:
         roster.admit()
         self._admitted = len(roster.admitted)
         for rank in roster.check(self._asked):
-            self._take_up(rank)
+            if roster.get(rank) is not None:  # it is ready
+                self._take_up(rank)
 
     def _take_up(self, rank: int) -> None:
         """Call ``rank`` once it has given its owed answer, and has the latest weights."""
@@ -317,7 +318,7 @@ class AsCompleted:
 
         A round does not wait for the start of the latter if it has results.
         """
-        is_joining = not besides and self._asked is None and self.roster.is_joining
+        is_joining = not besides and any(map(self._is_asked, self.roster.joining))
         return is_joining or any(
             sent.record.why is None and not sent.record.has_left and sent.rank not in besides
             for sent in self._out.values()
@@ -334,7 +335,7 @@ class AsCompleted:
         begin = time.monotonic()
         if seconds is not None:
             ends.append(begin + seconds)
-        if self.roster.is_joining:
+        if self.roster.joining:
             ends.append(begin + _SLICE)
         there = wait_any([*self._out], min(ends, default=None))
         for answer in there:
