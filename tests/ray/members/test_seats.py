@@ -27,9 +27,11 @@ from flatweights._sources import Template
 from flatweights.ray import MemberDiedError, MemberError, WorkerError
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
+from flatweights.ray.lanes._message import buffer_message
 from flatweights.ray.lanes._protocol import NUMBER
 from flatweights.ray.lanes._windows import Windows
-from flatweights.ray.members._asks import Ask
+from flatweights.ray.members import _seats
+from flatweights.ray.members._asks import Ask, Outcome
 from flatweights.ray.members._branch import Branch, BranchAgent, BranchOutcome
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._seats import Letter, Seat, State
@@ -554,6 +556,50 @@ def test_small_outcomes_of_many_kinds_of_call_are_kept(threads: ThreadPoolExecut
     finish(local, first, late)
 
 
+def test_a_root_whose_broadcast_is_no_longer_kept_takes_part_in_the_next(
+    threads: ThreadPoolExecutor,
+) -> None:
+    local = LocalMeeting(2)
+    members = local.join_all()
+    model = {"model": np.full(LARGE, 1.0)}
+    for call in [threads.submit(one.broadcast, model) for one in members]:
+        call.result(PATIENCE)
+    kill(members[0])
+    local.wait_until(lambda meeting: meeting.door.seats[0].state is State.DEAD)
+    for k in range(12):
+        layer_of(members[1], k, float(k))
+    again = local.join(0)
+    asked = threads.submit(again.broadcast, {"model": np.full(LARGE, 2.0)})
+    local.wait_until(lambda meeting: meeting._waiting.behind)
+    layer_of(members[1], 0, 0.0)  # the others do not wait for it
+    assert members[1].broadcast(model)["model"][0] == 2.0
+    assert asked.result(PATIENCE)["model"][0] == 2.0
+    finish(local, again, members[1])
+
+
+def test_the_others_learn_why_a_root_takes_no_part(threads: ThreadPoolExecutor) -> None:
+    local = LocalMeeting(3, min_size=2, grace=0.0)
+    first, second = (threads.submit(local.join, rank) for rank in range(2))
+    root, other = first.result(PATIENCE), second.result(PATIENCE)
+    root.lacks_state = True
+    state = TheState(1.0)
+    asked = threads.submit(mean_of, root, 1.0, state=state, min_results=1)
+    local.wait_until(lambda meeting: meeting._waiting.lacking)
+    with pytest.raises(
+        WorkerError, match=r"^rank 0: RuntimeError: it waits for the others to call"
+    ):
+        other.broadcast(np.ones(1))
+    with pytest.raises(WorkerError, match=r"^rank 2: RuntimeError: it has not joined the meeting"):
+        other.broadcast(np.ones(1), root=2)
+    mean_of(other, 1.0, state=state, min_results=1)
+    asked.result(PATIENCE)
+    root.leave()
+    local.wait_until(lambda meeting: not meeting.door.seats[0].is_present)
+    with pytest.raises(WorkerError, match=r"^rank 0: RuntimeError: it has left"):
+        other.broadcast(np.ones(1))
+    finish(local, other)
+
+
 def test_a_member_waits_no_longer_than_its_timeout_for_the_next_call_of_its_kind(
     threads: ThreadPoolExecutor,
 ) -> None:
@@ -810,6 +856,36 @@ class TheHost:
         return args
 
 
+def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    local = LocalMeeting(2)
+    first, late = local.join_all()
+    weights = FlatWeights({"w": np.full(1000, 7.0)})
+    assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
+    lane: MemberLane = late._host._lane  # type: ignore[attr-defined]
+    ask = Ask("average", weights.layout.digest, min_results=1)
+    body = pickle.dumps((tuple(ask), weights.layout.pickled))
+    with monkeypatch.context() as patch:  # no window of the host is free
+        patch.setattr(
+            _seats,
+            "buffer_message",
+            lambda kind, body, buffer, windows: (
+                buffer_message(kind, body, None, windows) if buffer is None else None
+            ),
+        )
+        assert lane.ask(body, late._host.new_buffer(weights.layout), is_urgent=True)
+        [number] = NUMBER.unpack(lane.outcome(PATIENCE)[0])
+    weights["w"][:] = 8.0
+    assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
+    body, buffer = local.meeting.news.ask(local.meeting.fetch, number)
+    assert Outcome(*pickle.loads(body)).number == 1
+    assert FlatWeights.wrap(buffer, weights.layout)["w"][0] == 7.0
+    finish(local, first, late)
+    with pytest.raises(KeyError, match="no longer kept"):
+        local.meeting.fetch(number)
+
+
 @pytest.fixture
 def branch() -> Iterator[tuple[Branch, TheHost]]:
     host = TheHost()
@@ -863,14 +939,15 @@ def test_an_answer_of_a_branch_replaces_no_outcome_that_another_has_still_to_fet
     with monkeypatch.context() as patch:
         patch.setattr(Windows, "copy_in", lambda *_: None)  # no window is free
         made.news.ask(made.post, BranchOutcome(3, b"average", [None], tokens))
-    assert lanes[0].outcome(PATIENCE)[0] == NUMBER.pack(3)
-    assert made.news.ask(made.fetch, 3) == (b"average", buffer)
-    lanes[0].ask(pickle.dumps((tuple(Ask("give")), None)), None, is_urgent=True)
-    host.next("hand")
-    made.news.ask(made.post, BranchOutcome(3, b"you missed a call", None, tokens[:1]))
-    assert lanes[0].outcome(PATIENCE)[0] == b"you missed a call"
-    assert lanes[1].outcome(PATIENCE)[0] == NUMBER.pack(3)
-    assert made.news.ask(made.fetch, 3) == (b"average", buffer)
+    numbers = [NUMBER.unpack(lane.outcome(PATIENCE)[0])[0] for lane in lanes]
+    for number in numbers:
+        assert made.news.ask(made.fetch, number) == (b"average", buffer)
+    for k in range(9):
+        lanes[0].ask(pickle.dumps((tuple(Ask("give")), None)), None, is_urgent=True)
+        host.next("hand")
+        made.news.ask(made.post, BranchOutcome(3 + k, b"another one", [None], tokens[:1]))
+        assert lanes[0].outcome(PATIENCE)[0] == b"another one"
+    assert made.news.ask(made.fetch, numbers[1]) == (b"average", buffer)
     for lane in lanes:
         lane.close()
 

@@ -50,7 +50,6 @@ from flatweights.ray._round import Round, facts_of
 from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError
-from flatweights.ray.lanes._message import Message
 from flatweights.ray.members._asks import (
     Ask,
     CallsDifferError,
@@ -66,10 +65,11 @@ from flatweights.ray.members._news import News
 from flatweights.ray.members._past import Past
 from flatweights.ray.members._seats import (
     Letter,
+    Post,
     Reply,
     Seat,
     State,
-    outcome_message,
+    fetched,
     wait_for,
 )
 from flatweights.ray.members._terms import Terms
@@ -124,6 +124,7 @@ class Meeting:
             name, terms, node, self._lanes, self._agents, self.news, self._hear, self._lose
         )
         self._number = 0  # of the last outcome
+        self._posts = 0
 
     def run(self) -> None:
         """Run the meeting until no member is left."""
@@ -150,6 +151,8 @@ class Meeting:
             return
         if self._waiting.lacking and not self._count_of_whole():
             self._end_healing()
+        if not self.door.is_in_use:  # the last member has died meanwhile
+            return
         seats = [*self.door.present.values()]
         working = [seat for seat in seats if seat.state is State.WORKING]
         on_time = all(map(self._is_on_time, working))  # late members are answered at once
@@ -228,11 +231,9 @@ class Meeting:
         first = asks[min(asks)]
         if first.operation == "broadcast":
             return first.root in asks or first.root not in self.door.ranks()
-        seats = self.door.seats.values()
-        joined = sum(seat.state is not State.LEFT and seat.is_missed for seat in seats)
-        joined -= len(self._waiting.elsewhere)
-        need = joined if first.min_results is None else first.min_results
-        return len(asks) >= min(need, self._count_of_whole())
+        if first.min_results is None:
+            return len(asks) >= len(self.door.missed()) - len(self._waiting.elsewhere)
+        return len(asks) >= min(first.min_results, self._count_of_whole())
 
     def _hear(self, seat: Seat) -> None:
         """Handle a member's ask, or its end."""
@@ -267,7 +268,7 @@ class Meeting:
             text = "meeting %r: rank %d was late for %s, and waits for the next such call"
             _log.warning(text, self._name, seat.rank, ask)
         else:
-            self._waiting.asking.append(seat)
+            self._waiting.ask(seat)
             self._tell_deaths()
 
     def _hear_of_state(self, seat: Seat) -> None:
@@ -404,7 +405,6 @@ class Meeting:
     ) -> int:
         """Choose the giver among the averaged members; return the number of its seat."""
         giver = min((seat for seat in asking if seat.rank in result.used), key=lambda s: s.rank)
-        # Until now, finished healings kept their states for members that fetch them.
         self._healings = [healing for healing in self._healings if healing.lacking]
         until = Deadline.after(deadline.timeout)
         self._healings.append(Healing(number, giver, [*lacking], until))
@@ -462,8 +462,7 @@ class Meeting:
         arrivals.bring()
         weights = arrivals.collect().get(first.root)
         if weights is None:
-            why = arrivals.errors.get(first.root) or RuntimeError("it has left the meeting")
-            raise WorkerError({first.root: why})
+            raise WorkerError({first.root: arrivals.errors.get(first.root) or self._absence(first)})
         copied = self._copied(weights)
         return Round(
             copied.weights(),
@@ -473,6 +472,17 @@ class Meeting:
             seconds={"wait": arrivals.seconds_waited, "copy": time.monotonic() - begin},
             nbytes=copied.buffer.nbytes,
         )
+
+    def _absence(self, first: Ask) -> Exception:
+        """Return the reason for which the root of a broadcast does not take part."""
+        assert first.root is not None
+        seat = self.door.seats.get(first.root)
+        if seat is None:
+            return RuntimeError("it has not joined the meeting")
+        if seat in self._waiting.elsewhere:
+            return RuntimeError(f"it waits for the others to call {seat.ask}")
+        # A process that is joining is late for nobody else.
+        return late_error(first.timeout) if seat.is_present else RuntimeError("it has left")
 
     def _copied(self, weights: FlatWeights) -> Packed:
         """Return a copy, if possible in memory that all members of this node read."""
@@ -516,8 +526,7 @@ class Meeting:
             seats: The members, which wait for it.
             exchanged: The agents that already have the weights.
         """
-        windows = self._lanes.windows
-        message: Message | None = None
+        post: Post | None = None
         ref: ray.ObjectRef | None = None
         away: dict[AgentEnd, list[Seat]] = {}
         posted: list[_core.Mailbox] = []
@@ -525,8 +534,10 @@ class Meeting:
             caller = seat.tell(abs(number))
             try:
                 if seat.lane is not None:
-                    message = message or outcome_message(number, body, buffer, windows)
-                    seat.lane.post(message, windows, posted)
+                    if post is None:
+                        self._posts += 1
+                        post = Post(self._posts, body, buffer, self._lanes.windows)
+                    post.to(seat, posted)
                 elif caller is not None:
                     if buffer is not None and ref is None:
                         _core.Mailbox.wake(posted)  # do not let them sleep while weights are put
@@ -632,19 +643,13 @@ class Meeting:
         if seat is not None:
             self._lose(seat, why)
 
-    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
-        """Return the body of an outcome, and its weights.
+    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
+        """Return the body of an outcome that was announced by ``number``, and its weights.
 
         Raises:
-            KeyError: If it is no longer kept.
+            KeyError: If no member has to fetch it.
         """
-        if (kept := self._past.kept(number)) is not None:
-            return kept.body, kept.weights.buffer
-        for healing in self._healings:
-            if healing.number == -number and healing.state is not None:
-                body = pickle.dumps(tuple(Outcome(healing.number, self._size, self.door.ranks())))
-                return body, healing.state.buffer
-        raise KeyError(f"outcome {number} is no longer kept")
+        return fetched(self.door.present.values(), number)
 
 
 def _not_here() -> MemberDiedError:

@@ -15,7 +15,6 @@ last outcome.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from flatweights.ray._result import Packed
@@ -171,11 +170,6 @@ class Past:
             for kind in [kind for kind in calls if kind[-1] == state]:
                 del calls[kind]
         self._states.pop(state or "", None)
-
-    def kept(self, number: int) -> Kept | None:
-        """Return the outcome of this number; None if it is no longer kept."""
-        every = chain(self._kept.values(), self._small.values())
-        return next((kept for kept in every if kept.number == number), None)
 
     def _last(self, kind: Kind) -> Kept | None:
         return self._kept.get(kind) or self._small.get(kind)

@@ -25,7 +25,7 @@ import functools
 import pickle
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -34,6 +34,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
@@ -62,6 +63,14 @@ class Letter(NamedTuple):
     body: bytes
     buffer: NDArray[np.uint8] | Away | None
     caller: Future[Reply] | None
+
+
+class Announced(NamedTuple):
+    """An outcome of which a member was told only a number, by which it fetches the rest."""
+
+    number: int
+    body: bytes
+    buffer: NDArray[np.uint8] | None
 
 
 class Away(NamedTuple):
@@ -104,6 +113,7 @@ class Seat:
         states: By layout of a state, the number of the last call whose outcome it has.
         answer: Its ask, while it is `ASKING`.
         why: The error that describes its end, if it ended without leaving.
+        announced: The outcome that it has to fetch, until it asks again.
     """
 
     rank: int
@@ -120,6 +130,7 @@ class Seat:
     states: dict[str, int] = field(default_factory=dict)
     answer: SeatAnswer | None = None
     why: MemberDiedError | None = None
+    announced: Announced | None = None
     _letters: deque[Letter] = field(default_factory=deque)
     _caller: Future[Reply] | None = None  # of its call through Ray, which waits
     _layouts: dict[str, Layout] = field(default_factory=dict)  # layouts that it has sent, by digest
@@ -191,6 +202,7 @@ class Seat:
 
     def _end(self, state: State) -> None:
         self.state = state
+        self.announced = None
         self._drop_ask()
         self._letters.clear()
         if self._caller is not None and not self._caller.done():
@@ -223,6 +235,7 @@ class Seat:
         layout = None if ask.digest is None else self._layouts[ask.digest]
         self.answer = SeatAnswer(self, ask, body, layout, buffer)
         self.state = State.ASKING
+        self.announced = None
         self.join()
 
 
@@ -339,14 +352,51 @@ def as_array(buffer: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
     return np.empty(0, np.uint8) if buffer is None else buffer
 
 
-def outcome_message(
-    number: int, body: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
-) -> Message:
-    """Return the message of an outcome. Without a window, or if it is too long: only its number.
+class Post:
+    """An outcome on its way to members that have lanes.
 
-    The member then fetches the outcome through Ray.
+    A message holds it, with its weights in a window. Without a window, or if it is too long, each
+    member is told a number, by which it fetches the outcome through Ray.
     """
-    message = buffer_message(COMMAND, body, buffer, windows)
-    message = message or buffer_message(COMMAND, NUMBER.pack(number), None, windows)
-    assert message is not None
-    return message
+
+    def __init__(
+        self, number: int, body: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
+    ) -> None:
+        """Make the message.
+
+        Args:
+            number: A number that no other outcome has.
+            body: The outcome.
+            buffer: Its weights.
+            windows: The windows of this process.
+        """
+        self._windows = windows
+        self._announced: Announced | None = None
+        message = buffer_message(COMMAND, body, buffer, windows)
+        if message is None:
+            self._announced = Announced(number, body, buffer)
+            message = buffer_message(COMMAND, NUMBER.pack(number), None, windows)
+            assert message is not None
+        self._message: Message = message
+
+    def to(self, seat: Seat, posted: list[_core.Mailbox]) -> None:
+        """Give it to ``seat``; add its mailbox to ``posted``, to be woken.
+
+        Raises:
+            Exception: If the member is dead.
+        """
+        assert seat.lane is not None
+        seat.announced = self._announced
+        seat.lane.post(self._message, self._windows, posted)
+
+
+def fetched(seats: Iterable[Seat], number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
+    """Return the outcome that one of ``seats`` has to fetch: its body and its buffer.
+
+    Raises:
+        KeyError: If none of them has to.
+    """
+    for seat in seats:
+        if seat.announced is not None and seat.announced.number == number:
+            return seat.announced.body, seat.announced.buffer
+    raise KeyError(f"outcome {number} is no longer kept")

@@ -39,6 +39,18 @@ class Waiting:
         """The members that wait for another call than the open one."""
         return self.lacking + self.behind
 
+    def ask(self, seat: Seat) -> None:
+        """Add a member to the open call, and the root of its broadcast, if that waits for one.
+
+        All take a root's weights as they are, and nobody else can send them.
+        """
+        self.asking.append(seat)
+        for root in self.behind:
+            if root.ask.kind == seat.ask.kind and root.rank == seat.ask.root:
+                self.behind.remove(root)
+                self.asking.append(root)
+                return
+
     def asks(self) -> dict[int, Ask]:
         """Return the asks of the open call by rank, in their order."""
         return {seat.rank: seat.ask for seat in self.asking}
