@@ -209,6 +209,19 @@ def test_a_call_whose_only_askers_have_died_is_not_closed(threads: ThreadPoolExe
     finish(local, second)
 
 
+def test_an_average_that_needs_more_members_than_are_left_says_so(
+    threads: ThreadPoolExecutor,
+) -> None:
+    local = LocalMeeting(3)
+    *members, third = local.join_all()
+    third.leave()
+    calls = [threads.submit(mean_of, one, 1.0, min_results=3) for one in members]
+    for call in calls:
+        with pytest.raises(WorkerError, match="min_results: expected 3 ranks, got 2: there are no"):
+            call.result(PATIENCE)
+    finish(local, *members)
+
+
 def test_a_call_that_raises_keeps_no_memory_that_the_host_maps() -> None:
     local = LocalMeeting(1)
     [member] = local.join_all()
