@@ -257,8 +257,8 @@ class Meeting:
             self._answer([seat], error)
             return
         if ask.twins:
-            for other, error in self._past.astray(self._waiting.asking):
-                self._answer([other], error)
+            for other, why in self._past.astray(self._waiting.asking):
+                self._answer([other], why)
         if kept is not None:
             self._post(kept.number, kept.body, kept.weights.buffer, [seat])
         elif ask.lacks:
