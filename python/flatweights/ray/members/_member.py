@@ -142,8 +142,9 @@ class Member:
     A member that dies is left out, at once. ``min_results`` decides whether the others go on: if it
     is None, all that have joined and not left have to take part, and each member raises the same
     `WorkerError`. A member that is late (``timeout``) is left out, too. Its call then returns the
-    latest average of the others, with its own rank in `Round.late`, and its next call takes part
-    again. A process that is restarted joins again under its rank, and is late at first.
+    latest average of the others, with its own rank in `Round.late`, and its next call of that kind
+    takes part again. A process that is restarted joins again under its rank, and is late at first
+    for each kind of call.
 
     Calls may come from any thread, one at a time. A call that is interrupted ends this member, as
     does one that gets the result but cannot set the variables. With a ``state``, the latter lacks
