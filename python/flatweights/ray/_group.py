@@ -189,9 +189,10 @@ class WorkerGroup:
         """Add workers; return their ranks at once, while their processes start.
 
         They take part, with the latest weights, in the first round after they are ready. This also
-        holds in the body of a `run` or an `as_completed`, unless that has ``ranks``. `Round.joined`
-        then lists them. A worker that cannot be built is unhealthy. Ranks count up, and are never
-        used again.
+        holds in the body of a `run` or an `as_completed`, unless that has ``ranks`` without them.
+        `Round.joined` then lists them. Until they are ready, calls leave them out, also if
+        ``ranks`` name them. A worker that cannot be built is unhealthy. Ranks count up, and are
+        never used again.
 
         ::
 
@@ -490,7 +491,7 @@ class WorkerGroup:
                 Their workers continue with the latest weights.
             weights: See `average`.
             nonfinite: What to do about NaN and infinity; with ``"skip"``, the next round lists the
-                ranks.
+                ranks. If every worker returns some before there is one, that is an error.
             rule: See `average`.
             timeout: Seconds after which a worker that has not answered is late.
             ranks: The ranks to call; if None, all, including workers that are added later.
@@ -498,7 +499,8 @@ class WorkerGroup:
             **kwargs: Keyword arguments of the method.
 
         Raises:
-            WorkerError: If a method raised, or all workers are dead or late.
+            WorkerError: If a method raised, all workers are dead or late, or all have returned NaN
+                or infinity.
             TypeError: As `average`.
             ValueError: As `average`; or if ``updates``, ``buffer`` or ``max_staleness`` is out of
                 range.

@@ -372,6 +372,19 @@ def test_nan_is_raised_or_left_out(group: WorkerGroup) -> None:
     assert quarantined.keys() == {1}
 
 
+@pytest.mark.parametrize(("ranks", "buffer"), [(None, 1), (None, 2), ([2], 1), ([0, 2], 2)])
+def test_nan_of_all_workers_is_an_error(
+    group: WorkerGroup, ranks: list[int] | None, buffer: int
+) -> None:
+    options: dict[str, Any] = {"ranks": ranks, "buffer": buffer, "nonfinite": "skip"}
+    rounds = group.as_completed("spoil", arguments=lambda rank: (rank,), **options)
+    with pytest.raises(WorkerError, match=r"slot 0 'w'.* NaN") as info:
+        next(rounds)
+    assert [*info.value.failed] == (ranks or [0, 1, 2])
+    found = next(group.as_completed("work", **options))
+    assert len(found.used) == buffer
+
+
 @pytest.mark.parametrize(
     ("error", "match", "options"),
     [

@@ -148,6 +148,36 @@ def test_workers_are_added_in_the_body_of_run_and_removed(
 
 
 @pytest.mark.starts_actors
+def test_ranks_may_name_workers_that_are_still_starting(group: WorkerGroup, tmp_path: Path) -> None:
+    gate = tmp_path / "built"
+    rounds = group.run(3, "train", ranks=lambda _: list(group.actors()))
+    assert next(rounds).used == (0, 1)
+    assert group.add(arguments=lambda rank: (rank, 5, str(gate))) == [2]
+    assert [found.used for found in rounds] == [(0, 1)] * 2
+    assert group.step("ping", ranks=[2, 0]) == {0: "pong"}
+    message = "expected at least one worker that is ready, as healthy_actor_ids() lists them, got"
+    refuses(ValueError, f"ranks: {message} [2]", group.step, "ping", ranks=[2])
+    waits = group.as_completed("train", ranks=[1, 2])
+    assert next(waits).used == (1,)
+    gate.touch()
+    assert next(found for found in waits if found.used != (1,)).used == (2,)
+    waits.close()
+    assert group.step("ping", ranks=[2]) == {2: "pong"}
+
+
+@pytest.mark.starts_actors
+def test_a_loop_waits_for_a_worker_that_is_still_starting(
+    group: WorkerGroup, tmp_path: Path
+) -> None:
+    gate = tmp_path / "built"
+    group.add(arguments=lambda rank: (rank, 5, str(gate)))
+    waits = group.as_completed("train", ranks=[2])
+    gate.touch()
+    assert next(waits).used == (2,)
+    waits.close()
+
+
+@pytest.mark.starts_actors
 def test_workers_come_and_go_in_the_body_of_as_completed(group: WorkerGroup) -> None:
     group.publish(weights_of(0.0))
     rounds = group.as_completed("train", 0.0)

@@ -350,6 +350,31 @@ def test_a_late_member_gets_no_average_of_another_model_of_the_same_layout(pool:
     assert critics[1][0].value[0] == 1.0
 
 
+@pytest.mark.parametrize("asks_first", [0, 1])
+def test_a_member_that_got_another_model_before_that_was_noticed_raises(
+    pool: Any, asks_first: int
+) -> None:
+    """It is one call off, so it would mix both models in every second call."""
+    meeting = LocalMeeting(2)
+    first, late = meeting.join_all()
+    critics = [[Critic(1.0, "w"), Critic(1000.0, "w")] for _ in range(2)]
+    for critic in critics[0]:  # the first cycle
+        result = first.average_variables(critic, min_results=1, timeout=0.01)
+        assert result.late == (1,)
+    assert late.average_variables(critics[1][0], min_results=1).number == 2
+    calls: dict[int, Future[Any]] = {}
+    for rank in (asks_first, 1 - asks_first):
+        member, critic = ((first, critics[0][0]), (late, critics[1][1]))[rank]
+        calls[rank] = pool.submit(member.average_variables, critic, min_results=1)
+        if not calls.keys() - {asks_first}:
+            meeting.until_asked(rank)
+    with pytest.raises(RuntimeError, match="rank 1 was late, or has joined again, and could be"):
+        calls[1].result(60)
+    late.leave()
+    assert calls[0].result(60).used == (0,)
+    assert critics[0][0].value[0] == 1.0
+
+
 def test_objects_that_are_made_anew_for_each_call_take_no_turns() -> None:
     [member] = LocalMeeting(1).join_all()
     kept = []

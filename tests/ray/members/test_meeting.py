@@ -13,7 +13,7 @@ import pytest
 from meetings import LocalMeeting, entry_of, seated
 from reference import clean_environment
 
-from flatweights.ray import MemberError, _failpoints
+from flatweights.ray import MemberDiedError, MemberError, _failpoints
 from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._door import Ticket
@@ -131,6 +131,20 @@ def test_a_host_sleeps_while_members_are_still_to_join() -> None:
     assert len(sleeps) == 1
     lane.close()
     meeting._lanes.close()
+
+
+def test_a_host_does_not_wait_once_the_last_member_has_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may learn of that when it posts a state, at the beginning of a step."""
+    meeting = Meeting("over", Terms.of(1), "here", None)
+    [(entry, _)] = seated(meeting, 0)
+    seat, waits = meeting.door.present[entry.token], list[Any]()
+    monkeypatch.setattr(meeting, "_heal", lambda: meeting._lose(seat, MemberDiedError("it died")))
+    monkeypatch.setattr(meeting._lanes, "wait", lambda *args: waits.append(args))
+    meeting.run()
+    assert not waits
+    assert entry.over.done()
 
 
 def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:

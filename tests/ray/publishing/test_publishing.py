@@ -1,12 +1,15 @@
 """Publishers and subscribers of one node: every kind of model reads the published weights."""
 
+import contextlib
 import itertools
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import ray
 import flatweights as fw
 from flatweights.ray import Publisher, StaleWeightsError, Subscriber, SupersededError
 from flatweights.ray.publishing import _subscriber, _ways
+from flatweights.ray.publishing._answer import answer_of
 
 pytestmark = [
     pytest.mark.ray,
@@ -97,6 +101,61 @@ def started() -> Iterator[list[Any]]:
     yield actors
     for actor in actors:
         ray.kill(actor)
+
+
+class Gate:
+    """An actor that answers once it is told to."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+
+    def open(self) -> None:
+        self.is_open.set()
+
+    def wait(self) -> str:
+        self.is_open.wait()
+        return "open"
+
+    def fail(self) -> None:
+        raise TimeoutError("of its own")
+
+
+remote_gate: Any = ray.remote(num_cpus=0, max_concurrency=2)(Gate)
+
+
+def test_an_interrupt_while_the_main_thread_waits_stops_no_other_answer(
+    started: list[Any],
+) -> None:
+    """Also not if it comes just when a lock of Python's own was taken."""
+    gate = remote_gate.remote()
+    started.append(gate)
+    waits = gate.wait.remote()
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        if event == "return" and frame.f_code is threading.Condition.__enter__.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with contextlib.suppress(KeyboardInterrupt, ray.exceptions.GetTimeoutError):
+            answer_of(waits, 0.3)
+    finally:
+        sys.setprofile(None)
+    ray.get(gate.open.remote(), timeout=60)
+    assert answer_of(waits, 60.0) == "open"
+    assert ray.get(waits, timeout=60) == "open"
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_call_that_raises_a_timeout_error_is_not_waited_for(
+    started: list[Any], is_main: bool
+) -> None:
+    gate = remote_gate.remote()
+    started.append(gate)
+    call = gate.fail.remote()
+    with ThreadPoolExecutor() as threads, pytest.raises(TimeoutError, match="of its own"):
+        answer_of(call, 60.0) if is_main else threads.submit(answer_of, call, 60.0).result()
 
 
 @pytest.mark.parametrize("way", ["", "store"])

@@ -27,17 +27,16 @@ from flatweights.ray.members._seats import (
     SLICE,
     Away,
     Letter,
+    Post,
     Seat,
     State,
-    outcome_message,
+    fetched,
     wait_for,
 )
 from flatweights.ray.nodes._node import NodeEnd
 from flatweights.ray.nodes._plan import SMALL
 from flatweights.ray.peers._agent import Agent, AverageOf
 from flatweights.ray.peers._by_lane import GroupLanes
-
-_KEPT = 4  # outcomes that members may fetch
 
 _log = logging.getLogger("flatweights")
 
@@ -93,7 +92,7 @@ class Branch:
         self._turn = turn
         self._seats: dict[bytes, Seat] = {}
         self._senders: dict[int, Seat] = {}  # by rank, the member that a model here belongs to
-        self._outcomes: dict[int, tuple[bytes, NDArray[np.uint8]]] = {}
+        self._posts = 0
         self.news = News(made)
         self.failure: Future[NoReturn] = Future()
         threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
@@ -130,30 +129,26 @@ class Branch:
         """Take an ask that does not fit into a lane."""
         self._seats[token].receive(Letter(body, buffer, None))
 
-    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
+    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return an outcome that did not fit into a lane: its body and its buffer.
 
         Raises:
-            KeyError: If it is no longer kept.
+            KeyError: If no member has to fetch it.
         """
-        return self._outcomes[number]
+        return fetched(self._seats.values(), number)
 
     def post(self, outcome: BranchOutcome) -> None:
         """Give members an outcome."""
         told = [self._seats[token] for token in outcome.tokens if token in self._seats]
-        windows = self._lanes.windows
+        self._posts += 1
         try:
             buffer = self._buffer_of(outcome.weights)
-            message = outcome_message(outcome.number, outcome.body, buffer, windows)
+            post = Post(self._posts, outcome.body, buffer, self._lanes.windows)
         except Exception as error:  # the store has lost them, or memory is short
             why = f"its outcome did not come: {reason_in_a_line(error)}"
             for seat in told:
                 self._lose(seat, MemberDiedError(f"{seat.who}: {why}"))
             return
-        if buffer is not None:  # without weights it fits into a lane
-            self._outcomes[outcome.number] = outcome.body, buffer
-        if len(self._outcomes) > _KEPT:
-            del self._outcomes[next(iter(self._outcomes))]
         posted: list[_core.Mailbox] = []
         ended = [sender for sender in self._senders.values() if not sender.is_present]
         for seat in (*told, *ended):  # no exchange uses these models any more
@@ -163,8 +158,7 @@ class Branch:
         for seat in told:
             seat.tell(outcome.number)
             try:
-                assert seat.lane is not None
-                seat.lane.post(message, windows, posted)
+                post.to(seat, posted)
             except Exception as error:  # the member died meanwhile
                 self._lose(seat, MemberDiedError(f"{seat.who}: {type(error).__name__}: {error}"))
         _core.Mailbox.wake(posted)
@@ -249,7 +243,7 @@ class BranchAgent(Agent):
         """See `Branch.deliver`."""
         self._branch.news.ask(self._branch.deliver, token, body, buffer)
 
-    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
+    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """See `Branch.fetch`."""
         return self._branch.news.ask(self._branch.fetch, number)
 

@@ -82,7 +82,7 @@ class Door:
     """The members of a meeting, and those that are coming in.
 
     Attributes:
-        seats: By rank, the newest member, which may have ended.
+        seats: By rank, the newest process that has joined, and may have ended, or is coming in.
         present: The present members, by token.
         is_open: Whether all have joined, or enough, and the grace is over.
     """
@@ -136,6 +136,10 @@ class Door:
         """Return the ranks of the present members."""
         return tuple(sorted(seat.rank for seat in self.present.values()))
 
+    def missed(self) -> set[int]:
+        """Return the ranks of the present members, without those that may yet give up to join."""
+        return {seat.rank for seat in self.present.values() if seat.is_missed}
+
     def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
         joined = {seat.rank for seat in self.present.values() if seat.state is not State.ENTERING}
@@ -177,8 +181,12 @@ class Door:
             entry.end(why)
 
     def forget(self, seat: Seat) -> None:
-        """Note that a member has left or died."""
+        """Note that a member has left or died; one that has not joined leaves no trace."""
         del self.present[seat.token]
+        if not seat.has_joined:
+            del self.seats[seat.rank]
+            if seat.before is not None:
+                self.seats[seat.rank] = seat.before
 
     def close(self) -> None:
         """Refuse those that wait."""
@@ -208,7 +216,8 @@ class Door:
             taken = f"{entry.rank}, which is {self.seats[entry.rank].who}'s"
             raise ValueError(f"rank: expected one that is free, got {taken}")
         self._entered += 1
-        seat = Seat(rank, entry.who, entry.token, self._entered, over=entry.over)
+        before = self.seats.get(rank)
+        seat = Seat(rank, entry.who, entry.token, self._entered, over=entry.over, before=before)
         self.seats[rank] = self.present[entry.token] = seat
         if not entry.wants_lane:
             return Ticket(rank, seat.number, None)

@@ -134,11 +134,11 @@ class Host:
         else:
             self._meeting.news.tell(self._meeting.put, token, Letter(body, buffer, None))
 
-    async def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
+    async def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return an outcome that did not fit into a lane: its body and its buffer.
 
         Raises:
-            KeyError: If it is no longer kept.
+            KeyError: If no member has to fetch it.
         """
         return await self._ask(self._meeting.fetch, number)
 

@@ -85,11 +85,12 @@ class HostEnd(ABC):
 
     Attributes:
         is_asking: Whether an ask was sent whose outcome was not received.
+        is_told: Whether an outcome was received, which the member has still to apply.
     """
 
     def __init__(self, actor: ray.actor.ActorHandle, pass_: Pass) -> None:
         """Take the actor, which is the host or the agent of this node, and the identity."""
-        self.is_asking = False
+        self.is_asking = self.is_told = False
         self._actor = actor
         self._pass = pass_
         self._known: dict[str, None] = {}  # digests of layouts that the host has been sent
@@ -137,10 +138,12 @@ class HostEnd(ABC):
         if not ask.brings_weights:
             patience = None  # the others may still be in an epoch, or have stopped
         told, got = self._swap(ask, layout, sent, patience)
+        self.is_told = True
         self.is_asking = False
         outcome = Outcome(*pickle.loads(told))
         self._learn(outcome, ask)
         if outcome.error is not None:
+            self.is_told = False
             try:
                 raise outcome.error
             finally:  # the error has this frame: a cycle would keep the buffer, and its window

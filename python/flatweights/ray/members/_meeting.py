@@ -4,10 +4,10 @@ One thread (`Meeting.run`) owns all state; other threads send it calls to make (
 waits for the members' asks, averages them as in every round (`DriverAverage`), and posts one
 outcome for all. Its record of each member is a `Seat`, whose table lists the states.
 
-- Outcomes are numbered. A member that has the outcome before the present call takes part in it. A
-  member with an older outcome is late, or has joined again. Its ask is answered at once by the last
-  outcome of a call like it (`Past`), until there is no newer one; then it takes part again. If that
-  outcome is no longer kept, it waits for the next one.
+- Outcomes are numbered. A member whose outcome is older than the last is late, or has joined again.
+  Its ask is answered at once by the last outcome of a call like it (`Past`), until none is newer.
+  It then takes part in a call if it has the last outcome of that kind of call. If it does not, or
+  if that outcome is no longer kept, it waits for the next one.
 - The open call consists of the asks of members that wait for its outcome (`Waiting`). If one of
   them dies meanwhile, its ask is dropped. A process that takes its rank has a seat of its own.
 - Nobody waits for a member that has died or left. A call waits for late members only if it needs
@@ -50,7 +50,6 @@ from flatweights.ray._round import Round, facts_of
 from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError
-from flatweights.ray.lanes._message import Message
 from flatweights.ray.lanes._protocol import RESEND
 from flatweights.ray.members._asks import (
     Ask,
@@ -65,13 +64,14 @@ from flatweights.ray.members._door import Door
 from flatweights.ray.members._gpu_rounds import AskAgainError, GpuRounds, Stayed
 from flatweights.ray.members._healing import Healing
 from flatweights.ray.members._news import News
-from flatweights.ray.members._past import Kept, Past
+from flatweights.ray.members._past import Past
 from flatweights.ray.members._seats import (
     Letter,
+    Post,
     Reply,
     Seat,
     State,
-    outcome_message,
+    fetched,
     wait_for,
 )
 from flatweights.ray.members._terms import Terms
@@ -127,6 +127,7 @@ class Meeting:
             name, terms, node, self._lanes, self._agents, self.news, self._hear, self._lose
         )
         self._number = 0  # of the last outcome
+        self._posts = 0
 
     def run(self) -> None:
         """Run the meeting until no member is left."""
@@ -146,13 +147,15 @@ class Meeting:
         self._welcome()
         self._heal()
         if self._waiting.behind and not self._count_of_whole():
-            self._waiting.open_late_call()
+            self._end_waiting()
         self._give_up_waiting()
         if self._is_due():
             self._close_call()
             return
         if self._waiting.lacking and not self._count_of_whole():
             self._end_healing()
+        if not self.door.is_in_use:  # the last member has died meanwhile
+            return
         seats = [*self.door.present.values()]
         working = [seat for seat in seats if seat.state is State.WORKING]
         on_time = all(map(self._is_on_time, working))  # late members are answered at once
@@ -163,6 +166,17 @@ class Meeting:
         for seat in heard:
             self._hear(seat)
         self.news.read()
+
+    def _end_waiting(self) -> None:
+        """Give late members the last outcome of their call, since nobody else will make it.
+
+        If it is no longer kept, they make the call themselves.
+        """
+        for seat in self._waiting.open_late_call():
+            kept = self._past.last_for(seat)
+            if kept is not None and self._gpu.reaches(kept.weights, seat):
+                self._waiting.drop([seat])
+                self._post(kept.number, kept.body, kept.weights, [seat])
 
     def _give_up_waiting(self) -> None:
         """Raise in members whose time is up before the others make a call like theirs."""
@@ -178,8 +192,13 @@ class Meeting:
             self._answer(asking, HostDiedError(f"the host has failed: {reason_in_a_line(error)}"))
 
     def _end_healing(self) -> None:
-        """Raise in all members, because no member with the state is left."""
+        """Raise in all members, because no member with the state is left.
+
+        Members that set `Member.lacks_state` to False then begin anew, from a checkpoint.
+        """
         seats = [*self._waiting.lacking]
+        for seat in seats:
+            self._past.forget(seat.ask.state)
         why = RuntimeError("no member is left that has the state: go on from a checkpoint")
         self._answer(seats, portable(WorkerError({seat.rank: why for seat in seats})))
 
@@ -215,10 +234,9 @@ class Meeting:
         first = asks[min(asks)]
         if first.operation == "broadcast":
             return first.root in asks or first.root not in self.door.ranks()
-        joined = sum(seat.state is not State.LEFT for seat in self.door.seats.values())
-        joined -= len(self._waiting.elsewhere)
-        need = joined if first.min_results is None else first.min_results
-        return len(asks) >= min(need, self._count_of_whole())
+        if first.min_results is None:
+            return len(asks) >= len(self.door.missed()) - len(self._waiting.elsewhere)
+        return len(asks) >= min(first.min_results, self._count_of_whole())
 
     def _hear(self, seat: Seat) -> None:
         """Handle a member's ask, or its end."""
@@ -243,8 +261,11 @@ class Meeting:
         except RuntimeError as error:
             self._answer([seat], error)
             return
+        if ask.twins:
+            for other, why in self._past.astray(self._waiting.asking):
+                self._answer([other], why)
         if kept is not None and self._gpu.reaches(kept.weights, seat):
-            self._post_kept(kept, seat)
+            self._post(kept.number, kept.body, kept.weights, [seat])
         elif kept is not None and ask.state is not None:
             self._answer([seat], LacksStateError("the outcome is on a GPU that it does not use"))
         elif kept is not None:
@@ -256,7 +277,7 @@ class Meeting:
             text = "meeting %r: rank %d was late for %s, and waits for the next such call"
             _log.warning(text, self._name, seat.rank, ask)
         else:
-            self._waiting.asking.append(seat)
+            self._waiting.ask(seat)
             self._tell_deaths()
 
     def _hear_of_state(self, seat: Seat) -> None:
@@ -319,7 +340,7 @@ class Meeting:
         arrivals = Arrivals.over(
             {seat.rank: seat.answer for seat in waiting.asking if seat.answer is not None},
             failed={k: seat.why for k, seat in self.door.seats.items() if seat.why is not None},
-            late=sorted({*self.door.ranks()} - {*asks} - elsewhere),
+            late=sorted(self.door.missed() - {*asks} - elsewhere),
             timeout=deadline.timeout,
             seconds_waited=self._seconds_waited,
         )
@@ -383,7 +404,7 @@ class Meeting:
         )
         body = pickler.dumps(tuple(outcome))
         if weights is not None:
-            self._past.keep(first, number, body, weights, [*asking, *lacking])
+            self._past.keep(first, number, body, weights, [*asking, *lacking], served)
             waiting.drop([*lacking, *served])
         reach("sending")
         # The last member to ask may still be awake. It gets the outcome first, and goes on while
@@ -414,7 +435,6 @@ class Meeting:
     ) -> int:
         """Choose the giver among the averaged members; return the number of its seat."""
         giver = min((seat for seat in asking if seat.rank in result.used), key=lambda s: s.rank)
-        # Until now, finished healings kept their states for members that fetch them.
         self._healings = [healing for healing in self._healings if healing.lacking]
         until = Deadline.after(deadline.timeout)
         self._healings.append(Healing(number, giver, [*lacking], until))
@@ -547,8 +567,19 @@ class Meeting:
     def _lost_root(self, first: Ask, arrivals: Arrivals) -> WorkerError:
         """Return the error about a root whose weights are not there."""
         assert first.root is not None
-        why = arrivals.errors.get(first.root) or RuntimeError("it has left the meeting")
+        why = arrivals.errors.get(first.root) or self._absence(first)
         return WorkerError({first.root: why})
+
+    def _absence(self, first: Ask) -> Exception:
+        """Return the reason for which the root of a broadcast does not take part."""
+        assert first.root is not None
+        seat = self.door.seats.get(first.root)
+        if seat is None:
+            return RuntimeError("it has not joined the meeting")
+        if seat in self._waiting.elsewhere:
+            return RuntimeError(f"it waits for the others to call {seat.ask}")
+        # A process that is joining is late for nobody else.
+        return late_error(first.timeout) if seat.is_present else RuntimeError("it has left")
 
     def _copied(self, weights: FlatWeights) -> Packed:
         """Return a copy, if possible in memory that all members of this node read."""
@@ -567,8 +598,11 @@ class Meeting:
     def _welcome(self) -> None:
         """Give members that are ready their first outcome, once the meeting is open."""
         ready = [seat for seat in self.door.present.values() if seat.state is State.READY]
+        was_open = self.door.is_open
         self.door.open_for(len(ready))
         if ready and self.door.is_open:
+            for seat in [] if was_open else ready:  # others join with their first ask
+                seat.join()
             first = Outcome(self._number, self._size, self.door.ranks())
             self._post(0, pickle.dumps(tuple(first)), None, ready)
 
@@ -589,9 +623,8 @@ class Meeting:
             seats: The members, which wait for it.
             exchanged: The agents that already have the weights.
         """
-        windows = self._lanes.windows
         buffer = weights.buffer if isinstance(weights, Packed) else None
-        message: Message | None = None
+        post: Post | None = None
         ref: ray.ObjectRef | None = None
         away: dict[AgentEnd, list[Seat]] = {}
         posted: list[_core.Mailbox] = []
@@ -601,8 +634,10 @@ class Meeting:
                 if isinstance(weights, Stayed):
                     weights.send(seat)
                 if seat.lane is not None:
-                    message = message or outcome_message(number, body, buffer, windows)
-                    seat.lane.post(message, windows, posted)
+                    if post is None:
+                        self._posts += 1
+                        post = Post(self._posts, body, buffer, self._lanes.windows)
+                    post.to(seat, posted)
                 elif caller is not None:
                     if buffer is not None and ref is None:
                         _core.Mailbox.wake(posted)  # do not let them sleep while weights are put
@@ -631,10 +666,6 @@ class Meeting:
                 fault = f"its outcome was not sent: {reason_in_a_line(error)}"
                 for seat in there:
                     self._lose(seat, MemberDiedError(f"{seat.who}: {fault}"))
-
-    def _post_kept(self, kept: Kept, seat: Seat) -> None:
-        """Give a late member an outcome that was kept."""
-        self._post(kept.number, kept.body, kept.weights, [seat])
 
     def _lose(self, seat: Seat, why: MemberDiedError) -> None:
         """Count a member as dead."""
@@ -669,7 +700,8 @@ class Meeting:
                 assert seat.why is not None
                 text = error_of_rank(seat.rank, seat.why)
                 _log.warning("meeting %r: %s", self._name, text)
-                self._away.add(seat.rank)
+                if seat.has_joined:
+                    self._away.add(seat.rank)
             self._untold.clear()
 
     # The calls that other threads ask the meeting's thread to make.
@@ -712,20 +744,13 @@ class Meeting:
         if seat is not None:
             self._lose(seat, why)
 
-    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8]]:
-        """Return the body of an outcome, and its weights.
+    def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
+        """Return the body of an outcome that was announced by ``number``, and its weights.
 
         Raises:
-            KeyError: If it is no longer kept.
+            KeyError: If no member has to fetch it.
         """
-        kept = self._past.kept(number)
-        if kept is not None and isinstance(kept.weights, Packed):
-            return kept.body, kept.weights.buffer
-        for healing in self._healings:
-            if healing.number == -number and healing.state is not None:
-                body = pickle.dumps(tuple(Outcome(healing.number, self._size, self.door.ranks())))
-                return body, healing.state.buffer
-        raise KeyError(f"outcome {number} is no longer kept")
+        return fetched(self.door.present.values(), number)
 
 
 def _not_here() -> MemberDiedError:

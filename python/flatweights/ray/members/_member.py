@@ -143,19 +143,22 @@ class Member:
     A member that dies is left out, at once. ``min_results`` decides whether the others go on: if it
     is None, all that have joined and not left have to take part, and each member raises the same
     `WorkerError`. A member that is late (``timeout``) is left out, too. Its call then returns the
-    latest average of the others, with its own rank in `Round.late`, and its next call takes part
-    again. A process that is restarted joins again under its rank, and is late at first.
+    latest average of the others, with its own rank in `Round.late`, and its next call of that kind
+    takes part again. A process that is restarted joins again under its rank, and is late at first
+    for each kind of call.
 
-    Calls may come from any thread, one at a time. A call that is interrupted ends this member. A
-    signal handler that runs within a call cannot make another one.
+    Calls may come from any thread, one at a time. A call that is interrupted ends this member, as
+    does one that gets the result but cannot set the variables. With a ``state``, the latter lacks
+    the state instead. A signal handler that runs within a call cannot make another one.
 
     Attributes:
         name: The name of the meeting.
         rank: The rank of this member.
         size: The largest number of members; ranks are below it. `ranks` are those that take part.
         lacks_state: Whether this member lacks the state of the training: because it joined after
-            the first call, or missed more than one call with a ``state``. The next such call heals
-            it. You may set this to have the member healed.
+            the first call, missed more than one call with a ``state``, or did not get to set its
+            variables in one. The next such call heals it. You may set this to have the member
+            healed.
         raises_elsewhere: Whether a call of this member, if it lacks the state, raises
             `ElsewhereError` once the others have made another call with that state, such as one at
             the end of their training. If False, as at first, the call goes on waiting.
@@ -242,7 +245,7 @@ class Member:
         targets = None if out is None else template.targets(out)
         layout = template.layout
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
-        with self._call() as host:
+        with self._call(state) as host:
             buffer = host.new_buffer(layout)
             _core.move_parts(template.parts_in(buffer), parts)
             outcome, mean = self._exchange(host, ask, layout, buffer, state)
@@ -288,7 +291,7 @@ class Member:
         may_be_late = min_results is not None or timeout is not None or state is not None
         if may_be_late and self._turns.is_twin(variables, ask.keys[1]):
             ask = ask._replace(twins=(*ask.twins, ask.keys[1]))
-        with self._call() as host:
+        with self._call(state) as host:
             ask, sent = host.gather(variables, ask)
             outcome, mean = self._exchange(host, ask, layout, sent, state)
             scatter(variables, mean)
@@ -461,13 +464,17 @@ class Member:
                     raise
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[HostEnd]:
-        """Run one call; if anything interrupts it, this member ends."""
+    def _call(self, state: Variables | None = None) -> Iterator[HostEnd]:
+        """Run one call; if anything interrupts it, this member ends.
+
+        If the outcome has come, and cannot be applied, the others are ahead of this member: it
+        lacks the ``state`` that they have now. Without a state, it ends.
+        """
         _check_thread()
         with self._alone():
             if self._over:
                 raise MemberError(f"meeting {self.name!r}: {self._over}")
-            self._host.is_asking = False
+            self._host.is_asking = self._host.is_told = False
             try:
                 yield self._host
             except HostDiedError as error:
@@ -477,7 +484,10 @@ class Member:
                 self._break_off(f"the host cannot be reached: {error}")
                 raise MemberError(f"meeting {self.name!r}: {self._over}") from error
             except BaseException as error:
-                if self._host.is_asking:  # a later call would receive this outcome
+                if self._host.is_told and not self._host.is_asking and state is not None:
+                    self.lacks_state = True
+                elif self._host.is_told or self._host.is_asking:
+                    # A later call would receive this outcome, or bring weights without it.
                     self._break_off(f"a call was broken off by {type(error).__name__}", error)
                 raise
 

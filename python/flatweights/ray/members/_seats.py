@@ -25,7 +25,7 @@ import functools
 import pickle
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -34,6 +34,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
@@ -62,6 +63,14 @@ class Letter(NamedTuple):
     body: bytes
     buffer: NDArray[np.uint8] | Away | None
     caller: Future[Reply] | None
+
+
+class Announced(NamedTuple):
+    """An outcome of which a member was told only a number, by which it fetches the rest."""
+
+    number: int
+    body: bytes
+    buffer: NDArray[np.uint8] | None
 
 
 class Away(NamedTuple):
@@ -96,12 +105,15 @@ class Seat:
         number: The number of the seat in the meeting, from 1.
         agent: The agent of its node, if that has the lane to it.
         over: The future on which its call of `Host.stay` waits for its end.
+        before: Until it has joined, the last process of its rank that had.
+        has_joined: Whether it was there when the meeting opened, or has asked since.
         state: Its state.
         lane: The lane to it; None, if it calls through Ray.
-        has: The number of the last outcome that it got; 0 after the first outcome.
+        has: The largest number of the outcomes that it got; 0 after the first outcome.
         states: By layout of a state, the number of the last call whose outcome it has.
         answer: Its ask, while it is `ASKING`.
         why: The error that describes its end, if it ended without leaving.
+        announced: The outcome that it has to fetch, until it asks again.
     """
 
     rank: int
@@ -110,12 +122,15 @@ class Seat:
     number: int = 0
     agent: AgentEnd | None = None
     over: Future[None] | None = None
+    before: Seat | None = None
+    has_joined: bool = False
     state: State = State.ENTERING
     lane: DriverLane | None = None
     has: int = 0
     states: dict[str, int] = field(default_factory=dict)
     answer: SeatAnswer | None = None
     why: MemberDiedError | None = None
+    announced: Announced | None = None
     _letters: deque[Letter] = field(default_factory=deque)
     _caller: Future[Reply] | None = None  # of its call through Ray, which waits
     _layouts: dict[str, Layout] = field(default_factory=dict)  # layouts that it has sent, by digest
@@ -124,6 +139,11 @@ class Seat:
     def is_present(self) -> bool:
         """Whether it takes part: it is alive, and has not left."""
         return self.state not in (State.LEFT, State.DEAD)
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether others may need it: it has joined, or takes the place of one that has died."""
+        return self.has_joined or (self.before is not None and self.before.why is not None)
 
     @property
     def ask(self) -> Ask:
@@ -140,6 +160,10 @@ class Seat:
         self._caller, self.state = caller, State.READY
         if caller is not None:
             self.agent = None
+
+    def join(self) -> None:
+        """Note that it is a member from now on: if it dies, the others miss it."""
+        self.has_joined, self.before = True, None
 
     def receive(self, letter: Letter) -> None:
         """Take an ask that came through Ray; `look` reads it."""
@@ -162,7 +186,7 @@ class Seat:
 
     def tell(self, number: int) -> Future[Reply] | None:
         """Note that it gets outcome ``number``; return the future of its call through Ray."""
-        self.has, self.state = number, State.WORKING
+        self.has, self.state = max(self.has, number), State.WORKING
         self._drop_ask()
         caller, self._caller = self._caller, None
         return caller
@@ -178,6 +202,7 @@ class Seat:
 
     def _end(self, state: State) -> None:
         self.state = state
+        self.announced = None
         self._drop_ask()
         self._letters.clear()
         if self._caller is not None and not self._caller.done():
@@ -213,6 +238,8 @@ class Seat:
         layout = None if ask.digest is None else self._layouts[ask.digest]
         self.answer = SeatAnswer(self, ask, body, layout, buffer)
         self.state = State.ASKING
+        self.announced = None
+        self.join()
 
 
 def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: int) -> list[Seat]:
@@ -329,14 +356,51 @@ def as_array(buffer: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
     return np.empty(0, np.uint8) if buffer is None else buffer
 
 
-def outcome_message(
-    number: int, body: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
-) -> Message:
-    """Return the message of an outcome. Without a window, or if it is too long: only its number.
+class Post:
+    """An outcome on its way to members that have lanes.
 
-    The member then fetches the outcome through Ray.
+    A message holds it, with its weights in a window. Without a window, or if it is too long, each
+    member is told a number, by which it fetches the outcome through Ray.
     """
-    message = buffer_message(COMMAND, body, buffer, windows)
-    message = message or buffer_message(COMMAND, NUMBER.pack(number), None, windows)
-    assert message is not None
-    return message
+
+    def __init__(
+        self, number: int, body: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
+    ) -> None:
+        """Make the message.
+
+        Args:
+            number: A number that no other outcome has.
+            body: The outcome.
+            buffer: Its weights.
+            windows: The windows of this process.
+        """
+        self._windows = windows
+        self._announced: Announced | None = None
+        message = buffer_message(COMMAND, body, buffer, windows)
+        if message is None:
+            self._announced = Announced(number, body, buffer)
+            message = buffer_message(COMMAND, NUMBER.pack(number), None, windows)
+            assert message is not None
+        self._message: Message = message
+
+    def to(self, seat: Seat, posted: list[_core.Mailbox]) -> None:
+        """Give it to ``seat``; add its mailbox to ``posted``, to be woken.
+
+        Raises:
+            Exception: If the member is dead.
+        """
+        assert seat.lane is not None
+        seat.announced = self._announced
+        seat.lane.post(self._message, self._windows, posted)
+
+
+def fetched(seats: Iterable[Seat], number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
+    """Return the outcome that one of ``seats`` has to fetch: its body and its buffer.
+
+    Raises:
+        KeyError: If none of them has to.
+    """
+    for seat in seats:
+        if seat.announced is not None and seat.announced.number == number:
+            return seat.announced.body, seat.announced.buffer
+    raise KeyError(f"outcome {number} is no longer kept")

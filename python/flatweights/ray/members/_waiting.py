@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `asking` | takes part in the open call | its outcome |
 | `lacking` | lacks the state of a training (`Ask.lacks`) | the next call of the kind of its ask |
-| `behind` | was late for a call whose outcome is no longer kept | the next call of that kind |
+| `behind` | lacks the last outcome of its kind of call (`Past.is_behind`) | the next of that kind |
 """
 
 from __future__ import annotations
@@ -38,6 +38,18 @@ class Waiting:
     def elsewhere(self) -> list[Seat]:
         """The members that wait for another call than the open one."""
         return self.lacking + self.behind
+
+    def ask(self, seat: Seat) -> None:
+        """Add a member to the open call, and the root of its broadcast, if that waits for one.
+
+        All take a root's weights as they are, and nobody else can send them.
+        """
+        self.asking.append(seat)
+        for root in self.behind:
+            if root.ask.kind == seat.ask.kind and root.rank == seat.ask.root:
+                self.behind.remove(root)
+                self.asking.append(root)
+                return
 
     def asks(self) -> dict[int, Ask]:
         """Return the asks of the open call by rank, in their order."""
@@ -74,9 +86,10 @@ class Waiting:
         asking, self.asking = self.asking, []
         return asking
 
-    def open_late_call(self) -> None:
-        """Make the late members those of the open call: nobody else makes such a call."""
+    def open_late_call(self) -> list[Seat]:
+        """Make the late members those of the open call, since it has none; return them."""
         self.asking, self.behind = self.behind, []
+        return [*self.asking]
 
     def drop(self, seats: Iterable[Seat]) -> None:
         """Take out ``seats``, as far as they wait."""

@@ -280,9 +280,9 @@ class Ranks:
         return self._span
 
     @property
-    def is_joining(self) -> bool:
-        """Whether workers that were added are not ready yet."""
-        return bool(self._joining)
+    def joining(self) -> Sequence[int]:
+        """The ranks of workers that were added, and are not ready yet."""
+        return [*self._joining]
 
     def handles(self) -> dict[int, ray.actor.ActorHandle]:
         """Return the actors by rank."""
@@ -414,13 +414,31 @@ class Ranks:
     def check(self, ranks: Iterable[int] | None) -> Sequence[int]:
         """Return ``ranks`` in order, checked to be ranks of workers, each once; all for None.
 
-        Call `admit` before: it adds the workers that are ready.
+        Among them may be workers that are not ready yet: see `ready`.
 
         Raises:
             TypeError: If one is not an integer.
             ValueError: If there is no rank, or one is out of range or given twice.
         """
-        return [*self._records] if ranks is None else self._check_of(self._records, ranks)
+        return [*self._records] if ranks is None else self._check_of(self._all(), ranks)
+
+    def ready(self, ranks: Iterable[int] | None) -> Sequence[int]:
+        """Return those of ``ranks`` whose workers are ready, after the checks of `check`.
+
+        Call `admit` before: it adds the workers that are ready.
+
+        Raises:
+            TypeError: As `check`.
+            ValueError: As `check`; or if none of them is ready.
+        """
+        checked = self.check(ranks)
+        ready = [rank for rank in checked if rank in self._records]
+        if not ready:
+            raise ValueError(
+                "ranks: expected at least one worker that is ready, as healthy_actor_ids() lists "
+                f"them, got {checked}, which are still starting"
+            )
+        return ready
 
     def _check_of(self, there: Mapping[int, Record], ranks: Iterable[int]) -> list[int]:
         if not isinstance(ranks, Iterable):

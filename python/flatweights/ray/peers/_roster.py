@@ -164,7 +164,8 @@ class Roster(Ranks):
         self._complete_published(timeout)
         if self.latest.version is not None:
             self._start.initial = None  # not needed again
-        if self._start.initial is not None and starts and self.healthy():
+        is_first = self._start.initial is not None and (starts or weights is not None)
+        if is_first and self.healthy():
             weights = self._first_weights(weights, timeout)
         elif weights is not None and self.latest.is_unclear(weights):
             self._learn_names(timeout)

@@ -333,6 +333,8 @@ class Arrivals:
         remedy = ""
         if self.late and left > 0 and request.min_results is None:
             remedy = f"pass min_results={left} to average the ranks that answer in time"
+        elif not errors:  # members have left
+            remedy = f"min_results: expected {need} ranks, got {left}: there are no others"
         raise WorkerError(errors, remedy) from first
 
     def let_go(self) -> None:

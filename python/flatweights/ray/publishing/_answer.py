@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 import time
 from concurrent.futures import TimeoutError as LateError
 from typing import Any
@@ -12,6 +12,7 @@ import ray
 from flatweights.ray._errors import check_connected
 
 _LOOK = 0.2  # seconds between two looks whether Ray is still there
+_PAUSE = 0.001  # seconds between the first two looks of the main thread
 
 
 def answer_of(ref: ray.ObjectRef, timeout: float) -> Any:
@@ -21,17 +22,31 @@ def answer_of(ref: ray.ObjectRef, timeout: float) -> Any:
     as the end of every program does, Ray would end the process at once, without a word and with
     code 1.
 
+    Nor does the main thread, to which interrupts come, wait for a future: an interrupt may leave
+    its lock taken, and Ray's own thread, which needs it for the result, would then handle no answer
+    of this process any more.
+
     Raises:
         ray.exceptions.GetTimeoutError: If there is no answer after ``timeout`` seconds.
         RuntimeError: If Ray is shut down.
         Exception: The exception of the call.
     """
-    end = time.monotonic() + timeout
-    answer = ref.future()
+    end, pause = time.monotonic() + timeout, _PAUSE
+    is_main = threading.current_thread() is threading.main_thread()
+    future = None if is_main else ref.future()
     while True:
         check_connected()
-        left = end - time.monotonic()
-        with contextlib.suppress(LateError):
-            return answer.result(min(max(0.0, left), _LOOK))
+        left = max(0.0, end - time.monotonic())
+        if future is not None:
+            try:
+                return future.result(min(left, _LOOK))
+            except LateError:
+                if future.done():  # the call has raised it
+                    raise
+        elif ray.wait([ref], timeout=0)[0]:
+            return ray.get(ref)
+        else:
+            time.sleep(min(left, pause))
+            pause = min(2 * pause, _LOOK)
         if left <= 0:
             raise ray.exceptions.GetTimeoutError(f"no answer within {timeout:g} s")

@@ -166,7 +166,8 @@ class AsCompleted:
         roster.admit()
         self._admitted = len(roster.admitted)
         for rank in roster.check(self._asked):
-            self._take_up(rank)
+            if roster.get(rank) is not None:  # it is ready
+                self._take_up(rank)
 
     def _take_up(self, rank: int) -> None:
         """Call ``rank`` once it has given its owed answer, and has the latest weights."""
@@ -182,7 +183,8 @@ class AsCompleted:
         """Return the next round.
 
         Raises:
-            WorkerError: If all workers are dead or late, or a method has raised.
+            WorkerError: If all workers are dead or late, or a method has raised; or if all have
+                returned NaN or infinity since the last round, which are left out.
         """
         begin = time.monotonic()
         self._waited = 0.0
@@ -195,6 +197,7 @@ class AsCompleted:
                 result = self._round(taken)
                 if result is not None:
                     break
+                self._check_not_all_spoiled()
                 taken = {}
             elif self._idle:
                 continue
@@ -205,6 +208,7 @@ class AsCompleted:
                 result = self._round(taken)  # with fewer results: no other worker is left
                 if result is not None:
                     break
+                self._check_not_all_spoiled()
                 taken = {}
             else:
                 self._hear(None)
@@ -314,7 +318,7 @@ class AsCompleted:
 
         A round does not wait for the start of the latter if it has results.
         """
-        is_joining = not besides and self._asked is None and self.roster.is_joining
+        is_joining = not besides and any(map(self._is_asked, self.roster.joining))
         return is_joining or any(
             sent.record.why is None and not sent.record.has_left and sent.rank not in besides
             for sent in self._out.values()
@@ -331,7 +335,7 @@ class AsCompleted:
         begin = time.monotonic()
         if seconds is not None:
             ends.append(begin + seconds)
-        if self.roster.is_joining:
+        if self.roster.joining:
             ends.append(begin + _SLICE)
         there = wait_any([*self._out], min(ends, default=None))
         for answer in there:
@@ -533,6 +537,12 @@ class AsCompleted:
             roster.forget_news(result.joined, result.left)
         result.nbytes_sent, self._nbytes_sent = self._nbytes_sent, 0
         return result
+
+    def _check_not_all_spoiled(self) -> None:
+        """Raise if each worker has returned NaN or infinity: there might be no round any more."""
+        healthy = {rank for rank in self.roster.healthy() if self._is_asked(rank)}
+        if healthy <= {*self._quarantined}:
+            raise WorkerError(self._failed)
 
     def _accept(self, layout: Layout, model: Any, where: str) -> None:
         check_result(layout, self._work.method, model, where)

@@ -85,11 +85,11 @@ def _asked(
 
     The function of the arguments may call the group, which must not be in a call then.
     """
-    asked = roster.check(ranks)
+    asked = roster.ready(ranks)
     if work.arguments is None:
         return asked, {}
     by_rank = work.arguments_of(roster.healthy(asked))
-    return roster.check(None if ranks is None else asked), by_rank
+    return roster.ready(None if ranks is None else asked), by_rank
 
 
 def _with_all(
