@@ -310,7 +310,7 @@ def test_an_outer_optimizer_of_other_weights_is_refused_before_the_training(
     member: flatweights.ray.Member,
 ) -> None:
     def weights_of(model: Any) -> Any:
-        return TensorFlowVariables(list(model.trainable_variables)).get_weights()
+        return TensorFlowVariables(model, trainable_only=True).get_weights()
 
     model = build("dense", 0)
     model.compile("sgd", "mse")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import json
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
@@ -20,6 +22,7 @@ from flatweights import Layout
 from flatweights._average import Nonfinite, check_nonfinite
 from flatweights._core import move_parts
 from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import Progress, State, callbacks_beside, keepers_among
 from flatweights.keras._settings import check_alike, settings_of
 from flatweights.ray import CallsDifferError, Member, Round
@@ -64,9 +67,10 @@ def average_gradients(
     the start of each ``fit``. Otherwise a difference is an error at the first step.
     All members need optimizers with the same settings, and the same callbacks that change the
     learning rate or end the training: if these differ, all raise `flatweights.ray.CallsDifferError`
-    before the first step. Each member keeps its own values of other variables, such as
-    BatchNormalization's moving statistics and frozen layers; add `AverageWeights` to average them,
-    too.
+    before the first step. They need gradients of the same variables in each step: a variable that
+    gets one in some members only is an error in all. Each member keeps its own values of other
+    variables, such as BatchNormalization's moving statistics and frozen layers; add
+    `AverageWeights` to average them, too.
 
     >>> import keras
     >>> import flatweights.ray
@@ -142,6 +146,7 @@ class Averaging:
         self._is_started = False
         self._params: Any = None  # of the last `fit` that has begun, by which it is recognised
         self._begun: Any = None  # the model of a `fit` that has begun, until its first epoch
+        self._model: Callable[[], Any] = lambda: None  # that of the last `fit`: it names variables
         self._steps_before = int(optimizer.iterations)  # without averages
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
@@ -170,6 +175,7 @@ class Averaging:
         if self._params is callback.params is not None:  # another callback has begun it
             return
         self._params, self.progress, self._begun = callback.params, None, None
+        self._know(model)
         if not model.built and self.lease.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
         callbacks = callbacks_beside(callback)
@@ -262,7 +268,7 @@ class Averaging:
         own = {id(one) for one in _accumulators(self._optimizer)}
         slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
         with tf.control_dependencies(averages):
-            for variable in map(_inner, (*variables, *slots)):
+            for variable in map(inner_variable, (*variables, *slots)):
                 variable.assign(variable.read_value())
 
     def _apply_averages(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -297,6 +303,8 @@ class Averaging:
             trainable_variables = optimizer._trainable_variables
         variables = list(trainable_variables)
         frame = _fit_frame()
+        if frame is not None:
+            self._know(frame.f_locals["self"])
         if frame is not None and not self._is_started:
             self._callbacks = getattr(frame.f_locals.get("callbacks"), "callbacks", None)
         self._check_callbacks(frame)
@@ -310,10 +318,17 @@ class Averaging:
             return list(grads), variables
         with tf.init_scope():
             # If the model is built in this function, its first trace only makes variables.
-            if all(_inner(variable).is_initialized() for variable in variables):
+            if all(inner_variable(variable).is_initialized() for variable in variables):
                 with keras.name_scope(optimizer.name):
                     optimizer.build(variables)
         return list(grads), variables
+
+    def _know(self, model: Any) -> None:
+        """Name variables by the structure of ``model`` from now on."""
+        if self._model() is not model:
+            self._model = weakref.ref(model)
+            self._exchanges.clear()
+            self._states.clear()
 
     def _check_callbacks(self, frame: FrameType | None) -> None:
         """Raise if ``frame`` is of a `fit` whose members may come back, without our callbacks."""
@@ -366,10 +381,12 @@ class Averaging:
             ) from error
         may_end_apart = self.lease.min_results is not None
         settings = settings_of(self._optimizer, callbacks, may_end_apart=may_end_apart)
-        # A row for each member: whether it is in a step, the digests of its state and of its
-        # settings, the bytes of these, and its first epoch.
-        rows = np.zeros((member.size, 3 + 2 * _DIGEST))
-        own = [in_step, *_digest(values), *_digest(settings), len(settings), epoch or 0]
+        # A row for each member: whether it is in a step, the digests of its state's names and
+        # values and of its settings, the bytes of these, and its first epoch.
+        rows = np.zeros((member.size, 3 + 3 * _DIGEST))
+        names = json.dumps(state.layout.names).encode()
+        digests = *_digest(names), *_digest(values), *_digest(settings)
+        own = [in_step, *digests, len(settings), epoch or 0]
         rows[member.rank] = own
         del values
         with calls_are_equal(member, "start" if epoch is None else "epoch"):
@@ -387,14 +404,15 @@ class Averaging:
         root = min(started.used)
         differs = rows != rows[root]
         _check_epochs(rows[:, -1].astype(int), started.used)
-        if differs[[*started.used], 1 + _DIGEST :].any():
+        if differs[[*started.used], 1 + 2 * _DIGEST :].any():
             expected = (
                 "average_gradients: expected optimizers and callbacks that change all members alike"
             )
             check_alike(self.lease, expected, settings, rows[:, -2].astype(int))
-        different = [rank for rank in started.used if differs[rank, 1 : 1 + _DIGEST].any()]
+        digits = differs[:, 1 : 1 + 2 * _DIGEST]  # of names, then of values
+        different = [rank for rank in started.used if digits[rank].any()]
         if different:
-            if rows[:, 0].any():
+            if rows[:, 0].any() and not digits[[*started.used], :_DIGEST].any():
                 raise ValueError(
                     "average_gradients: at the first step expected the variables and the "
                     "optimizer's slots of rank 0 in all members, got other values in ranks "
@@ -405,12 +423,14 @@ class Averaging:
                 member.broadcast_variables(state, root, timeout=self.lease.timeout)
         self._is_started = True
 
+    def _named(self, variables: Sequence[Any]) -> dict[str, Any]:
+        """Return ``variables`` by name: by the model's structure, if a `fit` has told the model."""
+        return named_variables(variables, self._model())
+
     def _variables_with_slots(self, variables: Sequence[Any]) -> TensorFlowVariables:
         """Return ``variables`` and the optimizer's slots, in the same order in all members."""
-        own = {id(one) for one in _accumulators(self._optimizer)}  # each member's own
-        slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
-        # Keras numbers names of slots by counters of the process.
-        return TensorFlowVariables([*variables, {str(k): slot for k, slot in enumerate(slots)}])
+        own = _accumulators(self._optimizer)  # each member's own
+        return with_slots(self._named(variables), self._optimizer, without=own)
 
     def _state_of(self, variables: Sequence[Any], keepers: Sequence[str] = ()) -> State:
         """Return the state that heals a member of a training of ``variables``.
@@ -419,7 +439,7 @@ class Averaging:
             variables: The variables.
             keepers: The names of the callbacks that keep copies of them.
         """
-        key = tuple(id(_inner(variable)) for variable in variables), (*keepers,)
+        key = tuple(id(inner_variable(variable)) for variable in variables), (*keepers,)
         if key not in self._states:
             whole = self._variables_with_slots(variables)
             self._states[key] = State(whole, len(variables), keepers, _own_name(self._optimizer))
@@ -429,12 +449,12 @@ class Averaging:
         """Return the averages of ``grads``, dense; of a graph inside a `tf.function`."""
         if not grads:
             return []
-        key = tuple(id(_inner(variable)) for variable in variables)
+        key = tuple(id(inner_variable(variable)) for variable in variables)
         exchange = self._exchanges.get(key)
         dense = [tf.convert_to_tensor(grad) for grad in grads]
         if exchange is None:
             with tf.init_scope():
-                exchange = self._exchanges[key] = _Exchange(variables, dense)
+                exchange = self._exchanges[key] = _Exchange(self._named(variables), dense)
         compute = functools.partial(self._exchange, exchange)
         with tf.device("CPU:0"):
             averages: list[tf.Tensor] = compute_in_python(compute, dense)
@@ -519,9 +539,9 @@ class _Exchange:
         averages: The arrays for the averages, likewise.
     """
 
-    def __init__(self, variables: Sequence[Any], grads: Sequence[tf.Tensor]) -> None:
-        self.variables = variables
-        slots = TensorFlowVariables(list(variables)).layout.slots
+    def __init__(self, named: dict[str, Any], grads: Sequence[tf.Tensor]) -> None:
+        self.variables = [*named.values()]
+        slots = TensorFlowVariables(named).layout.slots
         names, shapes = [slot.name for slot in slots], [(slot.size,) for slot in slots]
         self.layout = Layout(names, shapes, [grad.dtype.as_numpy_dtype for grad in grads])
         self.grads: list[NDArray[Any]] = []
@@ -609,7 +629,3 @@ def _check_epochs(epochs: NDArray[np.int64], used: Sequence[int]) -> None:
 def _is_averaged(grad: Any, variable: Any) -> bool:
     """Whether ``grad`` is a gradient: for some variables, Keras passes the next value instead."""
     return grad is not None and not getattr(variable, "overwrite_with_gradient", False)
-
-
-def _inner(variable: Any) -> Any:
-    return variable.value if isinstance(variable, keras.Variable) else variable
