@@ -30,12 +30,14 @@ class Discovered(NamedTuple):
         variables: By name, the `tf.Variable` of each.
         replicas: By name, the other replicas of a mirrored variable, which are kept equal.
         graph: The graph of the variables; None for eager ones.
+        layers: The layers of Keras 3 that hold some of them.
     """
 
     wrappers: dict[str, Any]
     variables: dict[str, tf.Variable]
     replicas: dict[str, Sequence[tf.Variable]]
     graph: tf.Graph | None
+    layers: Sequence[Any] = ()
 
 
 def discover(
@@ -50,8 +52,11 @@ def discover(
     """
     items = [item for _, item in leaves(output, ())]
     symbolic = [item for item in items if is_symbolic(item)]
-    held = find_variables([item for item in items if not is_symbolic(item)] if symbolic else output)
-    listed = find_variables(input_variables, beside=held)
+    layers: list[Any] = []
+    held = find_variables(
+        [item for item in items if not is_symbolic(item)] if symbolic else output, layers=layers
+    )
+    listed = find_variables(input_variables, beside=held, layers=layers)
     if trainable_only:
         held, listed = ([item for item in items if item.is_trained] for items in (held, listed))
     if symbolic or any(_graph_of(entry.variable) for entry in (*held, *listed)):
@@ -65,7 +70,7 @@ def discover(
         raise ValueError("expected variables of the session's graph, got eager ones")
     for name, variable in discovered.variables.items():
         _check_movable(name, variable)
-    return discovered
+    return discovered._replace(layers=layers)
 
 
 def _eager(held: list[Held], listed: list[Held]) -> Discovered:

@@ -47,7 +47,9 @@ class Held(NamedTuple):
     is_trained: bool
 
 
-def find_variables(output: Any, beside: Iterable[Held] = ()) -> list[Held]:
+def find_variables(
+    output: Any, beside: Iterable[Held] = (), layers: list[Any] | None = None
+) -> list[Held]:
     """Return each variable that ``output`` holds, once, in order.
 
     Args:
@@ -55,12 +57,13 @@ def find_variables(output: Any, beside: Iterable[Held] = ()) -> list[Held]:
             `tf.Module`, an object with variables as attributes, or any nesting of these in
             lists, tuples and mappings. None holds nothing.
         beside: Variables that optimizers in ``output`` may have slots for.
+        layers: Gets the layers of Keras 3 that are entered.
 
     Raises:
         TypeError: If it holds anything else.
         ValueError: If a model, a layer or an optimizer in it is not built.
     """
-    held = list(_Walk().walk(output, ()))
+    held = list(_Walk(layers).walk(output, ()))
     models = _once(held)
     # Slots are named after variables of models, which may come after their optimizer.
     owners = {owner_key(item.variable): item.path for item in (*beside, *models)}
@@ -89,8 +92,9 @@ def _once(items: Iterable[_Item]) -> list[Held]:
 class _Walk:
     """One walk through everything that the user passed; it enters each object once."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: list[Any] | None = None) -> None:
         self._entered: set[int] = set()
+        self._layers = [] if layers is None else layers
 
     def walk(
         self, value: Any, path: KeyPath, within: frozenset[int] = frozenset()
@@ -163,6 +167,7 @@ class _Walk:
             for layer_path, layer in layers:
                 # Keras 3, unlike `tf_keras`, does not track these.
                 if not is_layer_of_keras_2(layer):
+                    self._layers.append(layer)
                     yield from self._bare(layer, layer_path)
         else:
             self._entered.add(id(value))

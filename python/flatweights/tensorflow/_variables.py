@@ -24,6 +24,7 @@ from flatweights._trees import as_array, as_vector
 from flatweights._weights import FlatWeights
 from flatweights.tensorflow._apply import Steps
 from flatweights.tensorflow._buckets import Operations, make_buckets
+from flatweights.tensorflow._changes import Changes
 from flatweights.tensorflow._discover import discover
 from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._frozen import check_frozen
@@ -140,9 +141,10 @@ class TensorFlowVariables:
             )
             self._session.set_session(sess)
             is_usable = self._session.raw_session() is not None
-        self._mover = Mover(operations, self._layout, library, discovered.replicas)
+        self._moves = Mover(operations, self._layout, library, discovered.replicas)
         if is_usable:
-            self._mover.bind()
+            self._moves.bind()
+        self._changes = Changes(discovered.layers, discovered.variables)
         self._gradients = Gradients(self._variables, self._layout)
         self._steps = Steps(self._variables, self._layout, self._session)
 
@@ -151,6 +153,12 @@ class TensorFlowVariables:
         unbound = f", {len(self.unbound)} unbound" if self.unbound else ""
         name = type(self).__name__
         return f"<{name} of {len(self._layout)} variables, {self._layout.size:,} elements{unbound}>"
+
+    @property
+    def _mover(self) -> Mover:
+        """Moves the variables, which are still the model's: else it raises `RuntimeError`."""
+        self._changes.check()
+        return self._moves
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -169,7 +177,7 @@ class TensorFlowVariables:
         All others are bound: read and written in place, at the speed of memory. This is
         decided at construction or at the first get or set, and again in another session.
         """
-        return self._mover.reasons
+        return self._moves.reasons
 
     @property
     def shared(self) -> dict[str, bool]:
@@ -182,7 +190,7 @@ class TensorFlowVariables:
         >>> TensorFlowVariables(tf.Variable(3.0, name="b")).shared
         {'b': False}
         """
-        return dict(zip(self._layout.names, self._mover.shared(), strict=True))
+        return dict(zip(self._layout.names, self._moves.shared(), strict=True))
 
     @property
     def sess(self) -> Any:
@@ -255,7 +263,8 @@ class TensorFlowVariables:
             TypeError: If ``out`` is not of ``dtype``, or ``dtype`` cannot hold the weights.
             ValueError: If ``out`` has another length, is strided or read-only.
             RuntimeError: In a graph, if no session is set or a variable is not
-                initialized; if called inside a `tf.function`.
+                initialized; if called inside a `tf.function`; if the model has got other variables
+                since, by ``quantize`` or ``enable_lora``.
         """
         if dtype is None:
             vector = self._mover.try_get(out)
@@ -330,7 +339,8 @@ class TensorFlowVariables:
             ValueError: If it has another length, a value does not fit an integer variable,
                 or it is to be shared and is not known to be read-only.
             TypeError: If its dtype cannot be cast.
-            RuntimeError: In a graph, if no session is set; if called inside a `tf.function`.
+            RuntimeError: In a graph, if no session is set; if called inside a `tf.function`; if
+                the model has got other variables since, by ``quantize`` or ``enable_lora``.
         """
         if share or not self._mover.try_set(new_weights):
             flat = self._vector(new_weights, "new_weights")
@@ -472,7 +482,9 @@ class TensorFlowVariables:
            numbers), unless the names show that they are in another order.
         3. Some names are known: only those, with a warning that lists the others.
 
-        Values are cast as by `set_flat`. Everything is checked before anything is set.
+        Values are cast as by `set_flat`, except that variables of one byte, such as kernels of an
+        int8 model, take whole numbers only: rounded, weights of a float model would be zeros.
+        Everything is checked before anything is set.
 
         Args:
             new_weights: Arrays by name: `FlatWeights`, or any mapping.
@@ -483,9 +495,9 @@ class TensorFlowVariables:
 
         Raises:
             AssertionError: If nothing matches, as in Ray's class.
-            ValueError: If a shape differs, a value does not fit an integer variable,
-                ``strict`` or ``rename`` does not hold, or an array to be shared is not known
-                to be read-only.
+            ValueError: If a shape differs, a value does not fit an integer variable, only one
+                of weights and model is quantized, ``strict`` or ``rename`` does not hold, or an
+                array to be shared is not known to be read-only.
             TypeError: If ``new_weights`` is not a mapping, or a dtype cannot be cast.
             RuntimeError: As `set_flat`.
         """
@@ -496,14 +508,48 @@ class TensorFlowVariables:
                     self._check_frozen(dict(enumerate(new_weights.values())))
                 self._mover.set_packed(new_weights.buffer, share=share)
                 return
+        if isinstance(new_weights, Mapping):
+            self._check_halves(new_weights)
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
-        values = {i: new_weights[key] for i, key in keys.items()}
         if share:
-            self._check_frozen(values)
-        self._mover.set_parts(self._cast(values), share=share)
+            self._check_frozen({i: new_weights[key] for i, key in keys.items()})
+        self._mover.set_parts(self._cast(new_weights, keys), share=share)
 
-    def _cast(self, values: Mapping[int, ArrayLike]) -> dict[int, NDArray[Any]]:
-        return {i: cast_for_slot(self._layout, i, value) for i, value in values.items()}
+    def _check_halves(self, weights: Mapping[str, ArrayLike]) -> None:
+        """Raise if ``weights`` are those of a quantized model, and this model is not quantized.
+
+        Keras calls the two halves of a quantized weight ``kernel`` and ``kernel_scale``.
+        """
+        for i, slot in enumerate(self._layout.slots):
+            scale = f"{slot.name}_scale"
+            if scale in weights and slot.name in weights and scale not in self._layout:
+                value = as_array(weights[slot.name], place_of(i, slot))
+                if is_floating(slot.dtype) and is_integer(value.dtype):
+                    raise ValueError(
+                        f"{place_of(i, slot)}: expected {slot.dtype}, got {value.dtype} and "
+                        f"{scale!r}: the weights are those of a quantized model"
+                    )
+
+    def _cast(
+        self, weights: Mapping[str, ArrayLike], keys: Mapping[int, str]
+    ) -> dict[int, NDArray[Any]]:
+        """Return the ``weights`` for the slots that ``keys`` maps to their names.
+
+        Raises:
+            ValueError: If one does not fit its slot.
+        """
+        parts = {}
+        for i, key in keys.items():
+            slot = self._layout.slots[i]
+            value = as_array(weights[key], place_of(i, slot))
+            parts[i] = cast_for_slot(self._layout, i, value)
+            is_small = is_integer(slot.dtype) and slot.dtype.itemsize == 1
+            if is_small and is_floating(value.dtype) and (parts[i] != value.astype(float)).any():
+                raise ValueError(
+                    f"{place_of(i, slot)}: expected whole numbers, got {value.dtype} with "
+                    "fractions, such as weights of a model that is not quantized"
+                )
+        return parts
 
     def _check_frozen(self, values: Mapping[int, ArrayLike]) -> None:
         for i, value in values.items():
@@ -566,6 +612,7 @@ class TensorFlowVariables:
         saved = read(path)
         parts = FlatWeights.wrap(saved.buffer, saved.layout)
         try:
+            self._check_halves(parts)
             keys = match_slots(parts, self._layout, strict=strict, rename=rename)
             names = {i: (rename or {}).get(key, key) for i, key in keys.items()}
             by_position = any(self._layout.names[i] != name for i, name in names.items())
@@ -574,7 +621,7 @@ class TensorFlowVariables:
                     f"expected names of the model, got {list(names.values())}, and no layout that "
                     "tells their order; rename= can map them"
                 )
-            values = self._cast({i: parts[key] for i, key in keys.items()})
+            values = self._cast(parts, keys)
         except (AssertionError, TypeError, ValueError) as error:
             raise type(error)(f"{os.fspath(path)}: {error}") from error
         self._mover.set_parts(values)
