@@ -336,6 +336,28 @@ def test_a_loaded_saved_model_of_a_compiled_tf_keras_model_has_its_optimizer(
     assert np.any(slot.numpy() > 0)
 
 
+def test_keys_without_a_text_of_their_own_are_numbered() -> None:
+    class Key:
+        pass
+
+    class Averaged(tf.Module):  # type: ignore[misc]
+        def __init__(self, w: Any) -> None:
+            super().__init__()
+            self.slots = {w.ref(): tf.Variable(0.0), "own": tf.Variable(1.0)}
+
+    w = tf.Variable([1.0], name="w")
+    average = tf.train.ExponentialMovingAverage(0.9)
+    average.apply([w])
+    cases: list[tuple[Any, list[str]]] = [
+        ([w, average], ["w", "1/averages/0"]),
+        (Averaged(w), ["slots/0", "slots/own"]),
+        ({Key(): tf.Variable(1.0), ("a", 1): tf.Variable(2.0)}, ["0", "('a', 1)"]),
+        ({w.ref(): {2: tf.Variable(1.0)}, 0: {2: tf.Variable(1.0)}}, ["0/2", "0/2_1"]),
+    ]
+    for output, names in cases:
+        assert list(TensorFlowVariables(output).variables) == names
+
+
 def test_containers_that_contain_themselves_are_entered_once() -> None:
     w, b = tf.Variable([1.0], name="w"), tf.Variable([2.0], name="b")
     items: list[Any] = [w]

@@ -12,6 +12,7 @@ from flatweights.tensorflow._kinds import (
     is_of_keras_3,
     is_sequential_or_functional,
     is_variable,
+    key_texts,
     last_name,
 )
 
@@ -101,7 +102,7 @@ def leaves(
 ) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the items in ``held``, through nested mappings, lists and tuples."""
     if isinstance(held, Mapping):
-        items = [(str(key), item) for key, item in held.items()]
+        items = [*zip(key_texts(held), held.values(), strict=True)]
     elif isinstance(held, (list, tuple)):
         items = [(str(i), item) for i, item in enumerate(held)]
     else:

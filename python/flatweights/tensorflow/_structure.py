@@ -16,6 +16,7 @@ from flatweights.tensorflow._kinds import (
     is_optimizer,
     is_partitioned,
     is_variable,
+    key_texts,
     own_name,
 )
 from flatweights.tensorflow._layers import layer_variables, layers_by_path, leaves
@@ -111,12 +112,12 @@ class _Walk:
         if is_variable(value):
             yield from self._variable((*path, own_name(value)), value)
         elif isinstance(value, Mapping):
-            for key, item in value.items():
+            for key, item in zip(key_texts(value), value.values(), strict=True):
                 # The key is the whole name of a variable, but a prefix for anything else.
                 if is_variable(item):
-                    yield from self._variable((*path, str(key)), item)
+                    yield from self._variable((*path, key), item)
                 else:
-                    yield from self.walk(item, (*path, str(key)), within | {id(value)})
+                    yield from self.walk(item, (*path, key), within | {id(value)})
         elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
             for prefix, item in zip(_prefixes(value), value, strict=True):
                 yield from self.walk(item, (*path, *prefix), within | {id(value)})
