@@ -99,6 +99,14 @@ def inner_variable(wrapper: Any) -> tf.Variable:
     return variable
 
 
+def is_seed(variable: tf.Variable) -> bool:
+    """Whether ``variable`` is the state of a Keras seed generator or a `tf.random.Generator`."""
+    name = last_name(variable)
+    return re.fullmatch(r"(seed_generator_state|StateVar)(_\d+)?", name) is not None and (
+        variable.dtype.is_integer and not variable.trainable
+    )
+
+
 def key_texts(keys: Iterable[Any]) -> list[str]:
     """Return a text for each key of a mapping, equal in all processes.
 

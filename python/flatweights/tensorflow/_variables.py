@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, NoReturn
 
@@ -29,6 +29,7 @@ from flatweights.tensorflow._discover import discover
 from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._frozen import check_frozen
 from flatweights.tensorflow._gradients import Gradients
+from flatweights.tensorflow._kinds import is_seed
 from flatweights.tensorflow._mover import ADD, LERP, Mover, Update
 from flatweights.tensorflow._objective import Objective
 from flatweights.tensorflow._session import SessionOperations
@@ -119,6 +120,7 @@ class TensorFlowVariables:
             [v.dtype.base_dtype.as_numpy_dtype for v in discovered.variables.values()],
         )
         self._dtype = self._layout.dtype
+        self._seeds = {i for i, v in enumerate(discovered.variables.values()) if is_seed(v)}
         self._has_warned = False
         self._without_arithmetic = [
             str(slot)
@@ -169,6 +171,15 @@ class TensorFlowVariables:
     def layout(self) -> Layout:
         """Names, shapes, dtypes and positions of the variables."""
         return self._layout
+
+    @property
+    def seed_names(self) -> tuple[str, ...]:
+        """The names of the states of seed generators, such as those of Dropout layers.
+
+        `flatweights.ray` sets averages and published weights with ``seeds=False``, so that these
+        stay each process's own: with equal ones, all workers would drop the same units.
+        """
+        return tuple(self._layout.names[i] for i in sorted(self._seeds))
 
     @property
     def unbound(self) -> dict[str, str]:
@@ -305,7 +316,7 @@ class TensorFlowVariables:
                 )
                 return
 
-    def set_flat(self, new_weights: ArrayLike, *, share: bool = False) -> None:
+    def set_flat(self, new_weights: ArrayLike, *, share: bool = False, seeds: bool = True) -> None:
         """Set all weights from one vector.
 
         It is cast as ``np.copyto(casting="same_kind")`` does, and integer variables take
@@ -334,6 +345,7 @@ class TensorFlowVariables:
                 writable views of a frozen array and other maps of a file are not detected.
                 Arrays that only claim to be read-only (of `numpy.from_dlpack`, of an
                 ``__array_interface__``) are rejected.
+            seeds: Whether states of seed generators (`seed_names`) are set, too.
 
         Raises:
             ValueError: If it has another length, a value does not fit an integer variable,
@@ -342,11 +354,21 @@ class TensorFlowVariables:
             RuntimeError: In a graph, if no session is set; if called inside a `tf.function`; if
                 the model has got other variables since, by ``quantize`` or ``enable_lora``.
         """
-        if share or not self._mover.try_set(new_weights):
+        keeps = self._seeds and not seeds
+        if share or keeps or not self._mover.try_set(new_weights):
             flat = self._vector(new_weights, "new_weights")
             if share:
                 check_frozen(as_array(new_weights, "new_weights"), "new_weights")
-            self._mover.set_vector(flat, share=share)
+            if keeps:
+                self._set_without_seeds(self._layout.vector_views(flat), share=share)
+            else:
+                self._mover.set_vector(flat, share=share)
+
+    def _set_without_seeds(self, values: Sequence[NDArray[Any]], *, share: bool = False) -> None:
+        """Set all variables except the states of seed generators, from one array for each slot."""
+        others = [i for i in range(len(self._layout)) if i not in self._seeds]
+        parts = {i: cast_for_slot(self._layout, i, values[i]) for i in others}
+        self._mover.set_parts(parts, share=share)
 
     def _vector(self, value: ArrayLike, argument: str) -> NDArray[Any]:
         flat = as_vector(value, self._layout.size, argument)
@@ -441,7 +463,7 @@ class TensorFlowVariables:
         """
         self._mover.get_packed(buffer)
 
-    def scatter(self, buffer: NDArray[np.uint8]) -> None:
+    def scatter(self, buffer: NDArray[np.uint8], *, seeds: bool = True) -> None:
         """Set all variables from a packed ``buffer``, which is not changed.
 
         Like `set_weights` of all weights, without a view of each part.
@@ -457,12 +479,16 @@ class TensorFlowVariables:
 
         Args:
             buffer: Contiguous uint8 vector of ``layout.nbytes``.
+            seeds: Whether states of seed generators (`seed_names`) are set, too.
 
         Raises:
             ValueError: If it is something else; no variable is changed.
             RuntimeError: As `get_flat`.
         """
-        self._mover.set_packed(buffer)
+        if self._seeds and not seeds:
+            self._set_without_seeds(self._layout.packed_views(buffer))
+        else:
+            self._mover.set_packed(buffer)
 
     def set_weights(
         self,
@@ -471,6 +497,7 @@ class TensorFlowVariables:
         strict: bool = False,
         rename: Mapping[str, str] | None = None,
         share: bool = False,
+        seeds: bool = True,
     ) -> None:
         """Set weights by name; a subset is allowed.
 
@@ -492,6 +519,7 @@ class TensorFlowVariables:
             rename: Maps names in ``new_weights`` to names of the model.
             share: Alias the arrays, which must be read-only, as `set_flat` does. Arrays
                 and `FlatWeights` that ``ray.get`` returns are.
+            seeds: Whether states of seed generators (`seed_names`) are set, too.
 
         Raises:
             AssertionError: If nothing matches, as in Ray's class.
@@ -506,11 +534,16 @@ class TensorFlowVariables:
             if layout is self._layout or layout == self._layout:
                 if share:
                     self._check_frozen(dict(enumerate(new_weights.values())))
-                self._mover.set_packed(new_weights.buffer, share=share)
+                if self._seeds and not seeds:
+                    self._set_without_seeds(layout.packed_views(new_weights.buffer), share=share)
+                else:
+                    self._mover.set_packed(new_weights.buffer, share=share)
                 return
         if isinstance(new_weights, Mapping):
             self._check_halves(new_weights)
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
+        if not seeds:
+            keys = {i: key for i, key in keys.items() if i not in self._seeds}
         if share:
             self._check_frozen({i: new_weights[key] for i, key in keys.items()})
         self._mover.set_parts(self._cast(new_weights, keys), share=share)

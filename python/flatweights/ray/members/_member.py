@@ -25,7 +25,7 @@ from flatweights._trees import as_array
 from flatweights._weights import frozen
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
-from flatweights.ray._variables import Variables, text_of
+from flatweights.ray._variables import Variables, scatter, text_of
 from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.members._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
 from flatweights.ray.members._door import Ticket
@@ -261,7 +261,8 @@ class Member:
         """Average ``variables`` with those of the other members, in place.
 
         They are gathered into memory that the host maps, and set from the host's memory, without
-        other copies. Afterwards all members have the same values, including late ones.
+        other copies. Afterwards all members have the same values, including late ones, except for
+        states of seed generators, which stay each member's own; ``state`` contains them.
 
         Args:
             variables: A `flatweights.tensorflow.TensorFlowVariables`, or any object with its
@@ -291,7 +292,7 @@ class Member:
             buffer = host.new_buffer(layout)
             variables.gather_into(buffer)
             outcome, mean = self._exchange(host, ask, layout, buffer, state)
-            variables.scatter(mean)
+            scatter(variables, mean)
             return self._round(outcome, None)
 
     def broadcast(self, weights: Model, root: int = 0, *, timeout: float | None = None) -> Model:
@@ -356,7 +357,7 @@ class Member:
                 variables.gather_into(buffer)
             outcome, sent = host.exchange(ask, layout, buffer)
             if self._seat not in outcome.seats or ask.root != self.rank:
-                variables.scatter(sent)  # if the root has joined again, those of its predecessor
+                scatter(variables, sent)  # if the root has joined again, those of its predecessor
             return self._round(outcome, None)
 
     def leave(self) -> None:
