@@ -101,6 +101,7 @@ def average_gradients(
         TypeError: If it is not an optimizer of Keras 3, ``member`` is not a `Member`, or ``rule``
             is not a rule.
         ValueError: If it averages gradients already, or ``nonfinite`` does not suit it.
+        RuntimeError: If it was made in the scope of a `tf.distribute.MirroredStrategy`.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
@@ -114,6 +115,7 @@ def average_gradients(
         )
     if averaging_of_optimizer(optimizer) is not None:
         raise ValueError("optimizer: it averages gradients already")
+    _check_strategy(optimizer)
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if not scales and keras.config.dtype_policy().name == "mixed_float16":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
@@ -299,6 +301,7 @@ class Averaging:
                 "average_gradients(keras.optimizers.LossScaleOptimizer(optimizer))"
             )
         optimizer = self._optimizer
+        _check_strategy(optimizer)
         if trainable_variables is None:
             trainable_variables = optimizer._trainable_variables
         variables = list(trainable_variables)
@@ -333,6 +336,12 @@ class Averaging:
     def _check_callbacks(self, frame: FrameType | None) -> None:
         """Raise if ``frame`` is of a `fit` whose members may come back, without our callbacks."""
         if self.lease.min_results is not None and self.progress is None and frame is not None:
+            if averaging_of(frame.f_locals["self"]) is not self:
+                raise ValueError(
+                    "average_gradients(min_results=): expected the optimizer that the model was "
+                    "compiled with, got another one. Members that come back are healed for one "
+                    "optimizer: with several, leave out min_results"
+                )
             raise ValueError(
                 "average_gradients(min_results=): expected the callback AverageLogs or "
                 "AverageWeights in fit, which tells members that come back the epoch of the "
@@ -600,6 +609,19 @@ def _check_in_time(result: Round, what: str) -> None:
             f"{what}: expected the average of this call, got an earlier one: rank "
             f"{result.late[0]} was late, or has joined again. Start the training of all members "
             "again"
+        )
+
+
+def _check_strategy(optimizer: Any) -> None:
+    """Raise if the steps of ``optimizer`` run in several replicas of this process."""
+    strategy = tf.distribute.get_strategy()
+    is_mirrored = isinstance(inner_variable(optimizer.iterations), tf.distribute.DistributedValues)
+    if is_mirrored or strategy.num_replicas_in_sync > 1:
+        name = type(strategy).__name__ if tf.distribute.has_strategy() else "MirroredStrategy"
+        raise RuntimeError(
+            f"average_gradients: expected one replica a member, got an optimizer of a {name}: "
+            "each replica would wait for the other members. Use AverageWeights, which works with "
+            "it, or one member for each device"
         )
 
 
