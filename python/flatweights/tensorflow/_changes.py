@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flatweights.tensorflow._kinds import inner_variable
+from flatweights.tensorflow._kinds import inner_variable, is_layer_of_keras_2
 
 
 class Changes:
@@ -18,6 +18,7 @@ class Changes:
         self._lists = [
             held
             for layer in layers
+            if not is_layer_of_keras_2(layer)
             for held in (layer._trainable_variables, layer._non_trainable_variables)
         ]
         self._lengths = [*map(len, self._lists)]

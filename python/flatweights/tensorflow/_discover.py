@@ -30,7 +30,7 @@ class Discovered(NamedTuple):
         variables: By name, the `tf.Variable` of each.
         replicas: By name, the other replicas of a mirrored variable, which are kept equal.
         graph: The graph of the variables; None for eager ones.
-        layers: The layers of Keras 3 that hold some of them.
+        layers: The layers that hold some of them.
     """
 
     wrappers: dict[str, Any]
@@ -161,4 +161,7 @@ def _check_movable(name: str, variable: tf.Variable) -> None:
             "leave it out by passing the list of the other variables"
         )
     if not variable.shape.is_fully_defined():
-        raise ValueError(f"variable {name!r}: expected a fixed shape, got {variable.shape}")
+        raise ValueError(
+            f"variable {name!r}: expected a fixed shape, got {variable.shape}; leave it out by "
+            "passing the list of the other variables"
+        )

@@ -58,7 +58,7 @@ def find_variables(
             `tf.Module`, an object with variables as attributes, or any nesting of these in
             lists, tuples and mappings. None holds nothing.
         beside: Variables that optimizers in ``output`` may have slots for.
-        layers: Gets the layers of Keras 3 that are entered.
+        layers: Gets the layers that are entered.
 
     Raises:
         TypeError: If it holds anything else.
@@ -167,8 +167,8 @@ class _Walk:
             yield from layer_variables(value, layers, bare)
             for layer_path, layer in layers:
                 # Keras 3, unlike `tf_keras`, does not track these.
+                self._layers.append(layer)
                 if not is_layer_of_keras_2(layer):
-                    self._layers.append(layer)
                     yield from self._bare(layer, layer_path)
         else:
             self._entered.add(id(value))

@@ -22,6 +22,7 @@ from flatweights._numbers import finite
 from flatweights._safetensors import read
 from flatweights._trees import as_array, as_vector
 from flatweights._weights import FlatWeights
+from flatweights.tensorflow._adapted import Adapted
 from flatweights.tensorflow._apply import Steps
 from flatweights.tensorflow._buckets import Operations, make_buckets
 from flatweights.tensorflow._changes import Changes
@@ -147,6 +148,8 @@ class TensorFlowVariables:
         if is_usable:
             self._moves.bind()
         self._changes = Changes(discovered.layers, discovered.variables)
+        is_eager = discovered.graph is None
+        self._adapted = Adapted(discovered.layers if is_eager else (), discovered.variables)
         self._gradients = Gradients(self._variables, self._layout)
         self._steps = Steps(self._variables, self._layout, self._session)
 
@@ -363,6 +366,7 @@ class TensorFlowVariables:
                 self._set_without_seeds(self._layout.vector_views(flat), share=share)
             else:
                 self._mover.set_vector(flat, share=share)
+        self._adapted.check()
 
     def _set_without_seeds(self, values: Sequence[NDArray[Any]], *, share: bool = False) -> None:
         """Set all variables except the states of seed generators, from one array for each slot."""
@@ -430,6 +434,7 @@ class TensorFlowVariables:
                 f"expected dtypes with arithmetic, got {', '.join(self._without_arithmetic)}"
             )
         self._mover.update(update, flat, a)
+        self._adapted.check()
 
     def get_weights(self) -> FlatWeights:
         """Return the weights by name, over one packed buffer that nothing else aliases.
@@ -489,6 +494,7 @@ class TensorFlowVariables:
             self._set_without_seeds(self._layout.packed_views(buffer))
         else:
             self._mover.set_packed(buffer)
+        self._adapted.check()
 
     def set_weights(
         self,
@@ -538,6 +544,7 @@ class TensorFlowVariables:
                     self._set_without_seeds(layout.packed_views(new_weights.buffer), share=share)
                 else:
                     self._mover.set_packed(new_weights.buffer, share=share)
+                self._adapted.check()
                 return
         if isinstance(new_weights, Mapping):
             self._check_halves(new_weights)
@@ -547,6 +554,7 @@ class TensorFlowVariables:
         if share:
             self._check_frozen({i: new_weights[key] for i, key in keys.items()})
         self._mover.set_parts(self._cast(new_weights, keys), share=share)
+        self._adapted.check()
 
     def _check_halves(self, weights: Mapping[str, ArrayLike]) -> None:
         """Raise if ``weights`` are those of a quantized model, and this model is not quantized.
@@ -658,6 +666,7 @@ class TensorFlowVariables:
         except (AssertionError, TypeError, ValueError) as error:
             raise type(error)(f"{os.fspath(path)}: {error}") from error
         self._mover.set_parts(values)
+        self._adapted.check()
 
     def flatten_gradients(
         self,
