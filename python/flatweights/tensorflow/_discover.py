@@ -48,7 +48,7 @@ def discover(
     Raises:
         TypeError: If something else is passed, or a variable's dtype cannot be moved.
         ValueError: If there are no variables; or if some are eager and others of a graph, or
-            of several graphs; or if one has no fixed shape or is not built.
+            of several graphs; or if one has no fixed shape, is not built, or is a sharded DTensor.
     """
     items = [item for _, item in leaves(output, ())]
     symbolic = [item for item in items if is_symbolic(item)]
@@ -154,6 +154,12 @@ def _check_movable(name: str, variable: tf.Variable) -> None:
             f"variable {name!r}: expected an aggregation, without which TensorFlow does not read "
             "a variable that is synchronized on reading; leave it out by passing the list of the "
             "other variables"
+        )
+    layout = getattr(variable, "layout", None)  # of a DTensor
+    if layout is not None and not layout.is_fully_replicated():
+        raise ValueError(
+            f"variable {name!r}: expected a DTensor with all values on each device, got the layout "
+            f"{layout.sharding_specs}; leave it out by passing the list of the other variables"
         )
     if variable.dtype.base_dtype not in _MOVED:
         raise TypeError(
