@@ -88,7 +88,8 @@ class AverageWeights(MemberCallback):
         """Average in a meeting.
 
         Args:
-            every: The number of epochs or batches between two averages.
+            every: The number of epochs or batches between two averages. With the
+                ``steps_per_execution`` of ``compile``, batches count by whole executions.
             unit: ``"epoch"`` or ``"batch"``.
             member: This process's member. If None, that of the worker of Ray Train, shared with
                 the other callbacks and optimizers, which leaves at the end of the training.
