@@ -394,6 +394,12 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
         def on_train_begin(self, logs: Any = None) -> None:
             """Ray Train is not here."""
 
+    class Orbax(keras.callbacks.OrbaxCheckpoint):  # type: ignore[misc]
+        def __init__(self, *, best: bool) -> None:
+            """Without the library that writes the files."""
+            keras.callbacks.Callback.__init__(self)
+            self.save_best_only = best
+
     early = keras.callbacks.EarlyStopping("loss")
     restores = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
     best = keras.callbacks.ModelCheckpoint("best.keras", "loss", save_best_only=True)
@@ -407,6 +413,8 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
         ([ReportElsewhere(), AverageLogs()], "expected before ReportElsewhere in the list"),
         ([last, AverageWeights()], "AverageWeights: expected before ModelCheckpoint"),
         ([restores, AverageWeights()], "AverageWeights: expected before EarlyStopping"),
+        ([Orbax(best=False), AverageWeights()], "AverageWeights: expected before Orbax"),
+        ([Orbax(best=True), AverageLogs()], "AverageLogs: expected before Orbax"),
         ([resumes, AverageWeights()], "AverageWeights: expected before BackupAndRestore"),
         ([swaps, AverageWeights()], "AverageWeights: expected before SwapEMAWeights"),
         ([AverageWeights(outer=FedAvgM), resumes], "expected no BackupAndRestore in the list"),

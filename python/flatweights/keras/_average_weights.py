@@ -18,7 +18,13 @@ from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._names import inner_variable, named_variables, with_slots
-from flatweights.keras._progress import State, callbacks_beside, check_before, keepers_among
+from flatweights.keras._progress import (
+    SAVING,
+    State,
+    callbacks_beside,
+    check_before,
+    keepers_among,
+)
 from flatweights.keras._report import Report
 from flatweights.keras._settings import check_alike
 from flatweights.ray import Member, Round, WorkerError
@@ -404,6 +410,6 @@ def _ends_with_own_averages(optimizer: Any) -> bool:
 
 def _keeps(callback: Any) -> bool:
     """Whether ``callback`` keeps weights: in a file, to set them at the end, or to swap them."""
-    kinds = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, Report
+    kinds = *SAVING, keras.callbacks.BackupAndRestore, Report
     swaps = isinstance(callback, keras.callbacks.SwapEMAWeights)
     return swaps or isinstance(callback, kinds) or bool(keepers_among([callback]))

@@ -28,11 +28,17 @@ _ROOM = 8192  # bytes for the giver's place and for the counts of its callbacks
 _LAST = 10.0  # least seconds for which the end of a training waits for late members
 _REPLACED = 300.0  # seconds for which it waits for the workers that replace dead ones
 _PAUSE = 0.05  # seconds until it first looks for those workers
+# Callbacks of Keras that save the model; the second is not in older versions.
+SAVING: tuple[type[Any], ...] = tuple(
+    getattr(keras.callbacks, name)
+    for name in ("ModelCheckpoint", "OrbaxCheckpoint")
+    if hasattr(keras.callbacks, name)
+)
 # Callbacks of Keras that decide by their counts. A member that was absent lacks these counts.
-_DECIDING = (
+_DECIDING: tuple[type[Any], ...] = (
     keras.callbacks.EarlyStopping,
-    keras.callbacks.ModelCheckpoint,
     keras.callbacks.ReduceLROnPlateau,
+    *SAVING,
 )
 # Whether the model has the moving averages, and their slots the weights, travels with both.
 _SWAPPING = keras.callbacks.SwapEMAWeights
