@@ -187,26 +187,31 @@ def test_an_outer_optimizer_that_was_given_goes_on_in_the_next_fit() -> None:
         assert all(map(np.array_equal, one[0], weights))
 
 
+@pytest.mark.parametrize("averages", ["weights", "gradients"])
 @pytest.mark.parametrize("dies", ["before", "in the broadcast"])
-def test_members_start_from_those_of_another_if_rank_0_dies(dies: str) -> None:
+def test_members_start_from_those_of_another_if_rank_0_dies(dies: str, averages: str) -> None:
     import keras
 
-    from flatweights.keras import AverageWeights
+    from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 
     models = [build("dense", seed=rank) for rank in range(3)]
     expected, first = models[1].get_weights(), list[Any]()
 
     def trained(member: Any) -> Any:
         model = models[member.rank]
-        model.compile(keras.optimizers.SGD(0.05), "mse")
+        optimizer: Any = keras.optimizers.SGD(0.05, momentum=0.5)
+        averaging: Any = AverageWeights(member=member, min_results=2)
+        if averages == "gradients":
+            average_gradients(optimizer, member=member, min_results=2)
+            averaging = AverageLogs()
+        model.compile(optimizer, "mse")
 
         def begin(batch: int, logs: Any) -> None:
             if batch == 0:
                 first.append(model.get_weights())
 
         look = keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
-        callbacks = [AverageWeights(member=member, min_results=2), look]
-        model.fit(*images("dense"), BATCH, verbose=0, callbacks=callbacks)
+        model.fit(*images("dense"), BATCH, verbose=0, callbacks=[averaging, look])
         return model.get_weights()
 
     def die(*_: Any, **options: Any) -> None:
@@ -221,6 +226,7 @@ def test_members_start_from_those_of_another_if_rank_0_dies(dies: str) -> None:
         calls = [threads.submit(outcome, trained, member) for member in members]
         killed, *ended = [call.result(600) for call in calls]
     assert isinstance(killed, str)
+    assert not any(isinstance(one, str) for one in ended), ended
     assert all(map(np.array_equal, *ended))
     for weights in first:
         assert all(map(np.array_equal, weights, expected))

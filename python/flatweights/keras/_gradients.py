@@ -25,7 +25,7 @@ from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import Progress, State, callbacks_beside, keepers_among
 from flatweights.keras._settings import check_alike, settings_of
-from flatweights.ray import CallsDifferError, Member, Round
+from flatweights.ray import CallsDifferError, Member, Round, WorkerError
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import compute_in_python
@@ -428,8 +428,14 @@ class Averaging:
                     f"{different}. Call model.optimizer.build(model.trainable_variables) before "
                     "fit, which sets them, or use the callback AverageLogs, which calls it"
                 )
-            with calls_are_equal(member, "start"):
-                member.broadcast_variables(state, root, timeout=self.lease.timeout)
+            try:
+                with calls_are_equal(member, "start"):
+                    member.broadcast_variables(state, root, timeout=self.lease.timeout)
+            except WorkerError:  # the root has died: another one takes its place
+                if self.lease.min_results is None:
+                    raise
+                self._callbacks = callbacks
+                self._start(variables, in_step, epoch)
         self._is_started = True
 
     def _named(self, variables: Sequence[Any]) -> dict[str, Any]:
