@@ -82,6 +82,8 @@ def test_variables_that_are_no_longer_the_models_are_neither_read_nor_set(
         lambda: variables.scatter(weights.buffer),
         lambda: variables.gather_into(weights.buffer),
         lambda: variables.add_flat(flat),
+        lambda: variables.flatten_gradients([]),
+        lambda: variables.apply_flat_gradients(keras.optimizers.SGD(), flat),
     ):
         with pytest.raises(RuntimeError, match=r"make a new TensorFlowVariables"):
             call()

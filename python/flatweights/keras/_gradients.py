@@ -327,9 +327,9 @@ class Averaging:
         return list(grads), variables
 
     def _know(self, model: Any) -> None:
-        """Name variables by the structure of ``model`` from now on."""
+        """Name variables by the structure of ``model`` from now on; by their paths, if None."""
         if self._model() is not model:
-            self._model = weakref.ref(model)
+            self._model = (lambda: None) if model is None else weakref.ref(model)
             self._exchanges.clear()
             self._states.clear()
 
@@ -358,6 +358,7 @@ class Averaging:
             self._make(variables)
         if _fit_frame() is None:  # of a loop of the user's own, perhaps after a fit
             self.progress = None
+            self._know(None)  # nor does a member know the model that joins in this loop
         if tf.executing_eagerly():
             self._start(variables, in_step=False)
 

@@ -727,6 +727,7 @@ class TensorFlowVariables:
             raise TypeError(f"dtype: expected one of numbers, got {target}")
         if out is not None:
             check_out(out, self._layout.size, target)
+        self._changes.check()
         return self._gradients.flatten(grads, target, out, clip_norm)
 
     def prepare_gradients(self, optimizer: Any) -> None:
@@ -743,6 +744,7 @@ class TensorFlowVariables:
             ValueError: If no variable is trainable.
             RuntimeError: If the graph is finalized; if called as `apply_flat_gradients` cannot be.
         """
+        self._changes.check()
         self._steps.prepare(optimizer)
 
     def apply_flat_gradients(self, optimizer: Any, flat: ArrayLike) -> None:
@@ -787,6 +789,7 @@ class TensorFlowVariables:
                 call, or a variable is not initialized; if called inside a `tf.function` or within
                 the scope of a `tf.distribute` strategy.
         """
+        self._changes.check()
         self._steps.apply(optimizer, self._vector(flat, "flat"))
 
     def value_and_gradient(
