@@ -51,7 +51,7 @@ void bind_variables(py::module_& m) {
       .def("get_packed", &BoundVariables::get_packed, py::arg("buffer"))
       .def_property_readonly("gpu", &BoundVariables::gpu)
       .def("get_window", &BoundVariables::get_window, py::arg("window"))
-      .def("set_window", &BoundVariables::set_window, py::arg("window"))
+      .def("set_window", &BoundVariables::set_window, py::arg("window"), py::arg("positions"))
       .def("get_parts", &BoundVariables::get_parts, py::arg("targets"))
       .def("set_vector", &BoundVariables::set_vector, py::arg("flat"), py::arg("share"))
       .def("set_packed", &BoundVariables::set_packed, py::arg("buffer"), py::arg("share"))

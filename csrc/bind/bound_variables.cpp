@@ -413,24 +413,27 @@ py::object BoundVariables::gpu() {
 void BoundVariables::get_window(const py::object& window) {
   check_ready();
   std::byte* const begin = window_of(window, bound_.layout.nbytes(), true).data();
-  move_window(VariableAccess::kRead, begin);
+  move_window(VariableAccess::kRead, nullptr, begin);
 }
 
-void BoundVariables::set_window(const py::object& window) {
+void BoundVariables::set_window(const py::object& window,
+                                const std::vector<std::size_t>& positions) {
+  std::vector<std::size_t> chosen;
+  for (const std::size_t position : positions) chosen.push_back(variable_of(position));
   check_ready();
   std::byte* const begin = window_of(window, bound_.layout.nbytes(), false).data();
-  move_window(VariableAccess::kOverwrite, begin);
+  move_window(VariableAccess::kOverwrite, &chosen, begin);
 }
 
 // Variables on the host go through memory that the GPU reaches, in the order of the others' stream.
-void BoundVariables::move_window(VariableAccess access, std::byte* window) {
+void BoundVariables::move_window(VariableAccess access, const std::vector<std::size_t>* chosen,
+                                 std::byte* window) {
   check_environment();
   std::vector<DeviceCopy> within;
   std::vector<DeviceCopy> between;  // where the window is the end on a GPU
   const bool is_read = access == VariableAccess::kRead;
   with_locked(
-      access, nullptr, nullptr,
-      [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
+      access, chosen, nullptr, [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
         for (std::size_t i = 0; i < memory.size(); ++i) {
           if (memory[i].data == nullptr) continue;
           const Slot& slot = slot_of(i);

@@ -174,7 +174,7 @@ def test_an_outer_optimizer_that_was_given_goes_on_in_the_next_fit() -> None:
 
     def weights_after(fits: int, place: Place, member: Any, model: Any) -> Any:
         model.compile(keras.optimizers.SGD(0.05), "mse")
-        start = TensorFlowVariables(list(model.trainable_variables)).get_weights()
+        start = TensorFlowVariables(model, trainable_only=True).get_weights()
         outer = FedAvgM(start, momentum=0.5)
         averaging = AverageWeights(member=member, outer=outer)
         for _ in range(fits):
@@ -187,26 +187,31 @@ def test_an_outer_optimizer_that_was_given_goes_on_in_the_next_fit() -> None:
         assert all(map(np.array_equal, one[0], weights))
 
 
+@pytest.mark.parametrize("averages", ["weights", "gradients"])
 @pytest.mark.parametrize("dies", ["before", "in the broadcast"])
-def test_members_start_from_those_of_another_if_rank_0_dies(dies: str) -> None:
+def test_members_start_from_those_of_another_if_rank_0_dies(dies: str, averages: str) -> None:
     import keras
 
-    from flatweights.keras import AverageWeights
+    from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 
     models = [build("dense", seed=rank) for rank in range(3)]
     expected, first = models[1].get_weights(), list[Any]()
 
     def trained(member: Any) -> Any:
         model = models[member.rank]
-        model.compile(keras.optimizers.SGD(0.05), "mse")
+        optimizer: Any = keras.optimizers.SGD(0.05, momentum=0.5)
+        averaging: Any = AverageWeights(member=member, min_results=2)
+        if averages == "gradients":
+            average_gradients(optimizer, member=member, min_results=2)
+            averaging = AverageLogs()
+        model.compile(optimizer, "mse")
 
         def begin(batch: int, logs: Any) -> None:
             if batch == 0:
                 first.append(model.get_weights())
 
         look = keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
-        callbacks = [AverageWeights(member=member, min_results=2), look]
-        model.fit(*images("dense"), BATCH, verbose=0, callbacks=callbacks)
+        model.fit(*images("dense"), BATCH, verbose=0, callbacks=[averaging, look])
         return model.get_weights()
 
     def die(*_: Any, **options: Any) -> None:
@@ -221,6 +226,7 @@ def test_members_start_from_those_of_another_if_rank_0_dies(dies: str) -> None:
         calls = [threads.submit(outcome, trained, member) for member in members]
         killed, *ended = [call.result(600) for call in calls]
     assert isinstance(killed, str)
+    assert not any(isinstance(one, str) for one in ended), ended
     assert all(map(np.array_equal, *ended))
     for weights in first:
         assert all(map(np.array_equal, weights, expected))
@@ -394,6 +400,12 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
         def on_train_begin(self, logs: Any = None) -> None:
             """Ray Train is not here."""
 
+    class Orbax(keras.callbacks.OrbaxCheckpoint):  # type: ignore[misc]
+        def __init__(self, *, best: bool) -> None:
+            """Without the library that writes the files."""
+            keras.callbacks.Callback.__init__(self)
+            self.save_best_only = best
+
     early = keras.callbacks.EarlyStopping("loss")
     restores = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
     best = keras.callbacks.ModelCheckpoint("best.keras", "loss", save_best_only=True)
@@ -407,6 +419,8 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
         ([ReportElsewhere(), AverageLogs()], "expected before ReportElsewhere in the list"),
         ([last, AverageWeights()], "AverageWeights: expected before ModelCheckpoint"),
         ([restores, AverageWeights()], "AverageWeights: expected before EarlyStopping"),
+        ([Orbax(best=False), AverageWeights()], "AverageWeights: expected before Orbax"),
+        ([Orbax(best=True), AverageLogs()], "AverageLogs: expected before Orbax"),
         ([resumes, AverageWeights()], "AverageWeights: expected before BackupAndRestore"),
         ([swaps, AverageWeights()], "AverageWeights: expected before SwapEMAWeights"),
         ([AverageWeights(outer=FedAvgM), resumes], "expected no BackupAndRestore in the list"),
@@ -704,7 +718,7 @@ def test_members_whose_calls_differ_get_the_advice_that_fits_the_cause() -> None
         (
             ["dense"] * 2,
             [gradients, gradients | {"rule": robust.Median()}],
-            "need the same model and the same arguments of average_gradients",
+            "need the same model, gradients of the same variables, and the same arguments of",
         ),
         (
             ["dense"] * 2,

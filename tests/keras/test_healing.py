@@ -133,14 +133,21 @@ def dies(fit: Fit) -> Callable[[], None]:
     return die
 
 
+def swap(fit: Fit) -> None:
+    """Swap the weights with their moving averages between epochs."""
+    fit.optimizer = keras.optimizers.Adam(0.01, use_ema=True)
+    fit.more = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+
+
 def replacement(meeting: LocalMeeting, dead: Fit, **options: Any) -> Fit:
     with pytest.raises(KilledError):
         dead.done.result(LIMIT)
     return Fit(meeting.join(dead.member.rank), **options)
 
 
+@pytest.mark.parametrize("swaps", [False, True], ids=["", "swaps"])
 def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
-    pool: ThreadPoolExecutor,
+    pool: ThreadPoolExecutor, swaps: bool
 ) -> None:
     meeting, go_on = LocalMeeting(3), threading.Event()
     first, dead, last = fits(meeting)
@@ -148,8 +155,12 @@ def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
     for fit in (first, last):
         fit.at[2, -1] = lambda: go_on.wait(LIMIT)
     for fit in (first, dead, last):
+        if swaps:
+            swap(fit)
         fit.start(pool)
     new = replacement(meeting, dead)
+    if swaps:
+        swap(new)
     new.start(pool)
     meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
     go_on.set()
@@ -273,18 +284,23 @@ def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
     assert [history.epoch for history, _ in ended] == [[*range(EPOCHS)]] * 3
 
 
-def test_a_member_that_sleeps_for_epochs_meets_the_others_again(pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("swaps", [False, True], ids=["", "swaps"])
+def test_a_member_that_sleeps_for_epochs_meets_the_others_again(
+    pool: ThreadPoolExecutor, swaps: bool
+) -> None:
     for _ in range(3):  # on a busy machine, the others may begin the last epoch before it comes
-        whole = whole_epochs_after_sleep(pool)
+        whole = whole_epochs_after_sleep(pool, swaps)
         if whole:
             break
     assert whole == [*range(5, MORE)], "it passes by those that the first has begun"
 
 
-def whole_epochs_after_sleep(pool: ThreadPoolExecutor) -> list[int]:
+def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]:
     """The epochs of which a member that sleeps from the second to the fifth has all batches."""
     meeting, slept = LocalMeeting(2), threading.Event()
     first, late = fits(meeting, "dense", epochs=MORE)
+    for fit in (first, late) if swaps else ():
+        swap(fit)
 
     def sleep() -> None:
         assert slept.wait(LIMIT)

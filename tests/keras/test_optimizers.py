@@ -108,6 +108,38 @@ def test_xla_is_told_how_to_compile(member: flatweights.ray.Member) -> None:
         model.fit(*images("dense"), verbose=0)
 
 
+def test_replicas_of_a_strategy_are_refused_by_name(member: flatweights.ray.Member) -> None:
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        optimizer = keras.optimizers.SGD()
+        with pytest.raises(
+            RuntimeError, match=r"got an optimizer of a MirroredStrategy: .* Use Av"
+        ):
+            average_gradients(optimizer, member=member)
+    with pytest.raises(RuntimeError, match=r"got an optimizer of a MirroredStrategy"):
+        average_gradients(optimizer, member=member)
+
+
+def test_members_that_may_come_back_need_one_optimizer(member: flatweights.ray.Member) -> None:
+    class Own(keras.Sequential):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            variables = self.trainable_variables
+            gradients = tape.gradient(loss, variables)
+            self.second.apply_gradients(zip(gradients, variables, strict=True))
+            return {"loss": loss}
+
+    model = Own([keras.Input((8,)), keras.layers.Dense(1)])
+    model.second = average_gradients(keras.optimizers.SGD(), member=member, min_results=1)
+    model.compile("sgd")
+    with pytest.raises(ValueError, match=r"expected the optimizer that the model was compiled wit"):
+        model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs(member=member)])
+    model.compile(model.second, "mse")
+    with pytest.raises(ValueError, match=r"expected the callback AverageLogs or .* got neither"):
+        model.fit(*images("dense"), verbose=0)
+
+
 def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> None:
     calls: list[int] = []
 
@@ -310,7 +342,7 @@ def test_an_outer_optimizer_of_other_weights_is_refused_before_the_training(
     member: flatweights.ray.Member,
 ) -> None:
     def weights_of(model: Any) -> Any:
-        return TensorFlowVariables(list(model.trainable_variables)).get_weights()
+        return TensorFlowVariables(model, trainable_only=True).get_weights()
 
     model = build("dense", 0)
     model.compile("sgd", "mse")

@@ -96,6 +96,48 @@ def test_a_training_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
     assert all(map(np.array_equal, state(expected), state(resumed)))
 
 
+class Scaled(keras.Model):  # type: ignore[misc]
+    """A model whose arguments Keras cannot save."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.dense = function, keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.function(self.dense(x))
+
+
+def scaled(seed: int) -> Any:
+    keras.utils.set_random_seed(seed)
+    model = Scaled(lambda x: 2.0 * x)
+    model(X[:1])
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def test_a_model_whose_structure_cannot_be_saved_goes_on_from_its_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    import ray.train
+
+    first = scaled(0)
+    fit(first, 2)
+    report = Report()
+    report.set_model(first)
+    report._rank = 0
+    for _ in range(2):
+        saved = report._saved()
+        assert saved is not None
+        with saved as folder:
+            assert [path.name for path in Path(folder).iterdir()] == ["model.weights.h5"]
+            Path(folder, ".metadata.json").write_text('{"epochs": 2}')
+            resumed = scaled(1)
+            assert Report.resume(resumed, ray.train.Checkpoint.from_directory(folder)) == 2
+            assert all(map(np.array_equal, state(first), state(resumed)))
+    (message,) = caplog.messages
+    assert "Report saves weights only, in model.weights.h5, because of: Object Scaled" in message
+
+
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     first = new_model()
     fit(first, 1)

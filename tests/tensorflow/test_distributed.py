@@ -347,3 +347,19 @@ def test_replicas_are_equal_after_sets_in_several_threads(
         both_set.set()
         first.result()
     np.testing.assert_array_equal(*replicas(v))
+
+
+def test_a_sharded_tensor_is_refused_by_name() -> None:
+    from tensorflow.experimental import dtensor
+
+    mesh = dtensor.create_mesh([("x", 2)], devices=["CPU:0", "CPU:1"])
+    rows, whole = (
+        dtensor.DVariable(
+            dtensor.call_with_layout(tf.zeros, dtensor.Layout(spec, mesh), shape=(4, 2)), name=name
+        )
+        for name, spec in (("rows", ["x", dtensor.UNSHARDED]), ("whole", [dtensor.UNSHARDED] * 2))
+    )
+    message = r"'rows': expected a DTensor .* got the layout \['x', 'unsharded'\]; leave it out"
+    with pytest.raises(ValueError, match=message):
+        TensorFlowVariables([rows, whole])
+    assert (TensorFlowVariables(whole).get_flat() == np.zeros(8)).all()

@@ -293,6 +293,46 @@ def test_layers_that_look_things_up_have_tables_that_are_no_variables() -> None:
     assert [id(v) for v in found] == [id(v) for v in norm.variables]
 
 
+@pytest.mark.parametrize("module", [keras, tf_keras])
+def test_layers_that_are_adapted_say_that_what_is_set_has_no_effect(module: Any) -> None:
+    norm = module.layers.Normalization()
+    norm.adapt(numbers(5, 2))
+    weights = TensorFlowVariables(module.Sequential([module.Input((2,)), norm]))
+    values = weights.get_weights()
+    weights.set_weights(values)  # the same, as of a process that has adapted it alike
+    with pytest.warns(RuntimeWarning, match=r"'normalization/mean': .* has no effect") as caught:
+        weights.set_flat(weights.get_flat() + 1.0)
+    assert caught[0].filename == __file__
+    weights.set_weights({"normalization/mean": np.zeros(2)})  # it has been said
+
+
+# NumPy warns of how tf_keras adapts.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("module", [keras, tf_keras])
+def test_lookups_and_bins_of_adapted_layers(module: Any) -> None:
+    words = module.layers.StringLookup(
+        vocabulary=["a", "b"], idf_weights=[0.5, 0.25], output_mode="tf_idf"
+    )
+    text = module.Sequential([module.Input((1,), dtype="string"), words, module.layers.Dense(1)])
+    bins = module.layers.Discretization(num_bins=3)
+    bins.adapt(numbers(5, 1))
+    numeric = module.Sequential([module.Input((1,)), bins, module.layers.Dense(1)])
+    own = ["string_lookup/idf_weights"] if module is keras else []
+    names = ["dense/kernel", "dense/bias"]
+    weights = TensorFlowVariables(text)
+    assert list(weights.variables) == [*names, *own]
+    assert list(TensorFlowVariables(numeric).variables) == names
+    if own:
+        with pytest.warns(RuntimeWarning, match="'string_lookup/idf_weights'"):
+            weights.set_weights({"string_lookup/idf_weights": np.zeros(3)})
+
+
+def test_a_variable_without_a_fixed_shape_can_be_left_out() -> None:
+    rows = tf.Variable([[1.0]], shape=(None, 1), name="rows")
+    with pytest.raises(ValueError, match=r"'rows': expected a fixed shape, got .*; leave it out"):
+        TensorFlowVariables([rows, tf.Variable(1.0)])
+
+
 def test_a_loaded_saved_model(tmp_path: Path) -> None:
     tree = Tree()
     tf.saved_model.save(tree, str(tmp_path))
@@ -334,6 +374,28 @@ def test_a_loaded_saved_model_of_a_compiled_tf_keras_model_has_its_optimizer(
     (name,) = (name for name, v in weights.variables.items() if v is slot)
     np.testing.assert_array_equal(slot.numpy(), weights.get_weights()[name])
     assert np.any(slot.numpy() > 0)
+
+
+def test_keys_without_a_text_of_their_own_are_numbered() -> None:
+    class Key:
+        pass
+
+    class Averaged(tf.Module):  # type: ignore[misc]
+        def __init__(self, w: Any) -> None:
+            super().__init__()
+            self.slots = {w.ref(): tf.Variable(0.0), "own": tf.Variable(1.0)}
+
+    w = tf.Variable([1.0], name="w")
+    average = tf.train.ExponentialMovingAverage(0.9)
+    average.apply([w])
+    cases: list[tuple[Any, list[str]]] = [
+        ([w, average], ["w", "1/averages/0"]),
+        (Averaged(w), ["slots/0", "slots/own"]),
+        ({Key(): tf.Variable(1.0), ("a", 1): tf.Variable(2.0)}, ["0", "('a', 1)"]),
+        ({w.ref(): {2: tf.Variable(1.0)}, 0: {2: tf.Variable(1.0)}}, ["0/2", "0/2_1"]),
+    ]
+    for output, names in cases:
+        assert list(TensorFlowVariables(output).variables) == names
 
 
 def test_containers_that_contain_themselves_are_entered_once() -> None:

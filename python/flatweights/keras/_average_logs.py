@@ -15,7 +15,7 @@ from flatweights.keras._average_weights import AverageWeights
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._gradients import averaging_of_optimizer
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.keras._progress import State, callbacks_beside, check_before
+from flatweights.keras._progress import SAVING, State, callbacks_beside, check_before
 from flatweights.keras._report import Report
 from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
@@ -192,7 +192,7 @@ def _over_members(rule: Rule) -> Callable[[list[FlatWeights]], FlatWeights]:
 
 
 def _uses_logs(callback: Any) -> bool:
-    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+    if isinstance(callback, SAVING):
         return bool(callback.save_best_only)
     kinds = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau, Report)
     return isinstance(callback, kinds)

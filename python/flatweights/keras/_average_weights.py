@@ -17,7 +17,14 @@ from flatweights._numbers import check_count, real_number
 from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.keras._progress import State, callbacks_beside, check_before, keepers_among
+from flatweights.keras._names import inner_variable, named_variables, with_slots
+from flatweights.keras._progress import (
+    SAVING,
+    State,
+    callbacks_beside,
+    check_before,
+    keepers_among,
+)
 from flatweights.keras._report import Report
 from flatweights.keras._settings import check_alike
 from flatweights.ray import Member, Round, WorkerError
@@ -87,7 +94,8 @@ class AverageWeights(MemberCallback):
         """Average in a meeting.
 
         Args:
-            every: The number of epochs or batches between two averages.
+            every: The number of epochs or batches between two averages. With the
+                ``steps_per_execution`` of ``compile``, batches count by whole executions.
             unit: ``"epoch"`` or ``"batch"``.
             member: This process's member. If None, that of the worker of Ray Train, shared with
                 the other callbacks and optimizers, which leaves at the end of the training.
@@ -95,7 +103,7 @@ class AverageWeights(MemberCallback):
                 with since the last one, or a number.
             include_optimizer: Whether the optimizer's slots are averaged, too.
             outer: An optimizer of `flatweights.server` for the trainable variables, as
-                `flatweights.tensorflow.TensorFlowVariables` names them, such as one that was
+                ``TensorFlowVariables(model, trainable_only=True)`` names them, such as one that was
                 loaded: the members start from its weights, which are rank 0's. Or a function that
                 makes such an optimizer from the first weights, with the same settings in all
                 members.
@@ -277,17 +285,20 @@ class AverageWeights(MemberCallback):
         has_state = self._progress is not None and self._progress.has_joined
         if self._includes_optimizer and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        optimizers = [model.optimizer] if self._includes_optimizer else []
         outer, self._learned = self._given_outer, None
         if isinstance(outer, ServerOptimizer) and self._stepped is model:
             outer = self.outer  # it has stepped since: the given one has the weights of the start
         # Seeds stay each member's own, or all would drop the same units.
-        weights = list(model.weights)
-        self._found = len(weights)
+        named = named_variables(model.weights, model)
+        self._found = len(named)
+        plain: dict[str, Any] = dict(named)
+        if self._includes_optimizer:
+            plain = dict(with_slots(named, model.optimizer).variables)
         if outer is not None:
-            self._learned = TensorFlowVariables(list(model.trainable_variables))
-            weights = list(model.non_trainable_weights)
-        plain = [*weights, *optimizers]
+            trained = {id(inner_variable(one)) for one in model.trainable_variables}
+            learned = {n: one for n, one in named.items() if id(inner_variable(one)) in trained}
+            self._learned = TensorFlowVariables(learned)
+            plain = {name: one for name, one in plain.items() if name not in learned}
         self._plain = TensorFlowVariables(plain) if plain else None
         if self._learned is not None and isinstance(outer, ServerOptimizer):
             _check_outer(outer, self._learned)
@@ -387,7 +398,7 @@ def _check_outer(outer: Any, learned: TensorFlowVariables) -> None:
     if difference is not None:
         raise ValueError(
             "outer: expected an optimizer of the model's trainable variables, such as FedAvgM("
-            "TensorFlowVariables(list(model.trainable_variables)).get_weights()), got one of other "
+            "TensorFlowVariables(model, trainable_only=True).get_weights()), got one of other "
             f"weights: {difference}"
         )
 
@@ -399,6 +410,6 @@ def _ends_with_own_averages(optimizer: Any) -> bool:
 
 def _keeps(callback: Any) -> bool:
     """Whether ``callback`` keeps weights: in a file, to set them at the end, or to swap them."""
-    kinds = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, Report
+    kinds = *SAVING, keras.callbacks.BackupAndRestore, Report
     swaps = isinstance(callback, keras.callbacks.SwapEMAWeights)
     return swaps or isinstance(callback, kinds) or bool(keepers_among([callback]))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import json
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
@@ -20,9 +22,10 @@ from flatweights import Layout
 from flatweights._average import Nonfinite, check_nonfinite
 from flatweights._core import CalledTensors, DeviceWindow, PeerDeviceWindow
 from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import Progress, State, callbacks_beside, keepers_among
 from flatweights.keras._settings import check_alike, settings_of
-from flatweights.ray import CallsDifferError, Member, Round
+from flatweights.ray import CallsDifferError, Member, Round, WorkerError
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import compute_in_python, device_of
@@ -64,9 +67,10 @@ def average_gradients(
     the start of each ``fit``. Otherwise a difference is an error at the first step.
     All members need optimizers with the same settings, and the same callbacks that change the
     learning rate or end the training: if these differ, all raise `flatweights.ray.CallsDifferError`
-    before the first step. Each member keeps its own values of other variables, such as
-    BatchNormalization's moving statistics and frozen layers; add `AverageWeights` to average them,
-    too.
+    before the first step. They need gradients of the same variables in each step: a variable that
+    gets one in some members only is an error in all. Each member keeps its own values of other
+    variables, such as BatchNormalization's moving statistics and frozen layers; add
+    `AverageWeights` to average them, too.
 
     >>> import keras
     >>> import flatweights.ray
@@ -97,6 +101,7 @@ def average_gradients(
         TypeError: If it is not an optimizer of Keras 3, ``member`` is not a `Member`, or ``rule``
             is not a rule.
         ValueError: If it averages gradients already, or ``nonfinite`` does not suit it.
+        RuntimeError: If it was made in the scope of a `tf.distribute.MirroredStrategy`.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
@@ -110,6 +115,7 @@ def average_gradients(
         )
     if averaging_of_optimizer(optimizer) is not None:
         raise ValueError("optimizer: it averages gradients already")
+    _check_strategy(optimizer)
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if not scales and keras.config.dtype_policy().name == "mixed_float16":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
@@ -142,6 +148,7 @@ class Averaging:
         self._is_started = False
         self._params: Any = None  # of the last `fit` that has begun, by which it is recognised
         self._begun: Any = None  # the model of a `fit` that has begun, until its first epoch
+        self._model: Callable[[], Any] = lambda: None  # that of the last `fit`: it names variables
         self._steps_before = int(optimizer.iterations)  # without averages
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
@@ -170,6 +177,7 @@ class Averaging:
         if self._params is callback.params is not None:  # another callback has begun it
             return
         self._params, self.progress, self._begun = callback.params, None, None
+        self._know(model)
         if not model.built and self.lease.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
         callbacks = callbacks_beside(callback)
@@ -262,7 +270,7 @@ class Averaging:
         own = {id(one) for one in _accumulators(self._optimizer)}
         slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
         with tf.control_dependencies(averages):
-            for variable in map(_inner, (*variables, *slots)):
+            for variable in map(inner_variable, (*variables, *slots)):
                 variable.assign(variable.read_value())
 
     def _apply_averages(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -293,10 +301,13 @@ class Averaging:
                 "average_gradients(keras.optimizers.LossScaleOptimizer(optimizer))"
             )
         optimizer = self._optimizer
+        _check_strategy(optimizer)
         if trainable_variables is None:
             trainable_variables = optimizer._trainable_variables
         variables = list(trainable_variables)
         frame = _fit_frame()
+        if frame is not None:
+            self._know(frame.f_locals["self"])
         if frame is not None and not self._is_started:
             self._callbacks = getattr(frame.f_locals.get("callbacks"), "callbacks", None)
         self._check_callbacks(frame)
@@ -310,14 +321,27 @@ class Averaging:
             return list(grads), variables
         with tf.init_scope():
             # If the model is built in this function, its first trace only makes variables.
-            if all(_inner(variable).is_initialized() for variable in variables):
+            if all(inner_variable(variable).is_initialized() for variable in variables):
                 with keras.name_scope(optimizer.name):
                     optimizer.build(variables)
         return list(grads), variables
 
+    def _know(self, model: Any) -> None:
+        """Name variables by the structure of ``model`` from now on; by their paths, if None."""
+        if self._model() is not model:
+            self._model = (lambda: None) if model is None else weakref.ref(model)
+            self._exchanges.clear()
+            self._states.clear()
+
     def _check_callbacks(self, frame: FrameType | None) -> None:
         """Raise if ``frame`` is of a `fit` whose members may come back, without our callbacks."""
         if self.lease.min_results is not None and self.progress is None and frame is not None:
+            if averaging_of(frame.f_locals["self"]) is not self:
+                raise ValueError(
+                    "average_gradients(min_results=): expected the optimizer that the model was "
+                    "compiled with, got another one. Members that come back are healed for one "
+                    "optimizer: with several, leave out min_results"
+                )
             raise ValueError(
                 "average_gradients(min_results=): expected the callback AverageLogs or "
                 "AverageWeights in fit, which tells members that come back the epoch of the "
@@ -334,6 +358,7 @@ class Averaging:
             self._make(variables)
         if _fit_frame() is None:  # of a loop of the user's own, perhaps after a fit
             self.progress = None
+            self._know(None)  # nor does a member know the model that joins in this loop
         if tf.executing_eagerly():
             self._start(variables, in_step=False)
 
@@ -366,10 +391,12 @@ class Averaging:
             ) from error
         may_end_apart = self.lease.min_results is not None
         settings = settings_of(self._optimizer, callbacks, may_end_apart=may_end_apart)
-        # A row for each member: whether it is in a step, the digests of its state and of its
-        # settings, the bytes of these, and its first epoch.
-        rows = np.zeros((member.size, 3 + 2 * _DIGEST))
-        own = [in_step, *_digest(values), *_digest(settings), len(settings), epoch or 0]
+        # A row for each member: whether it is in a step, the digests of its state's names and
+        # values and of its settings, the bytes of these, and its first epoch.
+        rows = np.zeros((member.size, 3 + 3 * _DIGEST))
+        names = json.dumps(state.layout.names).encode()
+        digests = *_digest(names), *_digest(values), *_digest(settings)
+        own = [in_step, *digests, len(settings), epoch or 0]
         rows[member.rank] = own
         del values
         with calls_are_equal(member, "start" if epoch is None else "epoch"):
@@ -387,30 +414,39 @@ class Averaging:
         root = min(started.used)
         differs = rows != rows[root]
         _check_epochs(rows[:, -1].astype(int), started.used)
-        if differs[[*started.used], 1 + _DIGEST :].any():
+        if differs[[*started.used], 1 + 2 * _DIGEST :].any():
             expected = (
                 "average_gradients: expected optimizers and callbacks that change all members alike"
             )
             check_alike(self.lease, expected, settings, rows[:, -2].astype(int))
-        different = [rank for rank in started.used if differs[rank, 1 : 1 + _DIGEST].any()]
+        digits = differs[:, 1 : 1 + 2 * _DIGEST]  # of names, then of values
+        different = [rank for rank in started.used if digits[rank].any()]
         if different:
-            if rows[:, 0].any():
+            if rows[:, 0].any() and not digits[[*started.used], :_DIGEST].any():
                 raise ValueError(
                     "average_gradients: at the first step expected the variables and the "
                     "optimizer's slots of rank 0 in all members, got other values in ranks "
                     f"{different}. Call model.optimizer.build(model.trainable_variables) before "
                     "fit, which sets them, or use the callback AverageLogs, which calls it"
                 )
-            with calls_are_equal(member, "start"):
-                member.broadcast_variables(state, root, timeout=self.lease.timeout)
+            try:
+                with calls_are_equal(member, "start"):
+                    member.broadcast_variables(state, root, timeout=self.lease.timeout)
+            except WorkerError:  # the root has died: another one takes its place
+                if self.lease.min_results is None:
+                    raise
+                self._callbacks = callbacks
+                self._start(variables, in_step, epoch)
         self._is_started = True
+
+    def _named(self, variables: Sequence[Any]) -> dict[str, Any]:
+        """Return ``variables`` by name: by the model's structure, if a `fit` has told the model."""
+        return named_variables(variables, self._model())
 
     def _variables_with_slots(self, variables: Sequence[Any]) -> TensorFlowVariables:
         """Return ``variables`` and the optimizer's slots, in the same order in all members."""
-        own = {id(one) for one in _accumulators(self._optimizer)}  # each member's own
-        slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
-        # Keras numbers names of slots by counters of the process.
-        return TensorFlowVariables([*variables, {str(k): slot for k, slot in enumerate(slots)}])
+        own = _accumulators(self._optimizer)  # each member's own
+        return with_slots(self._named(variables), self._optimizer, without=own)
 
     def _state_of(self, variables: Sequence[Any], keepers: Sequence[str] = ()) -> State:
         """Return the state that heals a member of a training of ``variables``.
@@ -419,7 +455,7 @@ class Averaging:
             variables: The variables.
             keepers: The names of the callbacks that keep copies of them.
         """
-        key = tuple(id(_inner(variable)) for variable in variables), (*keepers,)
+        key = tuple(id(inner_variable(variable)) for variable in variables), (*keepers,)
         if key not in self._states:
             whole = self._variables_with_slots(variables)
             self._states[key] = State(whole, len(variables), keepers, _own_name(self._optimizer))
@@ -429,14 +465,14 @@ class Averaging:
         """Return the averages of ``grads``, dense; of a graph inside a `tf.function`."""
         if not grads:
             return []
-        key = tuple(id(_inner(variable)) for variable in variables)
+        key = tuple(id(inner_variable(variable)) for variable in variables)
         exchange = self._exchanges.get(key)
         dense = [tf.convert_to_tensor(grad) for grad in grads]
         if exchange is None:
             with tf.init_scope():
-                exchange = self._exchanges[key] = _Exchange(variables, dense)
+                exchange = self._exchanges[key] = _Exchange(self._named(variables), dense)
         compute = functools.partial(self._exchange, exchange)
-        return compute_in_python(compute, dense, device_of([*map(_inner, variables)]))
+        return compute_in_python(compute, dense, device_of([*map(inner_variable, variables)]))
 
     def _exchange(self, exchange: _Exchange, grads: CalledTensors) -> None:
         """Average ``grads``."""
@@ -511,9 +547,9 @@ class _Exchange:
         grads: The gradients and their averages, on the host or on a GPU, while they are averaged.
     """
 
-    def __init__(self, variables: Sequence[Any], grads: Sequence[tf.Tensor]) -> None:
-        self.variables = variables
-        slots = TensorFlowVariables(list(variables)).layout.slots
+    def __init__(self, named: dict[str, Any], grads: Sequence[tf.Tensor]) -> None:
+        self.variables = [*named.values()]
+        slots = TensorFlowVariables(named).layout.slots
         names, shapes = [slot.name for slot in slots], [(slot.size,) for slot in slots]
         self.layout = Layout(names, shapes, [grad.dtype.as_numpy_dtype for grad in grads])
         self.grads: CalledTensors | None = None
@@ -588,6 +624,19 @@ def _check_in_time(result: Round, what: str) -> None:
         )
 
 
+def _check_strategy(optimizer: Any) -> None:
+    """Raise if the steps of ``optimizer`` run in several replicas of this process."""
+    strategy = tf.distribute.get_strategy()
+    is_mirrored = isinstance(inner_variable(optimizer.iterations), tf.distribute.DistributedValues)
+    if is_mirrored or strategy.num_replicas_in_sync > 1:
+        name = type(strategy).__name__ if tf.distribute.has_strategy() else "MirroredStrategy"
+        raise RuntimeError(
+            f"average_gradients: expected one replica a member, got an optimizer of a {name}: "
+            "each replica would wait for the other members. Use AverageWeights, which works with "
+            "it, or one member for each device"
+        )
+
+
 def _check_known(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raise if ``optimizer`` was built without some of ``variables``."""
     known = {id(one) for one in optimizer._trainable_variables} if optimizer.built else set()
@@ -614,7 +663,3 @@ def _check_epochs(epochs: NDArray[np.int64], used: Sequence[int]) -> None:
 def _is_averaged(grad: Any, variable: Any) -> bool:
     """Whether ``grad`` is a gradient: for some variables, Keras passes the next value instead."""
     return grad is not None and not getattr(variable, "overwrite_with_gradient", False)
-
-
-def _inner(variable: Any) -> Any:
-    return variable.value if isinstance(variable, keras.Variable) else variable

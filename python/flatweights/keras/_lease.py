@@ -33,7 +33,8 @@ _PLACES: dict[Place, str] = {
 _SAME: dict[Place, str] = {
     "start": "the same model, optimizer and callbacks",
     "epoch": "the same model, optimizer and callbacks",
-    "step": "the same model and the same arguments of average_gradients",
+    "step": "the same model, gradients of the same variables, and the same arguments of "
+    "average_gradients",
     "weights": "the same model and the same arguments of AverageWeights",
     "logs": "the same metrics, the same arguments of AverageLogs, a batch of data or more, and "
     "validation data in all of them or in none",

@@ -28,12 +28,21 @@ _ROOM = 8192  # bytes for the giver's place and for the counts of its callbacks
 _LAST = 10.0  # least seconds for which the end of a training waits for late members
 _REPLACED = 300.0  # seconds for which it waits for the workers that replace dead ones
 _PAUSE = 0.05  # seconds until it first looks for those workers
-# Callbacks of Keras that decide by their counts. A member that was absent lacks these counts.
-_DECIDING = (
-    keras.callbacks.EarlyStopping,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.ReduceLROnPlateau,
+# Callbacks of Keras that save the model; the second is not in older versions.
+SAVING: tuple[type[Any], ...] = tuple(
+    getattr(keras.callbacks, name)
+    for name in ("ModelCheckpoint", "OrbaxCheckpoint")
+    if hasattr(keras.callbacks, name)
 )
+# Callbacks of Keras that decide by their counts. A member that was absent lacks these counts.
+_DECIDING: tuple[type[Any], ...] = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ReduceLROnPlateau,
+    *SAVING,
+)
+# Whether the model has the moving averages, and their slots the weights, travels with both.
+_SWAPPING = keras.callbacks.SwapEMAWeights
+_SWAPPED = "_ema_weights_in_model"
 _BEST = "best_weights"
 _COUNTS = frozenset(
     (
@@ -208,8 +217,8 @@ class Progress:
         """Meet the others; all callbacks of a `fit` call it."""
         if self.has_joined:
             self._model._initial_epoch = None  # Keras has read it; no later `fit` may begin there
-            if self._pending is not None:
-                self._take_counts(self._pending)  # `AverageWeights` has set its counts to zero
+            if self._pending is not None:  # `AverageWeights` has set its counts to zero
+                self._take_counts(self._pending, but=_SWAPPING)
         if epoch == self._epoch:
             return
         self._epoch, self._done, self._ahead = epoch, 0, 0
@@ -235,6 +244,7 @@ class Progress:
             self._breaks = self._model.stop_training = True
         if self._held is not None:
             self._state.scatter(self._held)
+            self._take_counts(self._state.place, _SWAPPING)
 
     def end_epoch(self, callback: Any) -> None:
         """Let `fit` go on, unless it is over; callbacks go on from the counts of the others.
@@ -321,7 +331,7 @@ class Progress:
                 time.sleep(pause)
                 pause = min(2 * pause, 1.0)
         if self._pending is not None:  # healed after the last epoch, or before any
-            self._take_counts(self._pending)
+            self._take_counts(self._pending, but=_SWAPPING)
         self._model._initial_epoch = None
         self.is_apart = False
 
@@ -358,11 +368,16 @@ class Progress:
                     "%s begins anew: the member that gave the state has no such callback", name
                 )
 
-    def _take_counts(self, giver: Place, kinds: type | tuple[type, ...] = object) -> None:
+    def _take_counts(
+        self,
+        giver: Place,
+        kinds: type | tuple[type, ...] = object,
+        but: type | tuple[type, ...] = (),
+    ) -> None:
         """Take the counts of callbacks of some ``kinds``; members may have other callbacks."""
         for name, counts in giver.counts.items():
             one = self._named.get(name)
-            if one is not None and isinstance(one, kinds):
+            if one is not None and isinstance(one, kinds) and not isinstance(one, but):
                 vars(one).update(counts)
 
 
@@ -420,6 +435,7 @@ def _counts_of(callback: Any) -> dict[str, Any]:
     names = getattr(callback, "counted", None)
     if names is None:
         names = _COUNTS if isinstance(callback, _DECIDING) else ()
+        names = {_SWAPPED} if isinstance(callback, _SWAPPING) else names
     return {name: value for name, value in vars(callback).items() if name in names}
 
 

@@ -22,6 +22,7 @@ from flatweights.keras._samples import Samples
 from flatweights.ray import is_replaceable
 
 _MODEL = "model.keras"
+_WEIGHTS = "model.weights.h5"  # of a model whose structure Keras cannot save
 _EPOCHS = "epochs"  # in the metrics and in the checkpoint's metadata
 _PAUSE = 0.05  # seconds between two looks whether all have reported
 _PATIENCE = 60.0  # seconds, at least, for which the others wait while rank 0 saves the model
@@ -35,7 +36,9 @@ class Report(MemberCallback):
     Put it last in the list of callbacks, after `AverageLogs`: it reports the logs as the other
     callbacks leave them. The metrics also contain ``epochs``, the number of finished epochs, and
     ``seconds``, the time of this epoch without the report. The checkpoint has one file,
-    ``model.keras``, with the optimizer's state: `keras.models.load_model` reads it.
+    ``model.keras``, with the optimizer's state: `keras.models.load_model` reads it. If Keras cannot
+    save the structure of the model, such as that of a class without ``get_config``, the file is
+    ``model.weights.h5``, without the structure; `resume` reads either.
 
     `resume` sets a model to the latest checkpoint, after Ray Train has restarted the workers::
 
@@ -68,6 +71,7 @@ class Report(MemberCallback):
         super().__init__(MemberLease("Report", None))
         self._every = check_count(every, "every")
         self._saves = save
+        self._saves_weights_only = False  # Keras cannot save the structure of the model
         self._call: Future[None] | None = None  # of ray.train.report, the last one
 
     @staticmethod
@@ -124,7 +128,8 @@ class Report(MemberCallback):
             # Keras warns of an optimizer of another kind, and leaves this one as it is.
             warnings.filterwarnings("error", "Skipping variable loading for optimizer")
             try:
-                model.load_weights(Path(folder, _MODEL))
+                whole = Path(folder, _MODEL)
+                model.load_weights(whole if whole.exists() else Path(folder, _WEIGHTS))
             except UserWarning as warning:
                 raise ValueError(f"checkpoint: {warning}") from None
         return int(epochs)
@@ -200,7 +205,16 @@ class Report(MemberCallback):
         if self._rank or not self._saves:
             return None
         folder = tempfile.TemporaryDirectory()
-        self.model.save(Path(folder.name, _MODEL))
+        if not self._saves_weights_only:
+            try:
+                self.model.save(Path(folder.name, _MODEL))
+                return folder
+            except (NotImplementedError, TypeError, ValueError) as error:
+                reason = " ".join(str(error).split()).partition(" Example:")[0]
+                _log.warning("Report saves weights only, in %s, because of: %s", _WEIGHTS, reason)
+                self._saves_weights_only = True
+                Path(folder.name, _MODEL).unlink(missing_ok=True)
+        self.model.save_weights(Path(folder.name, _WEIGHTS))
         return folder
 
     def _report_with_others(self, metrics: dict[str, Any]) -> bool:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from flatweights import _core
 from flatweights._core import move_parts
 from flatweights._flatten import flatten
 from flatweights._layout import Layout, cast_for_slot
 from flatweights._match import match_slots
 from flatweights._trees import as_vector
 from flatweights._weights import FlatWeights
+
+Memory: TypeAlias = NDArray[np.uint8] | _core.DeviceWindow | _core.PeerDeviceWindow
+"""Packed weights, in memory of the host or in a window of a GPU."""
 
 
 @runtime_checkable
@@ -42,6 +46,12 @@ class Variables(Protocol):
     ``get_weights()``, ``set_weights(weights, share=)``, ``get_flat()`` or
     ``set_flat(vector, share=)``, as `flatweights.tensorflow.TensorFlowVariables` has, the worker
     calls that method instead.
+
+    If the object has an attribute ``seed_names`` that is not empty, as that class has for models
+    with Dropout, averages and published weights are set with ``seeds=False``: by
+    ``scatter(buffer, seeds=False)``, and in a `FlatWorker` also by ``set_weights`` and
+    ``set_flat``. The states of random numbers then stay each process's own. The ``state`` that
+    heals a `Member` is set by ``scatter(buffer)``.
     """
 
     @property
@@ -92,12 +102,12 @@ def set_weights(
     """Set ``variables`` by name, as `flatweights.tensorflow.TensorFlowVariables.set_weights`."""
     own = getattr(variables, "set_weights", None)
     if own is not None:
-        own(new_weights, share=share)
+        own(new_weights, share=share, **_without_seeds(variables))
         return
     _refuse_sharing(variables, share)
     layout = variables.layout
     if isinstance(new_weights, FlatWeights) and new_weights.layout == layout:
-        variables.scatter(new_weights.buffer)
+        scatter(variables, new_weights.buffer)
         return
     keys = match_slots(new_weights, layout)
     _scatter(variables, {i: cast_for_slot(layout, i, new_weights[key]) for i, key in keys.items()})
@@ -107,13 +117,23 @@ def set_flat(variables: Variables, new_weights: ArrayLike, *, share: bool = Fals
     """Set all ``variables`` from one vector."""
     own = getattr(variables, "set_flat", None)
     if own is not None:
-        own(new_weights, share=share)
+        own(new_weights, share=share, **_without_seeds(variables))
         return
     _refuse_sharing(variables, share)
     layout = variables.layout
     flat = as_vector(new_weights, layout.size, "new_weights")
     views = layout.vector_views(np.ascontiguousarray(flat))
     _scatter(variables, {i: cast_for_slot(layout, i, view) for i, view in enumerate(views)})
+
+
+def scatter(variables: Any, memory: Memory) -> None:
+    """Set ``variables`` from packed weights, except states of seed generators."""
+    move = variables.scatter if isinstance(memory, np.ndarray) else variables.scatter_window
+    move(memory, **_without_seeds(variables))
+
+
+def _without_seeds(variables: Variables) -> dict[str, bool]:
+    return {"seeds": False} if getattr(variables, "seed_names", ()) else {}
 
 
 def _gathered(variables: Variables) -> FlatWeights:
@@ -130,7 +150,7 @@ def _scatter(variables: Variables, values: Mapping[int, NDArray[Any]]) -> None:
         variables.gather_into(buffer)
     views = layout.packed_views(buffer)
     move_parts([views[i] for i in values], list(values.values()))
-    variables.scatter(buffer)
+    scatter(variables, buffer)
 
 
 def _refuse_sharing(variables: Variables, share: bool) -> None:

@@ -159,7 +159,11 @@ class FlatWorker:
         return _variables.get_weights(self.variables)
 
     def set_weights(self, new_weights: Mapping[str, ArrayLike], *, share: bool = False) -> None:
-        """Set weights by name; see `TensorFlowVariables.set_weights`."""
+        """Set weights by name; see `TensorFlowVariables.set_weights`.
+
+        States of seed generators stay the worker's own, or all workers would draw the same random
+        numbers; ``self.variables.set_weights(new_weights)`` sets them, too.
+        """
         _variables.set_weights(self.variables, new_weights, share=share)
 
     def get_flat(self) -> NDArray[Any]:
@@ -170,6 +174,8 @@ class FlatWorker:
         self, new_weights: ArrayLike | Mapping[str, ArrayLike], *, share: bool = False
     ) -> None:
         """Set all weights from one vector; see `TensorFlowVariables.set_flat`.
+
+        States of seed generators stay the worker's own, as in `set_weights`.
 
         Weights by name, such as the result of `get_weights` or an average, are set by
         `set_weights`.
@@ -296,7 +302,7 @@ def _receive(
     new_weights = weights_of(new_weights)
     if type(new_weights) is Packed:
         if _may_scatter(worker, new_weights.layout):
-            worker.variables.scatter(new_weights.buffer)
+            _variables.scatter(worker.variables, new_weights.buffer)
             state.version = version
             return
         new_weights = new_weights.weights()

@@ -30,12 +30,14 @@ class Discovered(NamedTuple):
         variables: By name, the `tf.Variable` of each.
         replicas: By name, the other replicas of a mirrored variable, which are kept equal.
         graph: The graph of the variables; None for eager ones.
+        layers: The layers that hold some of them.
     """
 
     wrappers: dict[str, Any]
     variables: dict[str, tf.Variable]
     replicas: dict[str, Sequence[tf.Variable]]
     graph: tf.Graph | None
+    layers: Sequence[Any] = ()
 
 
 def discover(
@@ -46,12 +48,15 @@ def discover(
     Raises:
         TypeError: If something else is passed, or a variable's dtype cannot be moved.
         ValueError: If there are no variables; or if some are eager and others of a graph, or
-            of several graphs; or if one has no fixed shape or is not built.
+            of several graphs; or if one has no fixed shape, is not built, or is a sharded DTensor.
     """
     items = [item for _, item in leaves(output, ())]
     symbolic = [item for item in items if is_symbolic(item)]
-    held = find_variables([item for item in items if not is_symbolic(item)] if symbolic else output)
-    listed = find_variables(input_variables, beside=held)
+    layers: list[Any] = []
+    held = find_variables(
+        [item for item in items if not is_symbolic(item)] if symbolic else output, layers=layers
+    )
+    listed = find_variables(input_variables, beside=held, layers=layers)
     if trainable_only:
         held, listed = ([item for item in items if item.is_trained] for items in (held, listed))
     if symbolic or any(_graph_of(entry.variable) for entry in (*held, *listed)):
@@ -65,7 +70,7 @@ def discover(
         raise ValueError("expected variables of the session's graph, got eager ones")
     for name, variable in discovered.variables.items():
         _check_movable(name, variable)
-    return discovered
+    return discovered._replace(layers=layers)
 
 
 def _eager(held: list[Held], listed: list[Held]) -> Discovered:
@@ -150,10 +155,19 @@ def _check_movable(name: str, variable: tf.Variable) -> None:
             "a variable that is synchronized on reading; leave it out by passing the list of the "
             "other variables"
         )
+    layout = getattr(variable, "layout", None)  # of a DTensor
+    if layout is not None and not layout.is_fully_replicated():
+        raise ValueError(
+            f"variable {name!r}: expected a DTensor with all values on each device, got the layout "
+            f"{layout.sharding_specs}; leave it out by passing the list of the other variables"
+        )
     if variable.dtype.base_dtype not in _MOVED:
         raise TypeError(
             f"variable {name!r}: expected numbers or booleans, got {variable.dtype.name}; "
             "leave it out by passing the list of the other variables"
         )
     if not variable.shape.is_fully_defined():
-        raise ValueError(f"variable {name!r}: expected a fixed shape, got {variable.shape}")
+        raise ValueError(
+            f"variable {name!r}: expected a fixed shape, got {variable.shape}; leave it out by "
+            "passing the list of the other variables"
+        )

@@ -9,8 +9,10 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.sharded_variable import ShardedVariableMixin
 
@@ -95,6 +97,29 @@ def inner_variable(wrapper: Any) -> tf.Variable:
             f"{type(variable).__name__}: Keras runs on another backend"
         )
     return variable
+
+
+def is_seed(variable: tf.Variable) -> bool:
+    """Whether ``variable`` is the state of a Keras seed generator or a `tf.random.Generator`."""
+    name = last_name(variable)
+    return re.fullmatch(r"(seed_generator_state|StateVar)(_\d+)?", name) is not None and (
+        variable.dtype.is_integer and not variable.trainable
+    )
+
+
+def key_texts(keys: Iterable[Any]) -> list[str]:
+    """Return a text for each key of a mapping, equal in all processes.
+
+    Keys whose text may contain an address or a value, such as references to variables, become their
+    position.
+    """
+    return [str(key) if _has_text(key) else str(i) for i, key in enumerate(keys)]
+
+
+def _has_text(key: Any) -> bool:
+    if isinstance(key, tuple):
+        return all(map(_has_text, key))
+    return key is None or isinstance(key, (str, bytes, int, float, Enum, np.generic))
 
 
 def own_name(variable: Any) -> str:

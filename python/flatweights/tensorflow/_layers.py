@@ -12,6 +12,7 @@ from flatweights.tensorflow._kinds import (
     is_of_keras_3,
     is_sequential_or_functional,
     is_variable,
+    key_texts,
     last_name,
 )
 
@@ -23,7 +24,8 @@ def layer_variables(
 
     The states of stateful recurrent layers follow at the end, since Keras does not list them among
     its variables. Keras does list lookup tables of `tf_keras`, but they hold no numbers that could
-    be moved, and are left out.
+    be moved, and are left out. So are variables without a fixed shape in its preprocessing layers,
+    which compute with constants instead.
 
     Args:
         layer: A model or layer that is built.
@@ -41,6 +43,13 @@ def layer_variables(
             f"exist: call build() or call it on data first (unbuilt: {', '.join(unbuilt)})"
         )
     paths: dict[int, KeyPath] = {}
+    summaries = {
+        id(variable)
+        for _, sub in layers
+        if ".layers.preprocessing." in type(sub).__module__ and is_layer_of_keras_2(sub)
+        for variable in filter(is_variable, sub.variables)
+        if not variable.shape.is_fully_defined()
+    }
     path, _ = layers[0]
     for where, sub in layers:
         for name, variable in _own_variables(sub):
@@ -49,6 +58,8 @@ def layer_variables(
     # Variables in frozen layers of `tf_keras` still say that they are trainable.
     trained = {id(inner_variable(variable)) for variable in layer.trainable_variables}
     for variable in filter(is_variable, layer.variables):
+        if id(variable) in summaries:
+            continue
         where = paths.get(id(variable)) or bare.get(id(variable), (*path, last_name(variable)))
         yield where, variable, id(inner_variable(variable)) in trained
     for where, sub in layers:
@@ -101,7 +112,7 @@ def leaves(
 ) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the items in ``held``, through nested mappings, lists and tuples."""
     if isinstance(held, Mapping):
-        items = [(str(key), item) for key, item in held.items()]
+        items = [*zip(key_texts(held), held.values(), strict=True)]
     elif isinstance(held, (list, tuple)):
         items = [(str(i), item) for i, item in enumerate(held)]
     else:

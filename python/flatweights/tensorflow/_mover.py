@@ -175,9 +175,11 @@ class Mover:
         """Read all variables into a window of their `gpu`, in the packed form."""
         self._bound_whole().get_window(window)
 
-    def set_window(self, window: _core.DeviceWindow | _core.PeerDeviceWindow) -> None:
-        """Write all variables from a window of their `gpu`."""
-        self._bound_whole().set_window(window)
+    def set_window(
+        self, window: _core.DeviceWindow | _core.PeerDeviceWindow, positions: Sequence[int]
+    ) -> None:
+        """Write the variables at these positions from a window of their `gpu`."""
+        self._bound_whole().set_window(window, positions)
 
     def _bound_whole(self) -> _core.BoundVariables:
         bound = self._whole()

@@ -16,6 +16,7 @@ from flatweights.tensorflow._kinds import (
     is_optimizer,
     is_partitioned,
     is_variable,
+    key_texts,
     own_name,
 )
 from flatweights.tensorflow._layers import layer_variables, layers_by_path, leaves
@@ -47,7 +48,9 @@ class Held(NamedTuple):
     is_trained: bool
 
 
-def find_variables(output: Any, beside: Iterable[Held] = ()) -> list[Held]:
+def find_variables(
+    output: Any, beside: Iterable[Held] = (), layers: list[Any] | None = None
+) -> list[Held]:
     """Return each variable that ``output`` holds, once, in order.
 
     Args:
@@ -55,12 +58,13 @@ def find_variables(output: Any, beside: Iterable[Held] = ()) -> list[Held]:
             `tf.Module`, an object with variables as attributes, or any nesting of these in
             lists, tuples and mappings. None holds nothing.
         beside: Variables that optimizers in ``output`` may have slots for.
+        layers: Gets the layers that are entered.
 
     Raises:
         TypeError: If it holds anything else.
         ValueError: If a model, a layer or an optimizer in it is not built.
     """
-    held = list(_Walk().walk(output, ()))
+    held = list(_Walk(layers).walk(output, ()))
     models = _once(held)
     # Slots are named after variables of models, which may come after their optimizer.
     owners = {owner_key(item.variable): item.path for item in (*beside, *models)}
@@ -89,8 +93,9 @@ def _once(items: Iterable[_Item]) -> list[Held]:
 class _Walk:
     """One walk through everything that the user passed; it enters each object once."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: list[Any] | None = None) -> None:
         self._entered: set[int] = set()
+        self._layers = [] if layers is None else layers
 
     def walk(
         self, value: Any, path: KeyPath, within: frozenset[int] = frozenset()
@@ -107,12 +112,12 @@ class _Walk:
         if is_variable(value):
             yield from self._variable((*path, own_name(value)), value)
         elif isinstance(value, Mapping):
-            for key, item in value.items():
+            for key, item in zip(key_texts(value), value.values(), strict=True):
                 # The key is the whole name of a variable, but a prefix for anything else.
                 if is_variable(item):
-                    yield from self._variable((*path, str(key)), item)
+                    yield from self._variable((*path, key), item)
                 else:
-                    yield from self.walk(item, (*path, str(key)), within | {id(value)})
+                    yield from self.walk(item, (*path, key), within | {id(value)})
         elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
             for prefix, item in zip(_prefixes(value), value, strict=True):
                 yield from self.walk(item, (*path, *prefix), within | {id(value)})
@@ -162,6 +167,7 @@ class _Walk:
             yield from layer_variables(value, layers, bare)
             for layer_path, layer in layers:
                 # Keras 3, unlike `tf_keras`, does not track these.
+                self._layers.append(layer)
                 if not is_layer_of_keras_2(layer):
                     yield from self._bare(layer, layer_path)
         else:

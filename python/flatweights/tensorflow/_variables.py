@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, NoReturn
 
@@ -23,12 +23,15 @@ from flatweights._numbers import finite
 from flatweights._safetensors import read
 from flatweights._trees import as_array, as_vector
 from flatweights._weights import FlatWeights
+from flatweights.tensorflow._adapted import Adapted
 from flatweights.tensorflow._apply import Steps
 from flatweights.tensorflow._buckets import Operations, make_buckets
+from flatweights.tensorflow._changes import Changes
 from flatweights.tensorflow._discover import discover
 from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._frozen import check_frozen
 from flatweights.tensorflow._gradients import Gradients
+from flatweights.tensorflow._kinds import is_seed
 from flatweights.tensorflow._mover import ADD, LERP, Mover, Update
 from flatweights.tensorflow._objective import Objective
 from flatweights.tensorflow._session import SessionOperations
@@ -119,6 +122,7 @@ class TensorFlowVariables:
             [v.dtype.base_dtype.as_numpy_dtype for v in discovered.variables.values()],
         )
         self._dtype = self._layout.dtype
+        self._seeds = {i for i, v in enumerate(discovered.variables.values()) if is_seed(v)}
         self._has_warned = False
         self._without_arithmetic = [
             str(slot)
@@ -141,9 +145,12 @@ class TensorFlowVariables:
             )
             self._session.set_session(sess)
             is_usable = self._session.raw_session() is not None
-        self._mover = Mover(operations, self._layout, library, discovered.replicas)
+        self._moves = Mover(operations, self._layout, library, discovered.replicas)
         if is_usable:
-            self._mover.bind()
+            self._moves.bind()
+        self._changes = Changes(discovered.layers, discovered.variables)
+        is_eager = discovered.graph is None
+        self._adapted = Adapted(discovered.layers if is_eager else (), discovered.variables)
         self._gradients = Gradients(self._variables, self._layout)
         self._steps = Steps(self._variables, self._layout, self._session)
 
@@ -152,6 +159,12 @@ class TensorFlowVariables:
         unbound = f", {len(self.unbound)} unbound" if self.unbound else ""
         name = type(self).__name__
         return f"<{name} of {len(self._layout)} variables, {self._layout.size:,} elements{unbound}>"
+
+    @property
+    def _mover(self) -> Mover:
+        """Moves the variables, which are still the model's: else it raises `RuntimeError`."""
+        self._changes.check()
+        return self._moves
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -164,13 +177,22 @@ class TensorFlowVariables:
         return self._layout
 
     @property
+    def seed_names(self) -> tuple[str, ...]:
+        """The names of the states of seed generators, such as those of Dropout layers.
+
+        `flatweights.ray` sets averages and published weights with ``seeds=False``, so that these
+        stay each process's own: with equal ones, all workers would drop the same units.
+        """
+        return tuple(self._layout.names[i] for i in sorted(self._seeds))
+
+    @property
     def unbound(self) -> dict[str, str]:
         """By name, the variables that TensorFlow's operations move, and why.
 
         All others are bound: read and written in place, at the speed of memory. This is
         decided at construction or at the first get or set, and again in another session.
         """
-        return self._mover.reasons
+        return self._moves.reasons
 
     @property
     def shared(self) -> dict[str, bool]:
@@ -183,7 +205,7 @@ class TensorFlowVariables:
         >>> TensorFlowVariables(tf.Variable(3.0, name="b")).shared
         {'b': False}
         """
-        return dict(zip(self._layout.names, self._mover.shared(), strict=True))
+        return dict(zip(self._layout.names, self._moves.shared(), strict=True))
 
     @property
     def sess(self) -> Any:
@@ -256,7 +278,8 @@ class TensorFlowVariables:
             TypeError: If ``out`` is not of ``dtype``, or ``dtype`` cannot hold the weights.
             ValueError: If ``out`` has another length, is strided or read-only.
             RuntimeError: In a graph, if no session is set or a variable is not
-                initialized; if called inside a `tf.function`.
+                initialized; if called inside a `tf.function`; if the model has got other variables
+                since, by ``quantize`` or ``enable_lora``.
         """
         if dtype is None:
             vector = self._mover.try_get(out)
@@ -297,7 +320,7 @@ class TensorFlowVariables:
                 )
                 return
 
-    def set_flat(self, new_weights: ArrayLike, *, share: bool = False) -> None:
+    def set_flat(self, new_weights: ArrayLike, *, share: bool = False, seeds: bool = True) -> None:
         """Set all weights from one vector.
 
         It is cast as ``np.copyto(casting="same_kind")`` does, and integer variables take
@@ -326,18 +349,31 @@ class TensorFlowVariables:
                 writable views of a frozen array and other maps of a file are not detected.
                 Arrays that only claim to be read-only (of `numpy.from_dlpack`, of an
                 ``__array_interface__``) are rejected.
+            seeds: Whether states of seed generators (`seed_names`) are set, too.
 
         Raises:
             ValueError: If it has another length, a value does not fit an integer variable,
                 or it is to be shared and is not known to be read-only.
             TypeError: If its dtype cannot be cast.
-            RuntimeError: In a graph, if no session is set; if called inside a `tf.function`.
+            RuntimeError: In a graph, if no session is set; if called inside a `tf.function`; if
+                the model has got other variables since, by ``quantize`` or ``enable_lora``.
         """
-        if share or not self._mover.try_set(new_weights):
+        keeps = self._seeds and not seeds
+        if share or keeps or not self._mover.try_set(new_weights):
             flat = self._vector(new_weights, "new_weights")
             if share:
                 check_frozen(as_array(new_weights, "new_weights"), "new_weights")
-            self._mover.set_vector(flat, share=share)
+            if keeps:
+                self._set_without_seeds(self._layout.vector_views(flat), share=share)
+            else:
+                self._mover.set_vector(flat, share=share)
+        self._adapted.check()
+
+    def _set_without_seeds(self, values: Sequence[NDArray[Any]], *, share: bool = False) -> None:
+        """Set all variables except the states of seed generators, from one array for each slot."""
+        others = [i for i in range(len(self._layout)) if i not in self._seeds]
+        parts = {i: cast_for_slot(self._layout, i, values[i]) for i in others}
+        self._mover.set_parts(parts, share=share)
 
     def _vector(self, value: ArrayLike, argument: str) -> NDArray[Any]:
         flat = as_vector(value, self._layout.size, argument)
@@ -399,6 +435,7 @@ class TensorFlowVariables:
                 f"expected dtypes with arithmetic, got {', '.join(self._without_arithmetic)}"
             )
         self._mover.update(update, flat, a)
+        self._adapted.check()
 
     def get_weights(self) -> FlatWeights:
         """Return the weights by name, over one packed buffer that nothing else aliases.
@@ -432,7 +469,7 @@ class TensorFlowVariables:
         """
         self._mover.get_packed(buffer)
 
-    def scatter(self, buffer: NDArray[np.uint8]) -> None:
+    def scatter(self, buffer: NDArray[np.uint8], *, seeds: bool = True) -> None:
         """Set all variables from a packed ``buffer``, which is not changed.
 
         Like `set_weights` of all weights, without a view of each part.
@@ -448,12 +485,17 @@ class TensorFlowVariables:
 
         Args:
             buffer: Contiguous uint8 vector of ``layout.nbytes``.
+            seeds: Whether states of seed generators (`seed_names`) are set, too.
 
         Raises:
             ValueError: If it is something else; no variable is changed.
             RuntimeError: As `get_flat`.
         """
-        self._mover.set_packed(buffer)
+        if self._seeds and not seeds:
+            self._set_without_seeds(self._layout.packed_views(buffer))
+        else:
+            self._mover.set_packed(buffer)
+        self._adapted.check()
 
     @property
     def gpu(self) -> bytes | None:
@@ -475,16 +517,20 @@ class TensorFlowVariables:
         """
         self._mover.get_window(window)
 
-    def scatter_window(self, window: _core.DeviceWindow | _core.PeerDeviceWindow) -> None:
+    def scatter_window(
+        self, window: _core.DeviceWindow | _core.PeerDeviceWindow, *, seeds: bool = True
+    ) -> None:
         """Set all variables from a window of their `gpu`; for `flatweights.ray.Member`.
 
         Args:
             window: As in `gather_into_window`; a peer's window, too.
+            seeds: As in `scatter`.
 
         Raises:
             RuntimeError: As `gather_into_window`; no variable is changed.
         """
-        self._mover.set_window(window)
+        skipped = self._seeds if self._seeds and not seeds else ()
+        self._mover.set_window(window, [i for i in range(len(self._layout)) if i not in skipped])
 
     def set_weights(
         self,
@@ -493,6 +539,7 @@ class TensorFlowVariables:
         strict: bool = False,
         rename: Mapping[str, str] | None = None,
         share: bool = False,
+        seeds: bool = True,
     ) -> None:
         """Set weights by name; a subset is allowed.
 
@@ -504,7 +551,9 @@ class TensorFlowVariables:
            numbers), unless the names show that they are in another order.
         3. Some names are known: only those, with a warning that lists the others.
 
-        Values are cast as by `set_flat`. Everything is checked before anything is set.
+        Values are cast as by `set_flat`, except that variables of one byte, such as kernels of an
+        int8 model, take whole numbers only: rounded, weights of a float model would be zeros.
+        Everything is checked before anything is set.
 
         Args:
             new_weights: Arrays by name: `FlatWeights`, or any mapping.
@@ -512,12 +561,13 @@ class TensorFlowVariables:
             rename: Maps names in ``new_weights`` to names of the model.
             share: Alias the arrays, which must be read-only, as `set_flat` does. Arrays
                 and `FlatWeights` that ``ray.get`` returns are.
+            seeds: Whether states of seed generators (`seed_names`) are set, too.
 
         Raises:
             AssertionError: If nothing matches, as in Ray's class.
-            ValueError: If a shape differs, a value does not fit an integer variable,
-                ``strict`` or ``rename`` does not hold, or an array to be shared is not known
-                to be read-only.
+            ValueError: If a shape differs, a value does not fit an integer variable, only one
+                of weights and model is quantized, ``strict`` or ``rename`` does not hold, or an
+                array to be shared is not known to be read-only.
             TypeError: If ``new_weights`` is not a mapping, or a dtype cannot be cast.
             RuntimeError: As `set_flat`.
         """
@@ -526,16 +576,57 @@ class TensorFlowVariables:
             if layout is self._layout or layout == self._layout:
                 if share:
                     self._check_frozen(dict(enumerate(new_weights.values())))
-                self._mover.set_packed(new_weights.buffer, share=share)
+                if self._seeds and not seeds:
+                    self._set_without_seeds(layout.packed_views(new_weights.buffer), share=share)
+                else:
+                    self._mover.set_packed(new_weights.buffer, share=share)
+                self._adapted.check()
                 return
+        if isinstance(new_weights, Mapping):
+            self._check_halves(new_weights)
         keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
-        values = {i: new_weights[key] for i, key in keys.items()}
+        if not seeds:
+            keys = {i: key for i, key in keys.items() if i not in self._seeds}
         if share:
-            self._check_frozen(values)
-        self._mover.set_parts(self._cast(values), share=share)
+            self._check_frozen({i: new_weights[key] for i, key in keys.items()})
+        self._mover.set_parts(self._cast(new_weights, keys), share=share)
+        self._adapted.check()
 
-    def _cast(self, values: Mapping[int, ArrayLike]) -> dict[int, NDArray[Any]]:
-        return {i: cast_for_slot(self._layout, i, value) for i, value in values.items()}
+    def _check_halves(self, weights: Mapping[str, ArrayLike]) -> None:
+        """Raise if ``weights`` are those of a quantized model, and this model is not quantized.
+
+        Keras calls the two halves of a quantized weight ``kernel`` and ``kernel_scale``.
+        """
+        for i, slot in enumerate(self._layout.slots):
+            scale = f"{slot.name}_scale"
+            if scale in weights and slot.name in weights and scale not in self._layout:
+                value = as_array(weights[slot.name], place_of(i, slot))
+                if is_floating(slot.dtype) and is_integer(value.dtype):
+                    raise ValueError(
+                        f"{place_of(i, slot)}: expected {slot.dtype}, got {value.dtype} and "
+                        f"{scale!r}: the weights are those of a quantized model"
+                    )
+
+    def _cast(
+        self, weights: Mapping[str, ArrayLike], keys: Mapping[int, str]
+    ) -> dict[int, NDArray[Any]]:
+        """Return the ``weights`` for the slots that ``keys`` maps to their names.
+
+        Raises:
+            ValueError: If one does not fit its slot.
+        """
+        parts = {}
+        for i, key in keys.items():
+            slot = self._layout.slots[i]
+            value = as_array(weights[key], place_of(i, slot))
+            parts[i] = cast_for_slot(self._layout, i, value)
+            is_small = is_integer(slot.dtype) and slot.dtype.itemsize == 1
+            if is_small and is_floating(value.dtype) and (parts[i] != value.astype(float)).any():
+                raise ValueError(
+                    f"{place_of(i, slot)}: expected whole numbers, got {value.dtype} with "
+                    "fractions, such as weights of a model that is not quantized"
+                )
+        return parts
 
     def _check_frozen(self, values: Mapping[int, ArrayLike]) -> None:
         for i, value in values.items():
@@ -598,6 +689,7 @@ class TensorFlowVariables:
         saved = read(path)
         parts = FlatWeights.wrap(saved.buffer, saved.layout)
         try:
+            self._check_halves(parts)
             keys = match_slots(parts, self._layout, strict=strict, rename=rename)
             names = {i: (rename or {}).get(key, key) for i, key in keys.items()}
             by_position = any(self._layout.names[i] != name for i, name in names.items())
@@ -606,10 +698,11 @@ class TensorFlowVariables:
                     f"expected names of the model, got {list(names.values())}, and no layout that "
                     "tells their order; rename= can map them"
                 )
-            values = self._cast({i: parts[key] for i, key in keys.items()})
+            values = self._cast(parts, keys)
         except (AssertionError, TypeError, ValueError) as error:
             raise type(error)(f"{os.fspath(path)}: {error}") from error
         self._mover.set_parts(values)
+        self._adapted.check()
 
     def flatten_gradients(
         self,
@@ -670,6 +763,7 @@ class TensorFlowVariables:
             raise TypeError(f"dtype: expected one of numbers, got {target}")
         if out is not None:
             check_out(out, self._layout.size, target)
+        self._changes.check()
         return self._gradients.flatten(grads, target, out, clip_norm)
 
     def prepare_gradients(self, optimizer: Any) -> None:
@@ -686,6 +780,7 @@ class TensorFlowVariables:
             ValueError: If no variable is trainable.
             RuntimeError: If the graph is finalized; if called as `apply_flat_gradients` cannot be.
         """
+        self._changes.check()
         self._steps.prepare(optimizer)
 
     def apply_flat_gradients(self, optimizer: Any, flat: ArrayLike) -> None:
@@ -730,6 +825,7 @@ class TensorFlowVariables:
                 call, or a variable is not initialized; if called inside a `tf.function` or within
                 the scope of a `tf.distribute` strategy.
         """
+        self._changes.check()
         self._steps.apply(optimizer, self._vector(flat, "flat"))
 
     def value_and_gradient(

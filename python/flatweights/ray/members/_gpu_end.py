@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from typing import Any, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from flatweights import _core
 from flatweights._layout import Layout
@@ -25,9 +22,6 @@ _LEAST = 512 << 10
 
 _log = logging.getLogger("flatweights")
 
-Memory: TypeAlias = NDArray[np.uint8] | _core.DeviceWindow | _core.PeerDeviceWindow
-"""Packed weights, in memory of the host or in a window of a GPU."""
-
 
 def gpu_of(variables: Any) -> bytes | None:
     """Return the GPU on which ``variables`` may be averaged, if they are on one.
@@ -39,14 +33,6 @@ def gpu_of(variables: Any) -> bytes | None:
     if uuid is None or (wanted := gpu_setting()) == "host":
         return None
     return uuid if wanted == "windows" or variables.layout.nbytes >= _LEAST else None
-
-
-def scatter(variables: Any, memory: Memory) -> None:
-    """Set ``variables`` from packed weights."""
-    if isinstance(memory, np.ndarray):
-        variables.scatter(memory)
-    else:
-        variables.scatter_window(memory)
 
 
 class GpuEnd:

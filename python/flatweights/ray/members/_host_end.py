@@ -21,7 +21,7 @@ from flatweights._layout import Layout, unpickle_layout
 from flatweights._settings import ray_setting
 from flatweights.ray._errors import check_connected
 from flatweights.ray._failpoints import reach
-from flatweights.ray._variables import Variables
+from flatweights.ray._variables import Memory, Variables
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._gpu_windows import OwnWindow
 from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
@@ -38,7 +38,7 @@ from flatweights.ray.members._asks import (
 )
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._ended import seconds_since_end
-from flatweights.ray.members._gpu_end import GpuEnd, Memory, gpu_of
+from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
 from flatweights.ray.members._host import Host
 from flatweights.ray.members._seats import as_array
 from flatweights.ray.members._terms import Terms

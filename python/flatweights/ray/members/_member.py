@@ -25,11 +25,10 @@ from flatweights._trees import as_array
 from flatweights._weights import frozen
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
-from flatweights.ray._variables import Variables, text_of
+from flatweights.ray._variables import Variables, scatter, text_of
 from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.members._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
 from flatweights.ray.members._door import Ticket
-from flatweights.ray.members._gpu_end import scatter
 from flatweights.ray.members._host_end import HostEnd, Sent, enter
 from flatweights.ray.members._terms import GRACE, Terms
 from flatweights.ray.members._train import train_worker
@@ -265,7 +264,8 @@ class Member:
         """Average ``variables`` with those of the other members, in place.
 
         They are gathered into memory that the host maps, and set from the host's memory, without
-        other copies. Afterwards all members have the same values, including late ones.
+        other copies. Afterwards all members have the same values, including late ones, except for
+        states of seed generators, which stay each member's own; ``state`` contains them.
 
         Args:
             variables: A `flatweights.tensorflow.TensorFlowVariables`, or any object with its
@@ -455,7 +455,7 @@ class Member:
                     host.exchange(_state_ask("give", state), state.layout, _gathered(host, state))
                 if state is not None and self._seat in outcome.lacking:
                     _, given = host.exchange(_state_ask("heal", state), state.layout, None)
-                    scatter(state, given)
+                    state.scatter(given)
                     self.lacks_state = False
                 return outcome, mean
             except LacksStateError as error:  # also if the giver died: the next has another

@@ -13,7 +13,7 @@ import ray
 from flatweights._forks import finalizer, in_forks
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
-from flatweights.ray._variables import Variables
+from flatweights.ray._variables import Variables, scatter
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.peers._wait import check_timeout
 from flatweights.ray.publishing import _names
@@ -155,7 +155,7 @@ class Subscriber:
                 if target is None:  # its arrays may have been replaced since
                     target = self._target_of(out)
                 self._check_age(published)
-                target.scatter(buffer)
+                scatter(target, buffer)
             except BaseException:
                 state.source.drop()  # the traceback refers to the buffer
                 raise

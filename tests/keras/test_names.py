@@ -1,0 +1,129 @@
+"""Members never average one variable with another: names come from the model's structure."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from meetings import LocalMeeting
+
+from flatweights.keras import AverageLogs, AverageWeights, average_gradients
+from flatweights.ray import CallsDifferError
+from flatweights.server import FedAvgM
+
+pytestmark = pytest.mark.ray
+
+X, Y = np.ones((4, 2), np.float32), np.zeros((4, 2), np.float32)
+
+
+def in_members(function: Callable[[Any], Any]) -> list[Any]:
+    """Call ``function`` in two members; return results or errors by rank."""
+
+    def call(member: Any) -> Any:
+        with member:
+            try:
+                return function(member)
+            except CallsDifferError as error:
+                return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(call, LocalMeeting(2).join_all())]
+
+
+def towers(names: list[str]) -> tuple[Any, dict[str, Any]]:
+    inputs = keras.Input((2,))
+    layers = {
+        name: keras.layers.Dense(2, name=name, kernel_initializer=keras.initializers.Constant(k))
+        for k, name in enumerate(sorted(names))
+    }
+    return keras.Model(inputs, keras.layers.Add()([layers[n](inputs) for n in names])), layers
+
+
+def order(member: Any) -> list[str]:
+    """That of a set of names, which differs between processes."""
+    return ["age", "city", "item"][:: 1 - 2 * member.rank]
+
+
+def fit_towers(how: str, member: Any) -> None:
+    model, layers = towers(order(member))
+    optimizer = keras.optimizers.SGD(0.0, momentum=0.9)
+    callback: Any = AverageLogs(member=member)
+    if how == "gradients":
+        average_gradients(optimizer, member=member)
+    else:
+        outer = partial(FedAvgM, momentum=0.5) if how == "outer" else None
+        callback = AverageWeights(member=member, outer=outer)
+    if how == "frozen":
+        layers["age" if member.rank else "city"].trainable = False
+        outer = partial(FedAvgM, momentum=0.5)
+        callback = AverageWeights(member=member, outer=outer)
+    model.compile(optimizer, "mse")
+    model.fit(X, Y, 2, verbose=0, callbacks=[callback])
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [("gradients", "item"), ("weights", "item"), ("outer", "item"), ("frozen", "city")],
+)
+def test_layers_of_one_shape_in_another_order_raise_in_all_members(how: str, name: str) -> None:
+    for reply in in_members(partial(fit_towers, how)):
+        assert "age/kernel" in reply
+        assert f"{name}/kernel" in reply
+
+
+def step_of_own(mixes: bool, member: Any) -> Any:
+    """A loop of a user's own, whose optimizer knows no model."""
+    for _ in range(member.rank):
+        keras.layers.Dense(1)  # Keras counts it
+    first = keras.layers.Dense(2)
+    model, _ = towers(order(member) if mixes else ["a", "b"])
+    model = keras.Sequential([keras.Input((2,)), first, model])
+    optimizer = average_gradients(keras.optimizers.SGD(0.1), member=member)
+    optimizer.build(model.trainable_variables)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(X))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return model.get_weights()
+
+
+def test_without_a_model_the_paths_of_keras_are_compared() -> None:
+    for reply in in_members(partial(step_of_own, True)):
+        assert "age/kernel" in reply
+        assert "item/kernel" in reply
+    ours, others = in_members(partial(step_of_own, False))
+    assert all(map(np.array_equal, ours, others))
+
+
+class Skips(keras.Model):  # type: ignore[misc]
+    """Stochastic depth: each batch leaves out one of two layers, another one in each member."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.a, self.b = keras.layers.Dense(2), keras.layers.Dense(2)
+        self.steps = rank
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if not training:
+            return self.b(self.a(x))
+        self.steps += 1
+        return (self.a if self.steps % 2 else self.b)(x)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_gradients_of_other_layers_raise_in_all_members(run_eagerly: bool) -> None:
+    def fit(member: Any) -> None:
+        model = Skips(member.rank)
+        model(X)
+        optimizer = average_gradients(keras.optimizers.SGD(0.1), member=member)
+        model.compile(optimizer, "mse", run_eagerly=run_eagerly)
+        model.fit(X, Y, 4, verbose=0, callbacks=[AverageLogs(member=member)])
+
+    for reply in in_members(fit):
+        assert "a/kernel" in reply
+        assert "b/kernel" in reply
