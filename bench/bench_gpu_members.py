@@ -184,7 +184,8 @@ def time_rounds(kind: str, size: int, gpu: str, budget: float) -> list[runner.Ro
     mean = np.mean(np.stack(parts).astype(np.float64), axis=0)
     for one in ray.get([one.flat.remote() for one in members]):
         assert np.allclose(one, mean, rtol=1e-6, atol=1e-7), "no average"
-    times, copies = [], []
+    times: list[float] = []
+    copies: list[float] = []
     end = time.perf_counter() + budget
     while time.perf_counter() < end or len(times) < 3:
         answers = ray.get([one.average.remote(CALLS) for one in members])

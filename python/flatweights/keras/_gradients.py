@@ -472,7 +472,9 @@ class Averaging:
             with tf.init_scope():
                 exchange = self._exchanges[key] = _Exchange(self._named(variables), dense)
         compute = functools.partial(self._exchange, exchange)
-        return compute_in_python(compute, dense, device_of([*map(inner_variable, variables)]))
+        device = device_of([*map(inner_variable, variables)])
+        averages: list[tf.Tensor] = compute_in_python(compute, dense, device)
+        return averages
 
     def _exchange(self, exchange: _Exchange, grads: CalledTensors) -> None:
         """Average ``grads``."""

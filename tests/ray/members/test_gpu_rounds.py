@@ -6,7 +6,6 @@ What only the stand-in has tried is not known to work on a GPU.
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
-from pathlib import Path
 
 import numpy as np
 import pytest

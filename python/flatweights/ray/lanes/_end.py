@@ -146,7 +146,7 @@ class LaneEnd:
                 return handle
             if not is_last:
                 self.receive()
-        raise self._missing(f"window {placed.index} of seat {placed.owner} on a GPU was not sent")
+        raise self._missing(f"window {placed.window} of seat {placed.owner} on a GPU was not sent")
 
     def read(self) -> tuple[int, list[Any], bytes]:
         """Return kind, buffers and body of the peer's message.

@@ -26,12 +26,12 @@ class Placed(NamedTuple):
 
     Attributes:
         owner: The number of the seat whose window it is.
-        index: The index of the window among those of its owner.
+        window: The index of the window among those of its owner.
         generation: The number of windows that have had this index.
     """
 
     owner: int
-    index: int
+    window: int
     generation: int
 
 
@@ -130,7 +130,7 @@ class GpuWindows:
 
     def find(self, placed: Placed) -> OwnWindow | None:
         """Return one of the windows; None if it is another process's, or there is a newer one."""
-        at = placed.index - FIRST
+        at = placed.window - FIRST
         if placed.owner != self._owner or not 0 <= at < len(self._windows):
             return None
         window = self._windows[at]

@@ -103,7 +103,7 @@ class GpuEnd:
             raise RuntimeError("this member has gathered nothing")
         handle = own.handle
         # The average goes to a window that neither this call nor anybody else reads.
-        out = self._windows.take(handle.uuid, layout.nbytes, besides=[handle.placed.index])
+        out = self._windows.take(handle.uuid, layout.nbytes, besides=[handle.placed.window])
         if out is None:
             raise MemoryError("all windows are still being read")
         models = [self.memory(placed) for placed in wanted.windows]

@@ -52,7 +52,7 @@ class Stayed:
         self._owner = owner
         self._mailbox = owner.lane.mailbox
         self._readers: set[Seat] = set()
-        self._mailbox.add_hold(False, handle.placed.index)
+        self._mailbox.add_hold(False, handle.placed.window)
 
     def send(self, seat: Seat) -> None:
         """Let a member read the window.
@@ -76,7 +76,7 @@ class Stayed:
 
     def let_go(self) -> None:
         """Hold the window no more."""
-        self._mailbox.drop_hold(False, self.handle.placed.index)
+        self._mailbox.drop_hold(False, self.handle.placed.window)
 
 
 class AskAgainError(Exception):

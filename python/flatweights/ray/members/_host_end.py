@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import ray
@@ -120,8 +120,10 @@ class HostEnd(ABC):
         """Return the ask of a member that sends nothing, which tells where ``variables`` are."""
         return ask
 
-    def exchange(self, ask: Ask, layout: Layout, sent: Sent) -> tuple[Outcome, Memory]:
+    def exchange(self, ask: Ask, layout: Layout, sent: Sent) -> tuple[Outcome, Any]:
         """Ask, and wait for the outcome; return the outcome, and its weights, which are read-only.
+
+        The weights are in a window of a GPU only if those that were sent could be.
 
         Args:
             ask: The ask.
