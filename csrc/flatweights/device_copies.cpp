@@ -54,23 +54,13 @@ struct Launch {
   std::size_t nbytes;
   std::size_t piece;
 
-  // Of few bytes, the processor copies a first part while the GPU copies the next.
-  static Launch of_slots(std::span<const DeviceCopy> copies) {
-    constexpr std::size_t kLeast = std::size_t{256} << 10;
-    return {std::clamp(size_of(copies) / kSlots, kLeast, kSlotBytes), kPieceBytes};
-  }
+  static constexpr Launch of_slot() { return {kSlotBytes, kPieceBytes}; }
 
   static Launch of_pinned(std::span<const DeviceCopy> copies) {
     constexpr std::size_t kLargePiece = 16 * kPieceBytes;
-    const std::size_t nbytes = size_of(copies);
-    return {nbytes, nbytes < kMostPieces / 4 * kPieceBytes ? kPieceBytes : kLargePiece};
-  }
-
- private:
-  static std::size_t size_of(std::span<const DeviceCopy> copies) {
     std::size_t nbytes = 0;
     for (const DeviceCopy& copy : copies) nbytes += copy.size * copy.device_itemsize;
-    return nbytes;
+    return {nbytes, nbytes < kMostPieces / 4 * kPieceBytes ? kPieceBytes : kLargePiece};
   }
 };
 
@@ -393,8 +383,8 @@ void copy_from_devices(std::vector<DeviceCopy> copies) {
     copy_all(staging.wait_for(under_way.front()).copies);
     under_way.pop_front();
   };
-  const Launch most = Launch::of_slots(copies);
-  for (Cutter cutter(copies, most); !cutter.is_done();) {
+  constexpr Launch kMost = Launch::of_slot();
+  for (Cutter cutter(copies, kMost); !cutter.is_done();) {
     if (under_way.size() == kSlots) finish_one();
     const std::size_t number = staging.next();
     Slot& slot = staging.wait_for(number);
@@ -402,7 +392,7 @@ void copy_from_devices(std::vector<DeviceCopy> copies) {
     void* const stream = cutter.next(
         [&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t at) {
           slot.add(copy.device + begin * copy.device_itemsize, slot.memory + at,
-                   size * copy.device_itemsize, most.piece);
+                   size * copy.device_itemsize, kMost.piece);
           slot.copies.push_back({copy.host + begin * copy.host_itemsize, slot.memory + at, size,
                                  copy.host_itemsize, copy.host_dtype, copy.device_dtype});
         });
@@ -419,15 +409,15 @@ void copy_to_devices(std::vector<DeviceCopy> copies) {
   const bool is_waited_for = staging.assign_streams(copies);
   Launches launches(staging);
   launch_direct(staging, staging.take_pinned(copies), Direction::kToDevice, launches);
-  const Launch most = Launch::of_slots(copies);
-  for (Cutter cutter(copies, most); !cutter.is_done();) {
+  constexpr Launch kMost = Launch::of_slot();
+  for (Cutter cutter(copies, kMost); !cutter.is_done();) {
     const std::size_t number = staging.next();
     Slot& slot = staging.wait_for(number);
     slot.clear();
     void* const stream = cutter.next(
         [&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t at) {
           slot.add(slot.memory + at, copy.device + begin * copy.device_itemsize,
-                   size * copy.device_itemsize, most.piece);
+                   size * copy.device_itemsize, kMost.piece);
           slot.copies.push_back({slot.memory + at, copy.host + begin * copy.host_itemsize, size,
                                  copy.device_itemsize, copy.device_dtype, copy.host_dtype});
         });

@@ -42,14 +42,13 @@ class LastSeen {
     std::memcpy(&weak_, &weak, sizeof weak_);
   }
 
-  // Remembers the value. Several threads that read a variable may see it at once. The data of a
-  // value on a GPU are not the processor's to fetch.
-  void see(tensorflow::Tensor& value, bool is_on_gpu) noexcept {
+  // Remembers the value. Several threads that read a variable may see it at once.
+  void see(tensorflow::Tensor& value) noexcept {
     const void* const buffer = tensorflow::DMAHelper::buffer(&value);
     if (buffer_.load(std::memory_order_relaxed) == buffer) return;
     buffer_.store(buffer, std::memory_order_relaxed);
-    data_.store(is_on_gpu ? nullptr : value.data(), std::memory_order_relaxed);
-    nbytes_.store(is_on_gpu ? 0 : value.TotalBytes(), std::memory_order_relaxed);
+    data_.store(value.data(), std::memory_order_relaxed);
+    nbytes_.store(value.TotalBytes(), std::memory_order_relaxed);
   }
 
   void prefetch() const noexcept {
@@ -246,7 +245,7 @@ inline bool LockedVariables::add(const Variables::Entry& entry, LastSeen& last_s
   where = {nullptr, nullptr, nullptr};
   if (value.NumElements() == 0) return true;
   where.stream = gpu_memory_.has(bound.place, value) ? bound.place.stream : nullptr;
-  last_seen.see(value, where.stream != nullptr);
+  if (where.stream == nullptr) last_seen.see(value);
   if (alias != nullptr && where.stream == nullptr && alias->data[entry.index] != nullptr &&
       !locked.copy_on_read_mode.load()) {
     values_.push_back({&locked, flatweights::alias(alias->data[entry.index], bound.dtype,

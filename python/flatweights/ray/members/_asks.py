@@ -58,12 +58,10 @@ class OnGpu(NamedTuple):
         uuid: The UUID of the GPU.
         placed: The window of the member that has the values; None, if they come through memory of
             the host.
-        when: The time at which they were there, by `time.monotonic`, which is that of the node.
     """
 
     uuid: bytes
     placed: Placed | None = None
-    when: float = 0.0
 
 
 class Ask(NamedTuple):

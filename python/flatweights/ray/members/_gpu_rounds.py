@@ -1,9 +1,9 @@
 """The host's part in averages that stay on a GPU: it uses none itself, and decides who does what.
 
 Members whose variables are on one GPU leave their weights in windows of it and send the host only
-where they are. The host then has one of them average all into another window (`Reduction`), and
-sends every member there. The bytes never leave the GPU. A GPU runs the kernels of one process at a
-time; so the member that averages is the last one that has moved its weights, which still has it.
+where they are. The host then has the lowest rank average all into another window (`Reduction`), and
+sends every member there. The bytes never leave the GPU. (A context takes half a GB of a GPU, so the
+host has none; one rank that averages for all needs two more windows than the others.)
 
 Whatever stands in the way - a rule, a member on another GPU or node, NaN or infinity to be named, a
 GPU's memory that is short, a rank that dies or stops while it averages - ends in the same way: the
@@ -110,7 +110,7 @@ class GpuRounds:
         layout: Layout,
         weights: Sequence[float],
     ) -> Stayed:
-        """Have one of the members average the windows of all.
+        """Have the member with the lowest rank average the windows of all.
 
         Args:
             first: The ask of one of them.
@@ -123,7 +123,7 @@ class GpuRounds:
             AskAgainError: If it cannot be done there.
         """
         self._check(first, seats, [*seats, *others])
-        reducer = max(seats, key=_when)
+        reducer = seats[0]
         lane = reducer.lane
         assert lane is not None
         try:
@@ -210,12 +210,6 @@ def _placed(seat: Seat) -> Placed:
     assert seat.ask.gpu is not None
     assert seat.ask.gpu.placed is not None
     return seat.ask.gpu.placed
-
-
-def _when(seat: Seat) -> float:
-    """Return the time at which the weights of a member were in its window."""
-    assert seat.ask.gpu is not None
-    return seat.ask.gpu.when
 
 
 def _gpu_of(seats: Iterable[Seat]) -> bytes | None:

@@ -8,7 +8,6 @@ import pickle
 import secrets
 import socket
 import threading
-import time
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -236,7 +235,7 @@ class HostByLane(HostEnd):
         window = self._gpu.gather(variables, ask.gpu.uuid)
         if window is None:
             return super().gather(variables, ask)
-        return ask._replace(gpu=OnGpu(ask.gpu.uuid, window.handle.placed, time.monotonic())), window
+        return ask._replace(gpu=OnGpu(ask.gpu.uuid, window.handle.placed)), window
 
     def on_gpu(self, variables: Variables, ask: Ask) -> Ask:
         """Return the ask with the GPU that ``variables`` are on, if they are on one."""
