@@ -44,6 +44,7 @@ def test_info_tells_the_configuration_and_the_path_to_tensorflow_without_importi
     assert (run.returncode, run.stderr) == (0, "")
     config = flatweights.show_config()
     config["tensorflow path"] = "TensorFlow's operations, since FLATWEIGHTS_TENSORFLOW=ops"
+    config["GPUs"] = "TensorFlow sees none"
     width = max(map(len, config)) + 2
     lines = run.stdout.splitlines()
     assert {line[:width].strip(): line[width:] for line in lines} == config

@@ -29,6 +29,9 @@ def show_config() -> dict[str, str]:
       Default: 1/32 of the memory of the machine or control group, at most 1 GiB.
     * ``FLATWEIGHTS_RAY``: how a new `WorkerGroup` reaches workers on its machine. ``store``
       always uses Ray's object store; ``lanes`` raises if a worker has no lane.
+    * ``FLATWEIGHTS_GPU``: where members average variables that are on one GPU. ``host`` always
+      averages in memory of the host; ``windows`` stays on the GPU for few bytes, too, and raises
+      if it cannot.
 
     Raises:
         ValueError: If one of these variables is malformed.

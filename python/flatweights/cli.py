@@ -76,20 +76,23 @@ def _info(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     config = flatweights.show_config()
     has_tensorflow = importlib.util.find_spec("tensorflow") is not None
     if has_tensorflow and "flatweights.tensorflow.library._load" not in sys.modules:
-        config["tensorflow path"] = _tensorflow_path()
+        config |= _of_tensorflow()
     width = max(map(len, config))
     for key, value in config.items():
         print(f"{key:<{width}}  {value}")
     return 0
 
 
-def _tensorflow_path() -> str:
-    """Return the code path that moves weights to and from TensorFlow, and the reason for it.
+def _of_tensorflow() -> dict[str, str]:
+    """Return the code paths that move weights to and from TensorFlow and GPUs, with reasons.
 
     Only TensorFlow knows its build. A separate process imports it, since TensorFlow writes to
     stderr, and a broken installation may kill the process.
     """
-    program = "from flatweights.tensorflow.library._load import status; print(status())"
+    program = (
+        "from flatweights.tensorflow.library._load import status; print(status(), flush=True)\n"
+        "from flatweights.tensorflow._gpus import status; print(status())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONSAFEPATH": "1"},
@@ -97,9 +100,14 @@ def _tensorflow_path() -> str:
         text=True,
         errors="replace",
     )
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    last = lines[-1] if lines else f"exit code {done.returncode}"
-    return last if done.returncode == 0 else f"none, since tensorflow cannot be imported: {last}"
+    names = ("tensorflow path", "GPUs")
+    paths = dict(zip(names, done.stdout.strip().splitlines(), strict=False))
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        last = lines[-1] if lines else f"exit code {done.returncode}"
+        why = "none, since tensorflow cannot be imported" if not paths else "none, since it failed"
+        paths[names[len(paths)]] = f"{why}: {last}"
+    return paths
 
 
 def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

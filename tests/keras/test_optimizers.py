@@ -45,6 +45,33 @@ def test_it_is_the_optimizer_that_was_given(member: flatweights.ray.Member) -> N
             average_gradients(averaging, member=member)
 
 
+def test_xla_may_compile_the_gradients_alone(member: flatweights.ray.Member) -> None:
+    class Compiled(keras.Model):  # type: ignore[misc]
+        @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
+        def gradients(self, x: Any, y: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            return loss, tape.gradient(loss, self.trainable_variables)
+
+        def train_step(self, data: Any) -> Any:
+            loss, grads = self.gradients(*data)
+            self.optimizer.apply(grads, self.trainable_variables)
+            return {"loss": loss}
+
+    x, y = images("dense")
+    weights = []
+    for kind in (keras.Model, Compiled):
+        keras.utils.set_random_seed(0)
+        inner = build("dense", 0)
+        model = kind(inner.inputs, inner.outputs)
+        optimizer = average_gradients(keras.optimizers.SGD(0.1), member=member)
+        model.compile(optimizer, "mse", jit_compile=False)
+        model.fit(x, y, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for ours, theirs in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves variables like this
 def test_a_model_is_saved_with_it_and_loaded_without(
     member: flatweights.ray.Member, tmp_path: Path

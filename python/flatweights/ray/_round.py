@@ -39,9 +39,10 @@ class Round:
             once to each worker that it calls itself, once to an agent for all of its workers, and
             none to an agent that has exchanged the average.
         number: The number of the round in `WorkerGroup.run`, from 1.
-        ways: By rank, the way by which a `WorkerGroup` reached its worker: ``"lane"``, through
-            shared memory; ``"agent"``, through the agent of its node, with the kind of exchange; or
-            ``"store"``, through Ray, with the reason.
+        ways: By rank, the way by which a `WorkerGroup` reached its worker, or a `Member` its host:
+            ``"lane"``, through shared memory; ``"gpu"``, for weights that have stayed on a GPU;
+            ``"agent"``, through the agent of its node, with the kind of exchange; or ``"store"``,
+            through Ray, with the reason.
         groups: The ranks that nodes added up first, in the order in which the sums were merged;
             none if the average has the bits of `flatweights.average` over `used`.
         staleness: By rank, for results of `WorkerGroup.as_completed`: the number of publications
