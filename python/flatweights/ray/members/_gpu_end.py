@@ -16,7 +16,7 @@ from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._reductions import Reduced, Reduction
 
 # Bytes of weights that stay on a GPU. It runs the kernels of one process at a time, and takes some
-# 0.2 ms to go from one to another, which an average needs twice. With two members on an H100, the
+# 0.3 ms to go from one to another, which an average needs twice. With two members on an H100, the
 # host takes 0.5 ms for 34 kB, and 1.2 ms for 1.2 MB.
 _LEAST = 512 << 10
 
