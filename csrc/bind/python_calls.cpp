@@ -50,12 +50,12 @@ std::byte* bytes_of(const void* memory) {
   return static_cast<std::byte*>(const_cast<void*>(memory));
 }
 
-// A copy between a tensor on a GPU, at `tensor`, and the memory of `slot` in a packed buffer.
-DeviceCopy device_copy(void* stream, std::byte* tensor, std::byte* buffer, const Slot& slot) {
+// A copy between a tensor on a GPU and the part of a packed buffer that `slot` tells of.
+DeviceCopy device_copy(void* stream, std::byte* tensor, std::byte* part, const Slot& slot) {
   DeviceCopy copy{};
   copy.stream = stream;
   copy.device = tensor;
-  copy.host = buffer + slot.offset;
+  copy.host = part;
   copy.size = slot.size;
   copy.device_itemsize = copy.host_itemsize = slot.itemsize;
   return copy;
@@ -132,44 +132,43 @@ void CalledTensors::check(const BoundLayout& bound) const {
                             describe(dtypes_[i], {tensors_[i].size}));
 }
 
-void CalledTensors::gather_into(const BoundLayout& bound, const py::array& buffer) const {
-  check(bound);
-  std::byte* const begin = check_packed(buffer, bound, "buffer", Access::kWrite);
-  check_environment();
-  const WithoutGil nogil;
-  std::vector<Copy> copies;
-  std::vector<DeviceCopy> device_copies;
+CalledTensors::Moves CalledTensors::moves(const BoundLayout& bound, std::byte* packed,
+                                          Direction direction) const {
+  const bool is_read = direction == Direction::kToHost;
+  Moves moves;
   for (std::size_t i = 0; i < tensors_.size(); ++i) {
     const Tensor& tensor = tensors_[i];
     const Slot& slot = bound.layout.slots()[i];
+    std::byte* const memory = is_read ? tensor.input : tensor.output;
+    std::byte* const part = packed + slot.offset;
     if (slot.size == 0) continue;
     if (tensor.is_on_gpu)
-      device_copies.push_back(device_copy(tensor.stream, tensor.input, begin, slot));
+      moves.between_gpu.push_back(device_copy(tensor.stream, memory, part, slot));
     else
-      copies.push_back({begin + slot.offset, tensor.input, slot.size, slot.itemsize});
+      moves.on_host.push_back(
+          {is_read ? part : memory, is_read ? memory : part, slot.size, slot.itemsize});
   }
-  copy_all(copies);
-  if (!device_copies.empty()) copy_from_devices(std::move(device_copies));
+  return moves;
+}
+
+void CalledTensors::gather_into(const BoundLayout& bound, const py::array& buffer) const {
+  check(bound);
+  std::byte* const packed = check_packed(buffer, bound, "buffer", Access::kWrite);
+  check_environment();
+  const WithoutGil nogil;
+  Moves moves = this->moves(bound, packed, Direction::kToHost);
+  copy_all(moves.on_host);
+  if (!moves.between_gpu.empty()) copy_from_devices(std::move(moves.between_gpu));
 }
 
 void CalledTensors::scatter(const BoundLayout& bound, const py::array& buffer) const {
   check(bound);
-  std::byte* const begin = check_packed(buffer, bound, "buffer", Access::kRead);
+  std::byte* const packed = check_packed(buffer, bound, "buffer", Access::kRead);
   check_environment();
   const WithoutGil nogil;
-  std::vector<Copy> copies;
-  std::vector<DeviceCopy> device_copies;
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    const Tensor& tensor = tensors_[i];
-    const Slot& slot = bound.layout.slots()[i];
-    if (slot.size == 0) continue;
-    if (tensor.is_on_gpu)
-      device_copies.push_back(device_copy(tensor.stream, tensor.output, begin, slot));
-    else
-      copies.push_back({tensor.output, begin + slot.offset, slot.size, slot.itemsize});
-  }
-  if (!device_copies.empty()) copy_to_devices(std::move(device_copies));
-  copy_all(copies);
+  Moves moves = this->moves(bound, packed, Direction::kToDevice);
+  if (!moves.between_gpu.empty()) copy_to_devices(std::move(moves.between_gpu));
+  copy_all(moves.on_host);
 }
 
 py::object CalledTensors::gpu() const {
@@ -197,16 +196,10 @@ void CalledTensors::scatter_window(const BoundLayout& bound, const py::object& w
 void CalledTensors::move_window(const BoundLayout& bound, std::byte* window,
                                 Direction direction) const {
   check(bound);
-  std::vector<DeviceCopy> copies;
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    const Tensor& tensor = tensors_[i];
-    if (!tensor.is_on_gpu) throw std::runtime_error("expected tensors on a GPU");
-    if (tensor.size == 0) continue;
-    std::byte* const memory = direction == Direction::kToHost ? tensor.input : tensor.output;
-    copies.push_back(device_copy(tensor.stream, memory, window, bound.layout.slots()[i]));
-  }
+  Moves moves = this->moves(bound, window, direction);
+  if (!moves.on_host.empty()) throw std::runtime_error("expected tensors on a GPU");
   const WithoutGil nogil;
-  copy_within_devices(std::move(copies), direction);
+  copy_within_devices(std::move(moves.between_gpu), direction);
 }
 
 void CalledTensors::pass_on(const BoundLayout& bound) const {

@@ -11,6 +11,7 @@
 
 #include "checks.hpp"
 #include "flatweights/device_copies.hpp"
+#include "flatweights/flatten.hpp"
 #include "tensorflow/variables_api.hpp"
 
 namespace flatweights::bind {
@@ -58,7 +59,14 @@ class CalledTensors {
     bool is_on_gpu;
   };
 
+  // What moves between the tensors and a packed buffer.
+  struct Moves {
+    std::vector<Copy> on_host;
+    std::vector<DeviceCopy> between_gpu;
+  };
+
   CalledTensors() = default;
+  [[nodiscard]] Moves moves(const BoundLayout& bound, std::byte* packed, Direction direction) const;
   void check(const BoundLayout& bound) const;
   void move_window(const BoundLayout& bound, std::byte* window, Direction direction) const;
 
