@@ -39,10 +39,10 @@ class Averager {
   }
 
   void run(DeviceAverage& job, std::span<const AveragePiece> pieces) {
+    std::fill_n(flags_, kMostAveraged, 0);
     if (pieces.empty()) return;
     reserve(pieces.size());
     std::ranges::copy(pieces, pieces_);
-    std::fill_n(flags_, kMostAveraged, 0);
     job.pieces = pieces_;
     job.nonfinite = flags_;
     job.num_pieces = static_cast<std::uint32_t>(pieces.size());
