@@ -50,7 +50,9 @@ class Averager {
     driver_.check(driver_.launch(function_, job.num_pieces, 1, 1, kThreads, 1, 1, 0, stream_,
                                  arguments, nullptr),
                   "cuLaunchKernel");
-    driver_.check(driver_.record_event(event_, stream_), "cuEventRecord");
+    const int recorded = driver_.record_event(event_, stream_);
+    if (recorded != 0) driver_.synchronize_context();  // windows may be gone after the error
+    driver_.check(recorded, "cuEventRecord");
     driver_.check(driver_.synchronize_event(event_), "cuEventSynchronize");
   }
 
