@@ -253,13 +253,12 @@ class World {
   }
 
   // `count` copies at most, of `most` elements at most; `pinned` thirds of them from or to pinned
-  // memory.
+  // memory, and `unknown` quarters of them in unknown streams.
   std::vector<DeviceCopy> choose(bool to_device, std::size_t count, std::size_t most,
-                                 std::size_t pinned) {
+                                 std::size_t pinned, std::size_t unknown) {
     for (Area* area : areas()) area->begin_round();
     std::vector<DeviceCopy> copies;
     const std::size_t converting = any(4);
-    const std::size_t unknown = any(3);
     while (copies.size() < count) {
       StreamArea& stream = streams_[any(streams_.size() - 1)];
       const Element on_device = kElements[any(std::size(kElements) - 1)];
@@ -288,10 +287,9 @@ class World {
   }
 
   // Copies between windows and variables of one GPU.
-  std::vector<DeviceCopy> choose_within(std::size_t count, std::size_t most) {
+  std::vector<DeviceCopy> choose_within(std::size_t count, std::size_t most, std::size_t unknown) {
     for (Area* area : areas()) area->begin_round();
     std::vector<DeviceCopy> copies;
-    const std::size_t unknown = any(3);
     while (copies.size() < count) {
       StreamArea& stream = streams_[any(streams_.size() - 1)];
       const Element element = kElements[any(std::size(kElements) - 1)];
@@ -393,10 +391,10 @@ class World {
 
 // One call of a kind.
 void copy_once(World& world, std::size_t count, std::size_t most, std::size_t kind = any(3),
-               std::size_t pinned = any(3)) {
+               std::size_t pinned = any(3), std::size_t unknown = any(3)) {
   switch (kind) {
     case 0: {
-      const auto copies = world.choose(false, count, most, pinned);
+      const auto copies = world.choose(false, count, most, pinned, unknown);
       world.expect_from_devices(copies);
       flatweights::copy_from_devices(copies);
       world.expect_host_is_right();
@@ -404,7 +402,7 @@ void copy_once(World& world, std::size_t count, std::size_t most, std::size_t ki
     }
     case 1: {
       if (once_in(2)) synchronize();
-      const auto copies = world.choose(true, count, most, pinned);
+      const auto copies = world.choose(true, count, most, pinned, unknown);
       world.expect_to_devices(copies);
       const bool is_waited_for = once_in(2);
       if (is_waited_for) synchronize();
@@ -418,7 +416,7 @@ void copy_once(World& world, std::size_t count, std::size_t most, std::size_t ki
       break;
     }
     default: {
-      const auto copies = world.choose_within(count, most);
+      const auto copies = world.choose_within(count, most, unknown);
       const auto direction = once_in(2) ? Direction::kToHost : Direction::kToDevice;
       direction == Direction::kToHost ? world.expect_from_devices(copies)
                                       : world.expect_to_devices(copies);
@@ -438,6 +436,12 @@ void try_copies() {
   part = "small copies";
   World small(count_gpus(), 2, kSmall);
   for (int i = 0; i < 150; ++i) copy_once(small, 1 + any(60), 1 + any(1500));
+  part = "unknown streams after known ones";
+  for (std::size_t i = 0; i < 20; ++i) {
+    synchronize();
+    copy_once(small, 30, 500, 1, 0, 0);
+    copy_once(small, 30, 500, i % 2 * 2, any(3), 4);
+  }
   part = "copies of one element";
   for (int i = 0; i < 20; ++i) copy_once(small, 1, 1);
   part = "more copies than a table of pieces has";
@@ -498,8 +502,8 @@ bool fails(World& world, int kind, const char* function, int result, unsigned lo
   synchronize();
   world.renew_all();
   const bool is_within = kind >= 2;
-  const auto copies =
-      is_within ? world.choose_within(40, 600) : world.choose(kind == 1, 40, 600, any(3));
+  const auto copies = is_within ? world.choose_within(40, 600, any(3))
+                                : world.choose(kind == 1, 40, 600, any(3), any(3));
   const auto direction = kind == 2 ? Direction::kToHost : Direction::kToDevice;
   let_fail(function, result, first, only_once);
   bool has_failed = false;
@@ -689,8 +693,11 @@ void try_averages() {
     Average average(context, random_layout(i % 10 == 9), count, once_in(2), i % 2 == 0);
     average.expect_right();
   }
-  part = "an empty average after one with NaN";
+  part = "an average of more pieces than before";
   void* const context = use_gpu(0);
+  const flatweights::Slot large{"", {700000}, DType::kFloat64, 8};
+  Average(context, flatweights::Layout({large}), 2, true, true).expect_right();
+  part = "an empty average after one with NaN";
   flatweights::Slot slot{"", {100}, DType::kFloat32, 4};
   Average(context, flatweights::Layout({slot}), 3, false, true).expect_right();
   Average(context, random_layout(true), 3, false, false).expect_right();
@@ -745,7 +752,7 @@ void try_forks() {
   Average average(context, flatweights::Layout({slot}), 3, false, false);
   average.expect_right();
   for (int i = 0; i < 8; ++i) copy_once(world, 20, 100);
-  const auto copies = world.choose(false, 20, 100, 2);
+  const auto copies = world.choose(false, 20, 100, 2, 2);
   flatweights::copy_from_devices(copies);  // pins the files
   world.accept_all();
   in_fork([&] {
