@@ -39,10 +39,10 @@ class Averager {
   }
 
   void run(DeviceAverage& job, std::span<const AveragePiece> pieces) {
+    std::fill_n(flags_, kMostAveraged, 0);
     if (pieces.empty()) return;
     reserve(pieces.size());
     std::ranges::copy(pieces, pieces_);
-    std::fill_n(flags_, kMostAveraged, 0);
     job.pieces = pieces_;
     job.nonfinite = flags_;
     job.num_pieces = static_cast<std::uint32_t>(pieces.size());
@@ -50,7 +50,9 @@ class Averager {
     driver_.check(driver_.launch(function_, job.num_pieces, 1, 1, kThreads, 1, 1, 0, stream_,
                                  arguments, nullptr),
                   "cuLaunchKernel");
-    driver_.check(driver_.record_event(event_, stream_), "cuEventRecord");
+    const int recorded = driver_.record_event(event_, stream_);
+    if (recorded != 0) driver_.synchronize_context();  // windows may be gone after the error
+    driver_.check(recorded, "cuEventRecord");
     driver_.check(driver_.synchronize_event(event_), "cuEventSynchronize");
   }
 

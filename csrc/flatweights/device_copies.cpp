@@ -340,8 +340,17 @@ class Launches {
 
   void add(std::size_t number) { numbers_.push_back(number); }
 
+  // Where one GPU fails, another still writes: all are waited for before an error is thrown.
   void wait() {
-    for (const std::size_t number : std::exchange(numbers_, {})) staging_.wait_for(number);
+    std::exception_ptr error;
+    for (const std::size_t number : std::exchange(numbers_, {})) {
+      try {
+        staging_.wait_for(number);
+      } catch (const std::exception&) {
+        if (error == nullptr) error = std::current_exception();
+      }
+    }
+    if (error != nullptr) std::rethrow_exception(error);
   }
 
  private:

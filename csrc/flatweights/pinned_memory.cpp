@@ -85,6 +85,8 @@ PinnableMemory::~PinnableMemory() {
 
 std::byte* pinned_address(const std::byte* memory, std::size_t size) noexcept {
   Mappings& mappings = Mappings::instance();
+  // A fork that is the first to use a GPU would not unpin what it has pinned.
+  if (!mappings.is_own_process()) return nullptr;
   const std::lock_guard lock(mappings.mutex);
   auto found = mappings.by_begin.upper_bound(memory);
   if (found == mappings.by_begin.begin()) return nullptr;

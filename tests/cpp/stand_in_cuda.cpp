@@ -3,13 +3,16 @@
 // Built as a libcuda.so.1 and loaded first, it is what flatweights finds. A GPU's memory is a
 // memory file, so that processes share it and it outlives its owner. Only copies and kernels reach
 // it: at other times, and for writes through a map that is only for reading, a touch ends the
-// process. Kernels run on the processor, one thread after the other, before their launch returns;
-// so neither the order of streams nor the bits of a GPU are tried here.
+// process. Kernels run on the processor, one thread after the other, before their launch returns,
+// or as late as they may; the bits of a GPU are not tried here. A copying kernel that reaches
+// memory that is neither a GPU's nor pinned ends the process.
 //
 // Like the driver, it refuses calls before cuInit and in forks. Environment variables:
 //   STAND_IN_CUDA_GPUS    the number of GPUs; 1 by default
 //   STAND_IN_CUDA_MEMORY  bytes of a GPU that one process may have; 8 GiB by default
 //   STAND_IN_CUDA_LACKS   an attribute of GPUs, by number, that is 0
+//   STAND_IN_CUDA_DEFERS  if it is 1, what is queued in a stream runs only when something waits for
+//                         it: an event, the stream, its context, or a query
 //   STAND_IN_CUDA_FAIL    name:result:first of a function that returns a failure from its call
 //   number
 //                         `first` on, which is counted from 1; several, separated by commas
@@ -20,12 +23,17 @@
 #include <unistd.h>
 
 #include <array>
+#include <climits>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <sstream>
 #include <string>
@@ -54,17 +62,31 @@ static thread_local Index gridDim, blockDim, blockIdx, threadIdx;
 
 namespace {
 
+using Work = std::function<void()>;
+
 struct Kernel {
   const char* name;
-  void (*call)(void** arguments);
+  Work (*bind)(void** arguments);  // what one thread does
 };
+
+void check_pieces(const Piece* pieces);
 
 // Kernels by name: each takes its arguments as cuLaunchKernel does.
 const Kernel kKernels[] = {
-    {"flatweights_copy", [](void** a) { flatweights_copy(*static_cast<const Piece**>(a[0])); }},
+    {"flatweights_copy",
+     [](void** a) -> Work {
+       return [pieces = *static_cast<const Piece**>(a[0])] {
+         if (blockIdx.x == 0 && threadIdx.x == 0) check_pieces(pieces);
+         flatweights_copy(pieces);
+       };
+     }},
 #ifdef STAND_IN_AVERAGES
     {"flatweights_average",
-     [](void** a) { flatweights_average(*static_cast<const flatweights::DeviceAverage*>(a[0])); }},
+     [](void** a) -> Work {
+       return [job = *static_cast<const flatweights::DeviceAverage*>(a[0])] {
+         flatweights_average(job);
+       };
+     }},
 #endif
 };
 
@@ -109,10 +131,25 @@ struct Context {
   int device;
   bool is_active = false;
 };
+
+// What is to be done in order.
 struct Stream {
   Context* context;
+  std::deque<Work> queue{};
+  unsigned long queued = 0;  // so far
+
+  void run_until(unsigned long number) {
+    while (queued - queue.size() < number) {
+      const Work work = std::move(queue.front());
+      queue.pop_front();
+      work();
+    }
+  }
 };
-struct Event {};
+struct Event {
+  Stream* stream = nullptr;  // null if it was not recorded
+  unsigned long number = 0;  // of what was queued before
+};
 struct Module {
   std::string image;
 };
@@ -143,6 +180,7 @@ struct Range {
 struct Failure {
   int result;
   unsigned long first;  // number of the call
+  unsigned long last = ULONG_MAX;
 };
 
 unsigned long number_of(const char* variable, unsigned long otherwise) {
@@ -163,6 +201,12 @@ struct State {
   std::map<std::string, Failure> failures;
   std::map<std::string, unsigned long> calls;
   unsigned long all_calls = 0;
+
+  // Whoever holds this mutex may take the other one.
+  std::mutex streams_mutex;
+  std::map<Stream*, std::unique_ptr<Stream>> streams;
+  std::map<Context*, Stream> default_streams;
+  const bool defers = number_of("STAND_IN_CUDA_DEFERS", 0) == 1;
 
   State() {
     const std::size_t count = number_of("STAND_IN_CUDA_GPUS", 1);
@@ -231,8 +275,9 @@ int enter(const char* name) {
   const unsigned long call = ++s.calls[name];
   if (!s.is_initialized && std::strcmp(name, "cuInit") != 0) return kNotInitialized;
   const auto failure = s.failures.find(name);
-  if (failure != s.failures.end() && call >= failure->second.first) return failure->second.result;
-  return kSuccess;
+  if (failure == s.failures.end() || call < failure->second.first || call > failure->second.last)
+    return kSuccess;
+  return failure->second.result;
 }
 
 #define ENTER(name) \
@@ -264,6 +309,53 @@ bool is_reachable(Address address, std::size_t nbytes) {
   const Range* const range = state().find(address, &begin);
   return range != nullptr && range->is_device() && range->protection != PROT_NONE &&
          nbytes <= begin + range->size - address;
+}
+
+// Ends the process if a launch reaches what a GPU cannot reach.
+void check_pieces(const Piece* pieces) {
+  const Lock lock(state().mutex);
+  const auto is_known = [](const void* memory, std::size_t nbytes) {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    std::uintptr_t begin = 0;
+    const Range* const range = state().find(address, &begin);
+    return range != nullptr && range->kind != Kind::kReserved &&
+           nbytes <= begin + range->size - address;
+  };
+  bool are_known = is_known(pieces, gridDim.x * sizeof *pieces);
+  for (unsigned i = 0; are_known && i < gridDim.x; ++i)
+    are_known = is_known(pieces[i].from, pieces[i].size) && is_known(pieces[i].to, pieces[i].size);
+  if (are_known) return;
+  std::fputs("stand_in_cuda: a kernel reaches memory that is neither a GPU's nor pinned\n", stderr);
+  std::abort();
+}
+
+// With the mutex of streams, as all that follows here.
+Stream& stream_of(void* stream) {
+  if (stream != nullptr) return *static_cast<Stream*>(stream);
+  return state().default_streams.try_emplace(current(), Stream{current()}).first->second;
+}
+
+template <class F>
+void for_each_stream(const Context* context, F&& take) {
+  for (auto& [stream, owned] : state().streams)
+    if (stream->context == context) take(*stream);
+  for (auto& [of, stream] : state().default_streams)
+    if (of == context) take(stream);
+}
+
+void run_all(const Context* context) {
+  for_each_stream(context, [](Stream& stream) { stream.run_until(stream.queued); });
+}
+
+// A GPU that a wait fails for does nothing more.
+void forget_all(const Context* context) {
+  for_each_stream(context, [](Stream& stream) { stream.queue.clear(); });
+}
+
+void add_work(Stream& stream, Work work) {
+  stream.queue.push_back(std::move(work));
+  ++stream.queued;
+  if (!state().defers) stream.run_until(stream.queued);
 }
 
 int copy(void* to, const void* from, std::size_t nbytes) {
@@ -359,6 +451,14 @@ API void stand_in_cuda_fail(const char* name, int result, unsigned long first) {
   const Lock lock(state().mutex);
   state().failures.erase(name);
   if (result != 0) state().failures[name] = {result, state().calls[name] + first};
+}
+
+// Lets only that call fail.
+API void stand_in_cuda_fail_once(const char* name, int result, unsigned long number) {
+  stand_in_cuda_fail(name, result, number);
+  const Lock lock(state().mutex);
+  Failure& failure = state().failures.at(name);
+  failure.last = failure.first;
 }
 
 // The number of calls so far; in a fork, the parent's included.
@@ -497,21 +597,29 @@ API int cuCtxGetDevice(int* device) {
 }
 
 API int cuCtxSynchronize() {
-  ENTER_WITH_CONTEXT(cuCtxSynchronize);
-  return kSuccess;
+  const int failed = enter("cuCtxSynchronize");
+  if (current() == nullptr) return failed == kSuccess ? kInvalidContext : failed;
+  const Lock lock(state().streams_mutex);
+  failed == kSuccess ? run_all(current()) : forget_all(current());
+  return failed;
 }
 
-// Streams and events: all work is done before its call returns.
+// Streams and events.
 
 API int cuStreamCreate(void** stream, unsigned) {
   ENTER_WITH_CONTEXT(cuStreamCreate);
-  *stream = new Stream{current()};
+  const Lock lock(state().streams_mutex);
+  auto made = std::make_unique<Stream>(Stream{current()});
+  *stream = made.get();
+  state().streams[made.get()] = std::move(made);
   return kSuccess;
 }
 
 API int cuStreamDestroy_v2(void* stream) {
   ENTER(cuStreamDestroy_v2);
-  delete static_cast<Stream*>(stream);
+  const Lock lock(state().streams_mutex);
+  stream_of(stream).run_until(stream_of(stream).queued);
+  state().streams.erase(static_cast<Stream*>(stream));
   return kSuccess;
 }
 
@@ -521,18 +629,25 @@ API int cuStreamGetCtx(void* stream, void** context) {
   return *context == nullptr ? kInvalidContext : kSuccess;
 }
 
-API int cuStreamSynchronize(void*) {
-  ENTER(cuStreamSynchronize);
-  return kSuccess;
+static int wait_for_stream(const char* name, void* handle) {
+  const int failed = enter(name);
+  if (failed == kNotInitialized) return failed;
+  const Lock lock(state().streams_mutex);
+  Stream& stream = stream_of(handle);
+  failed == kSuccess ? stream.run_until(stream.queued) : forget_all(stream.context);
+  return failed;
 }
 
-API int cuStreamQuery(void*) {
-  ENTER(cuStreamQuery);
-  return kSuccess;
-}
+API int cuStreamSynchronize(void* stream) { return wait_for_stream("cuStreamSynchronize", stream); }
 
-API int cuStreamWaitEvent(void*, void*, unsigned) {
+API int cuStreamQuery(void* stream) { return wait_for_stream("cuStreamQuery", stream); }
+
+API int cuStreamWaitEvent(void* stream, void* event, unsigned) {
   ENTER(cuStreamWaitEvent);
+  const Lock lock(state().streams_mutex);
+  const Event awaited = *static_cast<Event*>(event);
+  if (awaited.stream != nullptr)
+    add_work(stream_of(stream), [awaited] { awaited.stream->run_until(awaited.number); });
   return kSuccess;
 }
 
@@ -548,20 +663,27 @@ API int cuEventDestroy_v2(void* event) {
   return kSuccess;
 }
 
-API int cuEventRecord(void*, void*) {
+API int cuEventRecord(void* event, void* handle) {
   ENTER(cuEventRecord);
+  const Lock lock(state().streams_mutex);
+  Stream& stream = stream_of(handle);
+  *static_cast<Event*>(event) = {&stream, stream.queued};
   return kSuccess;
 }
 
-API int cuEventQuery(void*) {
-  ENTER(cuEventQuery);
-  return kSuccess;
+static int wait_for_event(const char* name, void* handle) {
+  const int failed = enter(name);
+  if (failed == kNotInitialized) return failed;
+  const Lock lock(state().streams_mutex);
+  const Event& event = *static_cast<Event*>(handle);
+  if (event.stream == nullptr) return failed;
+  failed == kSuccess ? event.stream->run_until(event.number) : forget_all(event.stream->context);
+  return failed;
 }
 
-API int cuEventSynchronize(void*) {
-  ENTER(cuEventSynchronize);
-  return kSuccess;
-}
+API int cuEventQuery(void* event) { return wait_for_event("cuEventQuery", event); }
+
+API int cuEventSynchronize(void* event) { return wait_for_event("cuEventSynchronize", event); }
 
 // Modules and kernels.
 
@@ -584,19 +706,22 @@ API int cuModuleGetFunction(void** function, void* module, const char* name) {
 }
 
 API int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                       unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void*,
+                       unsigned block_x, unsigned block_y, unsigned block_z, unsigned, void* stream,
                        void** arguments, void**) {
   ENTER_WITH_CONTEXT(cuLaunchKernel);
   if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_x == 0 || block_x > 1024 || block_y != 1 ||
       block_z != 1)
     return kInvalidValue;
-  const Opened opened;
-  gridDim = {grid_x, 1, 1};
-  blockDim = {block_x, 1, 1};
-  blockIdx = threadIdx = {0, 0, 0};
-  for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x)
-    for (threadIdx.x = 0; threadIdx.x < block_x; ++threadIdx.x)
-      static_cast<const Kernel*>(function)->call(arguments);
+  const Lock lock(state().streams_mutex);
+  const Work thread = static_cast<const Kernel*>(function)->bind(arguments);
+  add_work(stream_of(stream), [=] {
+    const Opened opened;
+    gridDim = {grid_x, 1, 1};
+    blockDim = {block_x, 1, 1};
+    blockIdx = threadIdx = {0, 0, 0};
+    for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x)
+      for (threadIdx.x = 0; threadIdx.x < block_x; ++threadIdx.x) thread();
+  });
   return kSuccess;
 }
 
@@ -643,6 +768,10 @@ API int cuMemAlloc_v2(Address* address, std::size_t nbytes) {
 
 API int cuMemFree_v2(Address address) {
   ENTER_WITH_CONTEXT(cuMemFree_v2);
+  {
+    const Lock lock(state().streams_mutex);
+    run_all(current());
+  }
   return free_range(address, Kind::kDevice, kInvalidValue);
 }
 
