@@ -75,13 +75,25 @@ def test_layers_of_one_shape_in_another_order_raise_in_all_members(how: str, nam
         assert f"{name}/kernel" in reply
 
 
+class Named(keras.layers.Layer):  # type: ignore[misc]
+    """A layer whose own name is a part of that of the layer in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = keras.layers.Dense(2, name=f"{self.name}_inner")
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+
 def step_of_own(mixes: bool, member: Any) -> Any:
     """A loop of a user's own, whose optimizer knows no model."""
     for _ in range(member.rank):
-        keras.layers.Dense(1)  # Keras counts it
-    first = keras.layers.Dense(2)
+        keras.layers.Dense(1), keras.layers.LSTM(1), Named()  # Keras counts them
+    reshaped, both = keras.layers.Reshape((1, 2)), keras.layers.Bidirectional(keras.layers.LSTM(1))
+    first = [keras.layers.Dense(2), reshaped, both, Named()]
     model, _ = towers(order(member) if mixes else ["a", "b"])
-    model = keras.Sequential([keras.Input((2,)), first, model])
+    model = keras.Sequential([keras.Input((2,)), *first, model])
     optimizer = average_gradients(keras.optimizers.SGD(0.1), member=member)
     optimizer.build(model.trainable_variables)
     with tf.GradientTape() as tape:
