@@ -440,8 +440,16 @@ class Averaging:
         self._is_started = True
 
     def _named(self, variables: Sequence[Any]) -> dict[str, Any]:
-        """Return ``variables`` by name: by the model's structure, if a `fit` has told the model."""
-        return named_variables(variables, self._model())
+        """Return ``variables`` by name: by the model's structure, if a `fit` has told the model.
+
+        A step may have only some of the optimizer's variables; these keep the names that they have
+        among all.
+        """
+        every = {id(one): one for one in self._optimizer._trainable_variables}
+        every |= {id(one): one for one in variables}
+        names = named_variables([*every.values()], self._model())
+        by_id = dict(zip(every, names, strict=True))
+        return {by_id[id(one)]: one for one in variables}
 
     def _variables_with_slots(self, variables: Sequence[Any]) -> TensorFlowVariables:
         """Return ``variables`` and the optimizer's slots, in the same order in all members."""

@@ -81,9 +81,12 @@ def _paths(variables: Sequence[Any]) -> list[str]:
             parent, slash, part = path.rpartition("/")
             stem = re.sub(r"_\d+$", "", part)
             where = (rename(parent) if slash else "") + slash
-            if stem in automatic:
+            above = parent.rpartition("/")[2]
+            if re.sub("^(for|back)ward_", "", stem) in automatic:  # with it, in a Bidirectional
                 part = f"{stem}_{counts[where + stem]}" if counts[where + stem] else stem
                 counts[where + stem] += 1
+            elif above and part.startswith(f"{above}_"):  # such as f"{self.name}_inner"
+                part = where[:-1].rpartition("/")[2] + part.removeprefix(above)
             renamed[path] = where + part
         return renamed[path]
 

@@ -231,7 +231,7 @@ class Report(MemberCallback):
         timeout = self._lease.timeout and max(self._lease.timeout, _PATIENCE)
         are_all_there = len(self._member.ranks) == self._member.size
         folder = self._saved() if metrics and are_all_there and not self._waits() else None
-        has_begun = False
+        has_begun = asked_again = False
         while True:
             own = np.zeros(self._member.size)  # whether each rank has something to report, or does
             own[self._member.rank] = bool(metrics and not has_begun) or self._waits()
@@ -239,6 +239,9 @@ class Report(MemberCallback):
                 met = self._member.average(
                     {"reports": own}, timeout=timeout, min_results=self._lease.min_results
                 )
+            if met.late and not asked_again:  # a new worker is late for its first call of a kind
+                asked_again = True
+                continue
             are_all_there = not met.late and len(met.used) == self._member.size
             is_over = not met.weights["reports"].any()
             if is_over or not are_all_there:
