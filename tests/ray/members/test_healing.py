@@ -350,6 +350,26 @@ def test_a_late_member_gets_no_average_of_another_model_of_the_same_layout(pool:
     assert critics[1][0].value[0] == 1.0
 
 
+def test_a_member_that_joins_again_is_given_no_other_model_if_calls_need_all(pool: Any) -> None:
+    meeting = LocalMeeting(2)
+    members = meeting.join_all()
+    critics = [[Critic(1.0, "w"), Critic(1000.0, "w")] for _ in range(2)]
+    for k in (0, 1, 0, 1):
+        calls = [
+            pool.submit(member.average_variables, own[k])
+            for member, own in zip(members, critics, strict=True)
+        ]
+        assert [call.result(60).used for call in calls] == [(0, 1)] * 2
+    kill(members[1])
+    with pytest.raises(WorkerError, match="rank 1: "):
+        members[0].average_variables(critics[0][0])
+    again = meeting.join(1)
+    with pytest.raises(RuntimeError, match="rank 1 was late, or has joined again, and could be"):
+        again.average_variables(Critic(-1.0, "w"))
+    for one in (again, members[0]):
+        one.leave()
+
+
 @pytest.mark.parametrize("asks_first", [0, 1])
 def test_a_member_that_got_another_model_before_that_was_noticed_raises(
     pool: Any, asks_first: int

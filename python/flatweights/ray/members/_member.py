@@ -288,8 +288,7 @@ class Member:
         layout = _layout_of(variables, "variables")
         check_flat_weights(layout, "variables")
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
-        may_be_late = min_results is not None or timeout is not None or state is not None
-        if may_be_late and self._turns.is_twin(variables, ask.keys[1]):
+        if self._turns.is_twin(variables, ask.keys[1]):
             ask = ask._replace(twins=(*ask.twins, ask.keys[1]))
         with self._call(state) as host:
             ask, sent = host.gather(variables, ask)
