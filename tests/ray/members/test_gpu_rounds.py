@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 import numpy as np
 import pytest
 from gpu_members import Members, weights_of
-from gpu_processes import REAL, build_stand_in, has_compiler
+from gpu_processes import REAL, build_stand_in, gpu_processes, has_compiler
 from gpus import shown_gpus
 from reference import same_bits
 
@@ -268,3 +268,35 @@ def test_windows_are_let_go(start: Start) -> None:
     meeting = members.meeting.meeting
     held: int = meeting.news.ask(lambda meeting: len(meeting._gpu._stayed), meeting)
     assert held <= 2
+
+
+def test_a_window_that_could_not_be_replaced_leaves_the_others_as_they_are(stand_in: str) -> None:
+    with gpu_processes(stand_in, 1) as (process,):
+        lost, again = process.run(
+            "from flatweights.ray.lanes._gpu_windows import FIRST, MOST, GpuWindows\n"
+            "held = {FIRST + at for at in range(MOST)}\n"
+            "windows = GpuWindows(1, lambda at: at in held and any(w[1] == at for w in placed))\n"
+            "placed = []\n"
+            "for _ in held: placed.append(windows.take(uuid, 100).handle.placed)\n"
+            "held.remove(FIRST + 1)\n"
+            "driver.stand_in_cuda_fail(b'cuMemCreate', 2, 1)\n"
+            "try: windows.take(uuid, 10_000)\n"
+            "except MemoryError: pass\n"
+            "driver.stand_in_cuda_fail(b'cuMemCreate', 0, 1)\n"
+            "lost = [k for k, one in enumerate(placed) if windows.find(one) is None]\n"
+            "result = lost, windows.take(uuid, 10_000).handle.placed in placed"
+        )
+    assert lost == [1]
+    assert not again  # others know a window by its number, and would read the memory of the old one
+
+
+def test_the_memory_of_a_window_goes_before_that_of_the_next(stand_in: str) -> None:
+    with gpu_processes(stand_in, 1, STAND_IN_CUDA_MEMORY=str(12 << 20)) as (process,):
+        process.run(
+            "from flatweights.ray.lanes._gpu_windows import FIRST, MOST, GpuWindows\n"
+            "held = set()\n"
+            "windows = GpuWindows(1, held.__contains__)\n"
+            "for at in range(MOST): windows.take(uuid, 1 << 20); held.add(FIRST + at)\n"
+            "held.remove(FIRST)\n"
+            "windows.take(uuid, 5 << 20)"  # 6 MiB, as well as three of 2 MiB
+        )

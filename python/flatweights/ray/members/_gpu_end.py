@@ -59,6 +59,7 @@ class GpuEnd:
             RuntimeError: If ``FLATWEIGHTS_GPU=windows`` requires it.
         """
         layout: Layout = variables.layout
+        self._own = None  # it may have to go, to make room
         try:
             if why := _core.device_window_obstacle(uuid):
                 raise RuntimeError(why)
@@ -126,7 +127,8 @@ class GpuEnd:
         handle = self._lane.handle_of(placed)
         known = self._peers.get(placed[:2])
         if known is None or known[0] is not handle:
-            self._peers.pop(placed[:2], None)  # its memory first
+            known = None
+            self._peers.pop(placed[:2], None)  # its memory goes first
             window = _core.PeerDeviceWindow(handle.descriptor, handle.nbytes, handle.uuid)
             known = self._peers[placed[:2]] = handle, window
         return known[1]
