@@ -300,3 +300,22 @@ def test_the_memory_of_a_window_goes_before_that_of_the_next(stand_in: str) -> N
             "held.remove(FIRST)\n"
             "windows.take(uuid, 5 << 20)"  # 6 MiB, as well as three of 2 MiB
         )
+
+
+def test_windows_of_members_that_are_gone_are_let_go(start: Start) -> None:
+    members = start(3)
+    few = ", min_results=1"
+    count = "result = len(os.listdir('/proc/self/fd'))"
+    counts = []
+    for call in range(0, 20, 5):
+        for k in range(3):
+            members.run(HOLD.format(call=call + k) + CALL.format(few))
+        expect(members, call + 3, (0, 1, 2), "gpu", few)
+        counts.append(members.run(count, 0)[0])
+        killed = members.processes.pop(2)
+        killed.kill()
+        killed.close()
+        expect(members, call + 4, (0, 1), "gpu", few)
+        members.join(2)
+        members.run(HOLD.format(call=call + 4) + CALL.format(few), 2)  # late: it gets the average
+    assert counts[-1] == counts[1]

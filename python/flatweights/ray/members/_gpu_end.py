@@ -121,6 +121,9 @@ class GpuEnd:
             LaneError: If the host has not told of it.
             RuntimeError: If the driver fails.
         """
+        self._lane.receive()  # the host may have told of members that are gone
+        has = self._lane.has_handle
+        self._peers = {at: known for at, known in self._peers.items() if has(known[0])}
         own = self._windows.find(placed)
         if own is not None:
             return own.memory

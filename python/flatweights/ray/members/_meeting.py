@@ -415,7 +415,7 @@ class Meeting:
         self._answer(missed, ElsewhereError(f"the others have called {first}"))
         exchanged = None if result is None else result._exchanged
         self._post(number, body, weights, asking, exchanged)
-        self._gpu.let_go(self._past.has)
+        self._gpu.let_go(self._past.has, self.door.present.values())
         # No member waits for the rest.
         for rank in sorted(self._away & asks.keys()):
             self._away.remove(rank)
@@ -678,7 +678,7 @@ class Meeting:
     def _forget(self, seat: Seat) -> None:
         """Wait for nothing more of a member that has left or is dead."""
         self.door.forget(seat)
-        self._gpu.hear(seat)
+        self._gpu.forget(seat)
         self._waiting.drop([seat])
         for healing in self._healings:
             healing.lose(seat)
