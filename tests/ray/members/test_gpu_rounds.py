@@ -3,6 +3,8 @@
 What only the stand-in has tried is not known to work on a GPU.
 """
 
+import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -319,3 +321,18 @@ def test_windows_of_members_that_are_gone_are_let_go(start: Start) -> None:
         members.join(2)
         members.run(HOLD.format(call=call + 4) + CALL.format(few), 2)  # late: it gets the average
     assert counts[-1] == counts[1]
+
+
+def test_a_window_for_which_the_host_lacks_a_descriptor_is_read_by_the_host(start: Start) -> None:
+    members = start(2)
+    program = "called = member.broadcast_variables(held, root=1); result = called.ways"
+    members.run(HOLD.format(call=0) + program)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        ways = members.run(HOLD.format(call=1) + program)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert {one[1] for one in ways.values()} == {"lane"}

@@ -25,6 +25,7 @@ from flatweights._layout import Layout
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
+from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._gpu_windows import Handle, Placed
 from flatweights.ray.lanes._protocol import REDUCE
 from flatweights.ray.members._asks import Ask
@@ -221,7 +222,10 @@ class GpuRounds:
 
     def _kept(self, owner: Seat, layout: Layout, placed: Placed) -> Stayed:
         assert owner.lane is not None
-        handle = owner.lane.handle_of(placed)
+        try:
+            handle = owner.lane.handle_of(placed)
+        except LaneError as error:  # this process had no descriptor for it
+            raise AskAgainError(f"{owner.who}: {error}") from None
         stayed = Stayed(owner, handle, layout)
         self._stayed.append(stayed)
         return stayed
