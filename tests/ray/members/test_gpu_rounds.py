@@ -336,3 +336,13 @@ def test_a_window_for_which_the_host_lacks_a_descriptor_is_read_by_the_host(star
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert {one[1] for one in ways.values()} == {"lane"}
+
+
+def test_members_that_are_asked_again_at_the_end_of_the_time_are_waited_for(start: Start) -> None:
+    members = start(3)
+    for call in range(2):
+        expect(members, call, (0, 1, 2), "gpu" if call else "lane", ", min_results=1")
+    away = HOLD.format(call=2) + "held.gpu = uuid if rank else None\n"
+    running = members.begin(away + CALL.format(", min_results=1, timeout=0.3"), 0, 1)
+    assert {future.result()[0] for future in running.values()} == {(0, 1)}  # rank 2 does not call
+    check_mean(members, 2, (0, 1), 0, 1)
