@@ -1,9 +1,9 @@
 """Windows in the memory of a GPU: this process's own, and those that others have told it of.
 
 A window of the host is read through the lane that it belongs to. A GPU's window is also read by
-other members, which its owner has no lane to. So its owner sends its descriptor to the driver, and
-that sends it on to those who need it. The owner counts a window as held by the count in its own
-mailbox, as it does for windows of the host, under an index of its own.
+other members, to which its owner has no lane. So the owner sends a descriptor of it to the host,
+which sends that on to those who need it. How often the window is held is counted in the mailbox of
+its owner, as for windows in memory of the host; the indices of the two kinds differ.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ class GpuEnd:
         """
         self._lane = lane
         self._windows = GpuWindows(seat, lane.count_holds)
+        # Windows of others that are mapped here, by owner and index.
         self._peers: dict[tuple[int, int], tuple[Handle, _core.PeerDeviceWindow]] = {}
         self._layout: Layout | None = None  # of the weights that were gathered last
         self._own: OwnWindow | None = None  # the window that has them
@@ -57,6 +58,8 @@ class GpuEnd:
 
         Raises:
             RuntimeError: If ``FLATWEIGHTS_GPU=windows`` requires it.
+            MemoryError: Likewise, if the GPU's memory is short.
+            OSError: Likewise, if there is no free descriptor.
         """
         layout: Layout = variables.layout
         self._own = None  # it may have to go, to make room

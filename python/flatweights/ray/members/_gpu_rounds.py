@@ -2,15 +2,18 @@
 
 Members whose variables are on one GPU leave their weights in windows of it and send the host only
 where they are. The host then has the lowest rank average all into another window (`Reduction`), and
-sends every member there. The bytes never leave the GPU. (A context takes half a GB of a GPU, so the
-host has none; one rank that averages for all needs two more windows than the others.)
+tells every member where that is. The bytes never leave the GPU. (The host does not average itself,
+since a process that computes on a GPU takes half a GB of its memory. The rank that averages has two
+windows more than the others: one for the new average, one for the last, which others may read.)
 
 Whatever stands in the way - a rule, a member on another GPU or node, NaN or infinity to be named, a
 GPU's memory that is short, a rank that dies or stops while it averages - ends in the same way: the
 members are asked again, through memory of the host (`RESEND`), and the call goes on as any other.
 
-A window is held for as long as a member may still read it: until it has asked again, or is gone. It
-is held, too, while the outcome is kept for members that are late.
+A window with an outcome is held, so that its owner does not write to it, as long as a member may
+still read it: until that member has asked again, or is gone. It is held, too, while the outcome is
+kept for members that are late. Windows with the weights to be averaged need no hold: their owners
+wait for the outcome.
 """
 
 from __future__ import annotations
