@@ -3,6 +3,8 @@
 What only the stand-in has tried is not known to work on a GPU.
 """
 
+import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -10,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 import numpy as np
 import pytest
 from gpu_members import Members, weights_of
-from gpu_processes import REAL, build_stand_in, has_compiler
+from gpu_processes import REAL, build_stand_in, gpu_processes, has_compiler
 from gpus import shown_gpus
 from reference import same_bits
 
@@ -268,3 +270,79 @@ def test_windows_are_let_go(start: Start) -> None:
     meeting = members.meeting.meeting
     held: int = meeting.news.ask(lambda meeting: len(meeting._gpu._stayed), meeting)
     assert held <= 2
+
+
+def test_a_window_that_could_not_be_replaced_leaves_the_others_as_they_are(stand_in: str) -> None:
+    with gpu_processes(stand_in, 1) as (process,):
+        lost, again = process.run(
+            "from flatweights.ray.lanes._gpu_windows import FIRST, MOST, GpuWindows\n"
+            "held = {FIRST + at for at in range(MOST)}\n"
+            "windows = GpuWindows(1, lambda at: at in held and any(w[1] == at for w in placed))\n"
+            "placed = []\n"
+            "for _ in held: placed.append(windows.take(uuid, 100).handle.placed)\n"
+            "held.remove(FIRST + 1)\n"
+            "driver.stand_in_cuda_fail(b'cuMemCreate', 2, 1)\n"
+            "try: windows.take(uuid, 10_000)\n"
+            "except MemoryError: pass\n"
+            "driver.stand_in_cuda_fail(b'cuMemCreate', 0, 1)\n"
+            "lost = [k for k, one in enumerate(placed) if windows.find(one) is None]\n"
+            "result = lost, windows.take(uuid, 10_000).handle.placed in placed"
+        )
+    assert lost == [1]
+    assert not again  # others know a window by its number, and would read the memory of the old one
+
+
+def test_the_memory_of_a_window_goes_before_that_of_the_next(stand_in: str) -> None:
+    with gpu_processes(stand_in, 1, STAND_IN_CUDA_MEMORY=str(12 << 20)) as (process,):
+        process.run(
+            "from flatweights.ray.lanes._gpu_windows import FIRST, MOST, GpuWindows\n"
+            "held = set()\n"
+            "windows = GpuWindows(1, held.__contains__)\n"
+            "for at in range(MOST): windows.take(uuid, 1 << 20); held.add(FIRST + at)\n"
+            "held.remove(FIRST)\n"
+            "windows.take(uuid, 5 << 20)"  # 6 MiB, as well as three of 2 MiB
+        )
+
+
+def test_windows_of_members_that_are_gone_are_let_go(start: Start) -> None:
+    members = start(3)
+    few = ", min_results=1"
+    count = "result = len(os.listdir('/proc/self/fd'))"
+    counts = []
+    for call in range(0, 20, 5):
+        for k in range(3):
+            members.run(HOLD.format(call=call + k) + CALL.format(few))
+        expect(members, call + 3, (0, 1, 2), "gpu", few)
+        counts.append(members.run(count, 0)[0])
+        killed = members.processes.pop(2)
+        killed.kill()
+        killed.close()
+        expect(members, call + 4, (0, 1), "gpu", few)
+        members.join(2)
+        members.run(HOLD.format(call=call + 4) + CALL.format(few), 2)  # late: it gets the average
+    assert counts[-1] == counts[1]
+
+
+def test_a_window_for_which_the_host_lacks_a_descriptor_is_read_by_the_host(start: Start) -> None:
+    members = start(2)
+    program = "called = member.broadcast_variables(held, root=1); result = called.ways"
+    members.run(HOLD.format(call=0) + program)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        ways = members.run(HOLD.format(call=1) + program)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert {one[1] for one in ways.values()} == {"lane"}
+
+
+def test_members_that_are_asked_again_at_the_end_of_the_time_are_waited_for(start: Start) -> None:
+    members = start(3)
+    for call in range(2):
+        expect(members, call, (0, 1, 2), "gpu" if call else "lane", ", min_results=1")
+    away = HOLD.format(call=2) + "held.gpu = uuid if rank else None\n"
+    running = members.begin(away + CALL.format(", min_results=1, timeout=0.3"), 0, 1)
+    assert {future.result()[0] for future in running.values()} == {(0, 1)}  # rank 2 does not call
+    check_mean(members, 2, (0, 1), 0, 1)

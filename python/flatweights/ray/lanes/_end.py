@@ -18,6 +18,7 @@ from flatweights.ray.lanes._gpu_windows import Handle, Placed
 from flatweights.ray.lanes._windows import Extent, Windows
 
 _WINDOW = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
+_OWNER = struct.Struct("<I")
 _MOST = 512  # bytes of a packet
 
 
@@ -134,6 +135,24 @@ class LaneEnd:
             socket.send_fds(self.connection, [packet], [handle.descriptor])
             self._sent_handles[owner, index] = generation
 
+    def send_forget(self, owner: int) -> None:
+        """Have the peer forget the handles of an owner that is gone, if it was sent any."""
+        known = [at for at in self._sent_handles if at[0] == owner]
+        for at in known:
+            del self._sent_handles[at]
+        if known:
+            with contextlib.suppress(OSError):  # the peer is dead, or its socket is full
+                self.connection.send(b"F" + _OWNER.pack(owner))
+
+    def forget_handles(self, owner: int) -> None:
+        """Forget the handles of an owner that the peer has told of."""
+        for at in [at for at in self._handles if at[0] == owner]:
+            del self._handles[at]
+
+    def has_handle(self, handle: Handle) -> bool:
+        """Whether ``handle`` is the last one that the peer has told of."""
+        return self._handles.get(handle.placed[:2]) is handle
+
     def handle_of(self, placed: Placed) -> Handle:
         """Return the handle of a window that the peer has told of.
 
@@ -221,6 +240,9 @@ class LaneEnd:
         if kind == b"G" and len(descriptors) == 1:
             handle = Handle.read(body, descriptors[0])
             self._handles[handle.placed[:2]] = handle
+            return
+        if kind == b"F" and not descriptors:
+            self.forget_handles(*_OWNER.unpack(body))
             return
         if kind != b"W" or len(body) != _WINDOW.size or len(descriptors) != 1:
             raise LaneError(f"expected a window, got a packet {kind!r} of {len(body)} bytes")

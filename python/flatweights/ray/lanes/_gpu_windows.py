@@ -1,9 +1,9 @@
 """Windows in the memory of a GPU: this process's own, and those that others have told it of.
 
 A window of the host is read through the lane that it belongs to. A GPU's window is also read by
-other members, which its owner has no lane to. So its owner sends its descriptor to the driver, and
-that sends it on to those who need it. The owner counts a window as held by the count in its own
-mailbox, as it does for windows of the host, under an index of its own.
+other members, to which its owner has no lane. So the owner sends a descriptor of it to the host,
+which sends that on to those who need it. How often the window is held is counted in the mailbox of
+its owner, as for windows in memory of the host; the indices of the two kinds differ.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class GpuWindows:
         """
         self._owner = owner
         self._holds = holds
-        self._windows: list[OwnWindow] = []
+        self._windows: dict[int, OwnWindow] = {}  # by index, from 0
+        self._generations = [0] * MOST  # of the last window of each index
 
     def take(self, uuid: bytes, nbytes: int, besides: Iterable[int] = ()) -> OwnWindow | None:
         """Return a free window of ``nbytes`` or more; None if all are held.
@@ -106,43 +107,33 @@ class GpuWindows:
             RuntimeError: If the driver fails.
         """
         free = [
-            at
-            for at, window in enumerate(self._windows)
-            if FIRST + at not in besides and not self._holds(FIRST + at)
+            at for at in range(MOST) if FIRST + at not in besides and not self._holds(FIRST + at)
         ]
         for at in free:
-            window = self._windows[at]
-            if window.handle.uuid == uuid and nbytes <= window.handle.nbytes <= 4 * nbytes:
-                return window
-        if len(self._windows) < MOST:
-            self._windows.append(self._made(len(self._windows), 1, uuid, nbytes))
-            return self._windows[-1]
+            if at in self._windows and _suits(self._windows[at].handle, uuid, nbytes):
+                return self._windows[at]
         if not free:
             return None
-        # A window of another size was made for another model; its memory goes first.
-        at = free[0]
-        generation = self._windows[at].handle.placed.generation + 1
-        rest = self._windows[at + 1 :]
-        del self._windows[at:]
-        made = self._made(at, generation, uuid, nbytes)
-        self._windows += [made, *rest]
+        at = next((at for at in free if at not in self._windows), free[0])
+        self._windows.pop(at, None)  # it was made for another model; its memory goes first
+        self._generations[at] += 1
+        memory = _core.DeviceWindow(uuid, nbytes)
+        descriptor = os.dup(memory.descriptor)
+        memory.close_descriptor()
+        placed = Placed(self._owner, FIRST + at, self._generations[at])
+        made = self._windows[at] = OwnWindow(memory, Handle(placed, nbytes, uuid, descriptor))
         return made
 
     def find(self, placed: Placed) -> OwnWindow | None:
         """Return one of the windows; None if it is another process's, or there is a newer one."""
-        at = placed.window - FIRST
-        if placed.owner != self._owner or not 0 <= at < len(self._windows):
-            return None
-        window = self._windows[at]
-        return window if window.handle.placed == placed else None
+        window = self._windows.get(placed.window - FIRST)
+        return window if window is not None and window.handle.placed == placed else None
 
     def clear(self) -> None:
         """Forget the windows; their memory is freed once no process maps it."""
         self._windows.clear()
 
-    def _made(self, at: int, generation: int, uuid: bytes, nbytes: int) -> OwnWindow:
-        memory = _core.DeviceWindow(uuid, nbytes)
-        descriptor = os.dup(memory.descriptor)
-        memory.close_descriptor()
-        placed = Placed(self._owner, FIRST + at, generation)
-        return OwnWindow(memory, Handle(placed, nbytes, uuid, descriptor))
+
+def _suits(handle: Handle, uuid: bytes, nbytes: int) -> bool:
+    """Whether a window may be used again for ``nbytes`` of a GPU: it is not much too large."""
+    return handle.uuid == uuid and nbytes <= handle.nbytes <= 4 * nbytes

@@ -47,6 +47,7 @@ class GpuEnd:
         """
         self._lane = lane
         self._windows = GpuWindows(seat, lane.count_holds)
+        # Windows of others that are mapped here, by owner and index.
         self._peers: dict[tuple[int, int], tuple[Handle, _core.PeerDeviceWindow]] = {}
         self._layout: Layout | None = None  # of the weights that were gathered last
         self._own: OwnWindow | None = None  # the window that has them
@@ -57,8 +58,11 @@ class GpuEnd:
 
         Raises:
             RuntimeError: If ``FLATWEIGHTS_GPU=windows`` requires it.
+            MemoryError: Likewise, if the GPU's memory is short.
+            OSError: Likewise, if there is no free descriptor.
         """
         layout: Layout = variables.layout
+        self._own = None  # it may have to go, to make room
         try:
             if why := _core.device_window_obstacle(uuid):
                 raise RuntimeError(why)
@@ -120,13 +124,17 @@ class GpuEnd:
             LaneError: If the host has not told of it.
             RuntimeError: If the driver fails.
         """
+        self._lane.receive()  # the host may have told of members that are gone
+        has = self._lane.has_handle
+        self._peers = {at: known for at, known in self._peers.items() if has(known[0])}
         own = self._windows.find(placed)
         if own is not None:
             return own.memory
         handle = self._lane.handle_of(placed)
         known = self._peers.get(placed[:2])
         if known is None or known[0] is not handle:
-            self._peers.pop(placed[:2], None)  # its memory first
+            known = None
+            self._peers.pop(placed[:2], None)  # its memory goes first
             window = _core.PeerDeviceWindow(handle.descriptor, handle.nbytes, handle.uuid)
             known = self._peers[placed[:2]] = handle, window
         return known[1]

@@ -2,15 +2,18 @@
 
 Members whose variables are on one GPU leave their weights in windows of it and send the host only
 where they are. The host then has the lowest rank average all into another window (`Reduction`), and
-sends every member there. The bytes never leave the GPU. (A context takes half a GB of a GPU, so the
-host has none; one rank that averages for all needs two more windows than the others.)
+tells every member where that is. The bytes never leave the GPU. (The host does not average itself,
+since a process that computes on a GPU takes half a GB of its memory. The rank that averages has two
+windows more than the others: one for the new average, one for the last, which others may read.)
 
 Whatever stands in the way - a rule, a member on another GPU or node, NaN or infinity to be named, a
 GPU's memory that is short, a rank that dies or stops while it averages - ends in the same way: the
 members are asked again, through memory of the host (`RESEND`), and the call goes on as any other.
 
-A window is held for as long as a member may still read it: until it has asked again, or is gone. It
-is held, too, while the outcome is kept for members that are late.
+A window with an outcome is held, so that its owner does not write to it, as long as a member may
+still read it: until that member has asked again, or is gone. It is held, too, while the outcome is
+kept for members that are late. Windows with the weights to be averaged need no hold: their owners
+wait for the outcome.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from flatweights._layout import Layout
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
+from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._gpu_windows import Handle, Placed
 from flatweights.ray.lanes._protocol import REDUCE
 from flatweights.ray.members._asks import Ask
@@ -40,6 +44,7 @@ class Stayed:
     """Weights in a window of a member: an average, or those of the root of a broadcast.
 
     Attributes:
+        owner: The member.
         layout: Their layout.
         handle: The window.
     """
@@ -49,7 +54,7 @@ class Stayed:
         assert owner.lane is not None
         self.layout = layout
         self.handle = handle
-        self._owner = owner
+        self.owner = owner
         self._mailbox = owner.lane.mailbox
         self._readers: set[Seat] = set()
         self._mailbox.add_hold(False, handle.placed.window)
@@ -61,7 +66,7 @@ class Stayed:
             OSError: If it is dead.
         """
         assert seat.lane is not None
-        if seat is not self._owner:
+        if seat is not self.owner:
             seat.lane.send_handle(self.handle)
         self._readers.add(seat)
 
@@ -91,6 +96,7 @@ class GpuRounds:
         self._lanes = lanes
         self._is_off = False  # once a GPU has failed: it may fail each member in turn
         self._stayed: list[Stayed] = []
+        self._gone: list[Seat] = []  # members that are gone, whose windows others still have
 
     def may_stay(self, first: Ask, seats: Iterable[Seat]) -> bool:
         """Whether the weights of these members may stay on their GPU in the next call like this."""
@@ -136,7 +142,7 @@ class GpuRounds:
         if reduced.spoiled and first.nonfinite != "propagate":
             ranks = [seats[k].rank for k in reduced.spoiled]
             raise AskAgainError(f"ranks {ranks} hold NaN or infinity")
-        return self._kept(reducer, layout, lane.handle_of(reduced.placed))
+        return self._kept(reducer, layout, reduced.placed)
 
     def relay(self, first: Ask, root: Seat, seats: Sequence[Seat], layout: Layout) -> Stayed:
         """Let all members read the window of the root of a broadcast.
@@ -151,16 +157,26 @@ class GpuRounds:
             AskAgainError: If some cannot.
         """
         self._check(first, [root], seats)
-        assert root.lane is not None
-        return self._kept(root, layout, root.lane.handle_of(_placed(root)))
+        return self._kept(root, layout, _placed(root))
 
     def hear(self, seat: Seat) -> None:
         """Note that a member has asked again or is gone: it reads nothing more."""
         for stayed in self._stayed:
             stayed.lose(seat)
 
-    def let_go(self, is_kept: Callable[[Stayed], bool]) -> None:
-        """Let go of windows that are neither read nor kept for members that are late."""
+    def forget(self, seat: Seat) -> None:
+        """Note that a member is gone: `let_go` has others forget its windows."""
+        self.hear(seat)
+        self._gone.append(seat)
+
+    def let_go(self, is_kept: Callable[[Stayed], bool], seats: Iterable[Seat]) -> None:
+        """Let go of windows that are neither read nor kept for members that are late.
+
+        Args:
+            is_kept: Whether weights are kept.
+            seats: The present members. They let go of the windows of those that are gone, since a
+                GPU's memory is free only once nobody maps it.
+        """
         rest = []
         for stayed in self._stayed:
             if stayed.is_read or is_kept(stayed):
@@ -168,6 +184,14 @@ class GpuRounds:
             else:
                 stayed.let_go()
         self._stayed = rest
+        owners = {stayed.owner for stayed in rest}
+        lanes = [seat.lane for seat in seats if seat.lane is not None]
+        for gone in [seat for seat in self._gone if seat not in owners]:
+            self._gone.remove(gone)
+            if gone.lane is not None:
+                gone.lane.forget_handles(gone.number)
+                for lane in lanes:
+                    lane.send_forget(gone.number)
 
     def _check(self, first: Ask, senders: Sequence[Seat], seats: Sequence[Seat]) -> None:
         """Raise unless the weights of ``senders`` are in windows that all ``seats`` can read."""
@@ -191,15 +215,20 @@ class GpuRounds:
         end = time.monotonic() + _PATIENCE
         while not lane.is_answered:
             left = end - time.monotonic()
+            if lane.is_closed:
+                raise RuntimeError("it has died while it averaged")
             if left <= 0:
                 raise TimeoutError(f"it has not averaged within {_PATIENCE} s")
             self._lanes.wait([lane], left)
-            if lane.is_closed and not lane.is_answered:
-                raise RuntimeError("it has died while it averaged")
         _, (body, _) = lane.take()
         return Reduced(*pickle.loads(body))
 
-    def _kept(self, owner: Seat, layout: Layout, handle: Handle) -> Stayed:
+    def _kept(self, owner: Seat, layout: Layout, placed: Placed) -> Stayed:
+        assert owner.lane is not None
+        try:
+            handle = owner.lane.handle_of(placed)
+        except LaneError as error:  # this process had no descriptor for it
+            raise AskAgainError(f"{owner.who}: {error}") from None
         stayed = Stayed(owner, handle, layout)
         self._stayed.append(stayed)
         return stayed

@@ -84,6 +84,7 @@ from flatweights.ray.rounds._between_nodes import NodesAverage
 from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.robust import Rule
 
+_AGAIN = 2.0  # seconds, at least, in which members send weights again that were on a GPU
 _CALLS = 16  # calls that an agent runs at a time, without waiting for each other
 
 _log = logging.getLogger("flatweights")
@@ -120,6 +121,7 @@ class Meeting:
         self._gpu = GpuRounds(self._lanes)
         self._healings: list[Healing] = []
         self._seconds_waited = 0.0  # for the open call
+        self._again: Deadline | None = None  # of the open call, if its members were asked again
         self._untold: list[Seat] = []  # deaths that were not logged yet
         self._away: set[int] = set()  # ranks that the log calls dead or late, until they are back
         self.news = News(self._lanes)
@@ -278,6 +280,8 @@ class Meeting:
             _log.warning(text, self._name, seat.rank, ask)
         else:
             self._waiting.ask(seat)
+            if self._again is not None:
+                seat.answer.deadline = self._again
             self._tell_deaths()
 
     def _hear_of_state(self, seat: Seat) -> None:
@@ -366,6 +370,7 @@ class Meeting:
         arrivals.let_go()
         self._number += 1
         self._seconds_waited = 0.0
+        self._again = None
         number, asking = self._number, waiting.close_call()
         lacking, missed, served = waiting.healed_by(first), waiting.missed_by(first), list[Seat]()
         facts: tuple[Any, ...] = ()
@@ -415,7 +420,7 @@ class Meeting:
         self._answer(missed, ElsewhereError(f"the others have called {first}"))
         exchanged = None if result is None else result._exchanged
         self._post(number, body, weights, asking, exchanged)
-        self._gpu.let_go(self._past.has)
+        self._gpu.let_go(self._past.has, self.door.present.values())
         # No member waits for the rest.
         for rank in sorted(self._away & asks.keys()):
             self._away.remove(rank)
@@ -501,11 +506,16 @@ class Meeting:
     def _ask_again(self, why: AskAgainError) -> None:
         """Have members whose weights are on a GPU send them through memory of the host.
 
-        The call stays open until they have.
+        The call stays open until they have, or their time is up.
         """
         _log.info("meeting %r: weights leave the GPU to be averaged: %s", self._name, why)
         seats = [seat for seat in self._waiting.asking if seat.ask.is_in_window]
+        timeout, end = self._waiting.deadline()
+        self._again = Deadline(timeout, end and max(end, time.monotonic() + _AGAIN))
         self._waiting.drop(seats)
+        for seat in self._waiting.asking:
+            assert seat.answer is not None
+            seat.answer.deadline = self._again
         for seat in seats:
             seat.tell(seat.has)
             assert seat.lane is not None
@@ -678,7 +688,7 @@ class Meeting:
     def _forget(self, seat: Seat) -> None:
         """Wait for nothing more of a member that has left or is dead."""
         self.door.forget(seat)
-        self._gpu.hear(seat)
+        self._gpu.forget(seat)
         self._waiting.drop([seat])
         for healing in self._healings:
             healing.lose(seat)
