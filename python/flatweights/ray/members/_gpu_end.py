@@ -11,6 +11,7 @@ from flatweights._layout import Layout
 from flatweights._settings import gpu_setting
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._failpoints import reach
+from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._gpu_windows import GpuWindows, Handle, OwnWindow, Placed
 from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._reductions import Reduced, Reduction
@@ -97,7 +98,7 @@ class GpuEnd:
         try:
             reduced = self._reduced(Reduction(*pickle.loads(body)))
         except Exception as error:  # the weights are averaged on the host then
-            is_fault = not isinstance(error, MemoryError)
+            is_fault = not isinstance(error, (MemoryError, OSError, LaneError))
             reduced = Reduced(None, (), reason_in_a_line(error), is_fault)
         return pickle.dumps(tuple(reduced))
 
