@@ -29,9 +29,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = "-std=c++20 -O1 -ffp-contract=off -fno-trapping-math -fno-math-errno -pthread"
     flags += " -Wall -Wextra -Werror -DFLATWEIGHTS_PORTABLE -DFLATWEIGHTS_ISA=portable"
     sources = [REPOSITORY / "csrc" / "flatweights" / f"{name}.cpp" for name in SOURCES.split()]
-    command = [*compiler, *flags.split(), f"-I{REPOSITORY / 'csrc'}", PROGRAM, *sources]
+    command = [
+        *compiler,
+        *flags.split(),
+        f"-I{REPOSITORY / 'csrc'}",
+        *map(str, [PROGRAM, *sources]),
+    ]
     done = subprocess.run(
-        [*command, "-ldl", "-o", built], capture_output=True, text=True, check=False
+        [*command, "-ldl", "-o", str(built)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return built
