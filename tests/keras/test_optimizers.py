@@ -160,7 +160,7 @@ def test_members_that_may_come_back_need_one_optimizer(member: flatweights.ray.M
     model = Own([keras.Input((8,)), keras.layers.Dense(1)])
     model.second = average_gradients(keras.optimizers.SGD(), member=member, min_results=1)
     model.compile("sgd")
-    with pytest.raises(ValueError, match=r"expected the optimizer that the model was compiled wit"):
+    with pytest.raises(ValueError, match=r"expected the optimizer that the model was compiled"):
         model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs(member=member)])
     model.compile(model.second, "mse")
     with pytest.raises(ValueError, match=r"expected the callback AverageLogs or .* got neither"):
