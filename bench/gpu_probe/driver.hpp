@@ -12,28 +12,22 @@
 
 namespace probe {
 
-#define PROBE_EACH_FUNCTION(X)                                                                     \
-  X(cuInit)                                                                                        \
-  X(cuDriverGetVersion)                                                                            \
-  X(cuGetErrorName)                                                                                \
-  X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName) X(cuDeviceGetAttribute) X(cuDeviceGetUuid) \
-      X(cuDeviceTotalMem) X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease)                 \
-          X(cuCtxSetCurrent) X(cuCtxPushCurrent) X(cuCtxPopCurrent) X(cuCtxSynchronize)            \
-              X(cuStreamCreate) X(cuStreamGetCtx) X(cuStreamSynchronize) X(cuEventCreate)          \
-                  X(cuEventRecord) X(cuEventSynchronize) X(cuEventQuery) X(cuEventElapsedTime)     \
-                      X(cuModuleLoadData) X(cuModuleGetFunction) X(cuLaunchKernel) X(cuMemAlloc)   \
-                          X(cuMemFree) X(cuMemHostAlloc) X(cuMemFreeHost) X(cuMemHostRegister)     \
-                              X(cuMemHostUnregister) X(cuMemHostGetDevicePointer) X(cuMemGetInfo)  \
-                                  X(cuMemcpyDtoH) X(cuMemcpyHtoD) X(cuMemcpyDtoHAsync)             \
-                                      X(cuMemcpyHtoDAsync) X(cuMemcpyDtoDAsync) X(cuMemsetD8)      \
-                                          X(cuPointerGetAttribute) X(cuPointerGetAttributes)       \
-                                              X(cuMemGetAllocationGranularity) X(cuMemCreate)      \
-                                                  X(cuMemRelease) X(cuMemExportToShareableHandle)  \
-                                                      X(cuMemImportFromShareableHandle)            \
-                                                          X(cuMemAddressReserve)                   \
-                                                              X(cuMemAddressFree) X(cuMemMap)      \
-                                                                  X(cuMemUnmap) X(cuMemSetAccess)  \
-                                                                      X(cuMemcpyBatchAsync)
+// clang-format off
+#define PROBE_EACH_FUNCTION(X) \
+  X(cuInit) X(cuDriverGetVersion) X(cuGetErrorName) X(cuDeviceGetCount) X(cuDeviceGet) \
+  X(cuDeviceGetName) X(cuDeviceGetAttribute) X(cuDeviceGetUuid) X(cuDeviceTotalMem) \
+  X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) X(cuCtxSetCurrent) \
+  X(cuCtxPushCurrent) X(cuCtxPopCurrent) X(cuCtxSynchronize) X(cuStreamCreate) \
+  X(cuStreamGetCtx) X(cuStreamSynchronize) X(cuEventCreate) X(cuEventRecord) \
+  X(cuEventSynchronize) X(cuEventQuery) X(cuEventElapsedTime) X(cuModuleLoadData) \
+  X(cuModuleGetFunction) X(cuLaunchKernel) X(cuMemAlloc) X(cuMemFree) X(cuMemHostAlloc) \
+  X(cuMemFreeHost) X(cuMemHostRegister) X(cuMemHostUnregister) X(cuMemHostGetDevicePointer) \
+  X(cuMemGetInfo) X(cuMemcpyDtoH) X(cuMemcpyHtoD) X(cuMemcpyDtoHAsync) X(cuMemcpyHtoDAsync) \
+  X(cuMemcpyDtoDAsync) X(cuMemsetD8) X(cuPointerGetAttribute) X(cuPointerGetAttributes) \
+  X(cuMemGetAllocationGranularity) X(cuMemCreate) X(cuMemRelease) \
+  X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle) X(cuMemAddressReserve) \
+  X(cuMemAddressFree) X(cuMemMap) X(cuMemUnmap) X(cuMemSetAccess) X(cuMemcpyBatchAsync)
+// clang-format on
 
 // Functions that are missing are null.
 struct Driver {
