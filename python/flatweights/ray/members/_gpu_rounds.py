@@ -100,7 +100,9 @@ class GpuRounds:
 
     def may_stay(self, first: Ask, seats: Iterable[Seat]) -> bool:
         """Whether the weights of these members may stay on their GPU in the next call like this."""
-        return not self._is_off and first.rule is None and _gpu_of(seats) is not None
+        if first.gpu is None or first.rule is not None or self._is_off:
+            return False
+        return _gpu_of(seats) is not None
 
     def reaches(self, weights: Any, seat: Seat) -> bool:
         """Whether a member can read ``weights``."""
@@ -177,6 +179,8 @@ class GpuRounds:
             seats: The present members. They let go of the windows of those that are gone, since a
                 GPU's memory is free only once nobody maps it.
         """
+        if not self._stayed and not self._gone:
+            return
         rest = []
         for stayed in self._stayed:
             if stayed.is_read or is_kept(stayed):
