@@ -124,8 +124,7 @@ std::vector<bool> average_windows(void* context, const Layout& layout, std::byte
   std::ranges::copy(sources, job.sources);
   std::ranges::copy(weights, job.weights);
   Averagers& averagers = Averagers::instance();
-  if (getpid() != averagers.process)
-    throw CudaError("NVIDIA's driver does not work in a forked process");
+  refuse_fork(averagers.process);
   const std::lock_guard turn(averagers.mutex);
   const CurrentContext current(context);
   Averager& averager =

@@ -1,6 +1,7 @@
 #include "flatweights/cuda_driver.hpp"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <new>
 #include <string>
@@ -91,6 +92,10 @@ const Search& search() {
 }  // namespace
 
 bool CudaDriver::is_found() { return search().obstacle.empty(); }
+
+void refuse_fork(pid_t process) {
+  if (getpid() != process) throw CudaError("NVIDIA's driver does not work in a forked process");
+}
 
 const CudaDriver& CudaDriver::instance() {
   if (!search().obstacle.empty()) throw CudaError(search().obstacle);

@@ -1,6 +1,8 @@
 // NVIDIA's driver, as TensorFlow has loaded it into this process: nothing is linked.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <stdexcept>
 #include <string>
@@ -11,6 +13,10 @@ namespace flatweights {
 struct CudaError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// Throws CudaError in a fork of `process`: NVIDIA's driver does not work there, and a mutex copied
+// into it may be locked for ever.
+void refuse_fork(pid_t process);
 
 // The functions of cuda.h that are used; its handles are pointers, its devices and results are int.
 struct CudaDriver {

@@ -108,8 +108,7 @@ class Staging {
   // while that exits.
   static Staging& lock(std::unique_lock<std::mutex>& turn) {
     static auto* const staging = new Staging;
-    if (getpid() != staging->process_)
-      throw CudaError("NVIDIA's driver does not work in a forked process");
+    refuse_fork(staging->process_);
     turn = std::unique_lock(staging->mutex_);
     return *staging;
   }

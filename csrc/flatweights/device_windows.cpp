@@ -13,8 +13,6 @@
 namespace flatweights {
 namespace {
 
-constexpr char kForked[] = "NVIDIA's driver does not work in a forked process";
-
 // What was found out about the process's GPUs.
 struct Known {
   const pid_t process = getpid();
@@ -22,10 +20,10 @@ struct Known {
   std::map<int, void*> contexts;           // by device
   std::map<void*, std::string> obstacles;  // by context
 
-  // Throws CudaError in a fork, whose copy of the mutex may be locked for ever.
+  // Throws CudaError in a fork.
   static Known& lock(std::unique_lock<std::mutex>& turn) {
     static auto* const known = new Known;  // threads may call while the process exits
-    if (getpid() != known->process) throw CudaError(kForked);
+    refuse_fork(known->process);
     turn = std::unique_lock(known->mutex);
     return *known;
   }
@@ -250,14 +248,14 @@ void DeviceWindow::close_descriptor() noexcept {
 }
 
 void DeviceWindow::copy_to_host(std::byte* to, std::size_t offset, std::size_t nbytes) const {
-  if (process_ != getpid()) throw CudaError(kForked);
+  refuse_fork(process_);
   const CurrentContext current(context_);
   CudaDriver::instance().check(CudaSharing::instance().copy_to_host(to, address_ + offset, nbytes),
                                "cuMemcpyDtoH");
 }
 
 void DeviceWindow::copy_from_host(const std::byte* from, std::size_t offset, std::size_t nbytes) {
-  if (process_ != getpid()) throw CudaError(kForked);
+  refuse_fork(process_);
   const CurrentContext current(context_);
   const CudaDriver& driver = CudaDriver::instance();
   driver.check(CudaSharing::instance().copy_to_device(address_ + offset, from, nbytes),
