@@ -372,7 +372,7 @@ class Meeting:
         self._seconds_waited = 0.0
         self._again = None
         number, asking = self._number, waiting.close_call()
-        lacking, missed, served = waiting.healed_by(first), waiting.missed_by(first), list[Seat]()
+        lacking, missed = waiting.healed_by(first), waiting.missed_by(first)
         facts: tuple[Any, ...] = ()
         giver = 0
         layout: bytes | None = None
@@ -391,7 +391,7 @@ class Meeting:
             facts = facts_of(result)
         took_part = tuple(seat.number for seat in asking)
         healed = tuple(seat.number for seat in lacking) if giver else ()
-        served = [] if weights is None else waiting.late_for(first)
+        served: list[Seat] = [] if weights is None else waiting.late_for(first)
         may_stay = self._gpu.may_stay(first, [*asking, *lacking, *served])
         stayed = weights if isinstance(weights, Stayed) else None
         outcome = Outcome(
