@@ -201,6 +201,19 @@ def test_a_broadcast_gives_all_members_the_weights_of_the_root(puppets: Puppets)
         assert same_bits(model, model_of(2))
 
 
+def test_objects_of_all_come_by_rank_whether_they_fit_into_a_mailbox_or_not(
+    puppets: Puppets,
+) -> None:
+    def gathered(member: Member) -> Any:
+        small = member.all_gather({"rank": member.rank}, "places")
+        large = member.all_gather(bytes([member.rank]) * 3_000_000)
+        return small.weights, large.weights
+
+    small = {rank: {"rank": rank} for rank in range(N)}
+    large = {rank: bytes([rank]) * 3_000_000 for rank in range(N)}
+    assert all_of(puppets.meet(), gathered) == [(small, large)] * N
+
+
 def test_different_calls_are_an_error_in_all_members(puppets: Puppets) -> None:
     def different(member: Member) -> Any:
         if member.rank == 1:

@@ -92,6 +92,10 @@ def broadcasted(member: Member, root: int) -> Any:
     return member.broadcast(model_of(member.rank), root=root)
 
 
+def gathered(member: Member, size: int) -> Any:
+    return member.all_gather(bytes([member.rank]) * size).weights
+
+
 def averaged_in_float32(member: Member) -> Any:
     with join("narrow", rank=member.rank, size=member.size, sums="float32") as other:
         return averaged(other)
@@ -184,6 +188,10 @@ def meet_on_nodes() -> None:
     small_ways = check(call(averaged, 100), fw.average(small)).ways
     for got in call(broadcasted, 2):
         assert same_bits(got.buffer, models[2].buffer)
+    for size_of_one in (10, 1_000_000):
+        values = {rank: bytes([rank]) * size_of_one for rank in range(size)}
+        for objects in call(gathered, size_of_one):
+            assert objects == values
     narrow = fw.RunningAverage()
     narrow.add(models[0])
     narrow.add(fw.average(models[1:4]), 3.0)

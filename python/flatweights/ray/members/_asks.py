@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,10 +13,10 @@ from flatweights.ray.lanes._gpu_windows import Placed
 
 _MOST_LAYOUTS = 64  # layouts that need not be sent again
 
-Operation = Literal["average", "broadcast", "leave", "give", "heal"]
+Operation = Literal["average", "broadcast", "all_gather", "leave", "give", "heal"]
 
-Kind = tuple[Operation, str | None, int | None, str | None]
-"""The operation of an `Ask`, its layout, its root, and the layout of its state."""
+Kind = tuple[Operation, str | None, int | None, str | None, str | None]
+"""The operation of an `Ask`, its layout, its root, its name, and the layout of its state."""
 
 
 class MemberError(RuntimeError):
@@ -84,6 +85,8 @@ class Ask(NamedTuple):
         twins: Those of `keys` that are also those of calls with other variables, or with another
             state: two of one layout take turns in this member's calls.
         gpu: The GPU that its variables are on; None, if they are not on one.
+        name: What objects are that all members gather; None in other calls.
+        value: This member's object, pickled.
     """
 
     operation: Operation
@@ -98,11 +101,13 @@ class Ask(NamedTuple):
     lacks: bool = False
     twins: tuple[str, ...] = ()
     gpu: OnGpu | None = None
+    name: str | None = None
+    value: bytes = b""
 
     @property
     def is_urgent(self) -> bool:
         """Whether the host must read it before all others have asked."""
-        is_call = self.operation in ("average", "broadcast")
+        is_call = self.operation in ("average", "broadcast", "all_gather")
         return self.timeout is not None or self.lacks or not is_call
 
     @property
@@ -128,7 +133,7 @@ class Ask(NamedTuple):
     @property
     def kind(self) -> Kind:
         """The kind of call: the outcome of one answers asks of the same kind."""
-        return self.operation, self.digest, self.root, self.state
+        return self.operation, self.digest, self.root, self.name, self.state
 
     @property
     def rule_name(self) -> str | None:
@@ -147,6 +152,7 @@ class Ask(NamedTuple):
     def __str__(self) -> str:
         """Return the call as errors show it."""
         options = [] if self.digest is None else [f"layout {self.digest[:12]}"]
+        options += [] if self.name is None else [f"name={self.name!r}"]
         options += [] if self.root is None else [f"root={self.root}"]
         options += [] if self.min_results is None else [f"min_results={self.min_results}"]
         options += [] if self.nonfinite == "raise" else [f"nonfinite={self.nonfinite!r}"]
@@ -171,6 +177,7 @@ class Outcome(NamedTuple):
         facts: The arguments of `Round` after the weights; empty with an error.
         placed: The window of a GPU that has the weights; None, if they are on the host.
         may_stay: Whether members may leave their weights on the GPU in the next such call.
+        values: The objects that all have gathered, by rank, pickled.
     """
 
     number: int
@@ -184,6 +191,7 @@ class Outcome(NamedTuple):
     facts: tuple[Any, ...] = ()
     placed: Placed | None = None
     may_stay: bool = False
+    values: Mapping[int, bytes] = {}
 
 
 Told: TypeAlias = tuple[bytes, NDArray[np.uint8] | None]

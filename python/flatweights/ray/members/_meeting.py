@@ -336,7 +336,7 @@ class Meeting:
             self._post(seat.has, ray.cloudpickle.dumps(tuple(outcome)), None, [seat])
 
     def _close_call(self) -> None:
-        """Average or relay, and post the outcome to all members that have asked."""
+        """Average, relay or gather, and post the outcome to all members that have asked."""
         waiting = self._waiting
         asks, deadline = waiting.asks(), waiting.deadline()
         first = asks[min(asks)]
@@ -354,7 +354,9 @@ class Meeting:
         error: Exception | None = None
         try:
             self._check_agree(asks, arrivals)
-            if any(ask.is_in_window for ask in asks.values()):
+            if first.operation == "all_gather":
+                result = self._gather(asks, arrivals)
+            elif any(ask.is_in_window for ask in asks.values()):
                 result, weights = self._stay_on_gpu(asks, arrivals)
             else:
                 average = self._average if is_average else self._relay
@@ -377,8 +379,8 @@ class Meeting:
         giver = 0
         layout: bytes | None = None
         pickler: Any = pickle if error is None else ray.cloudpickle
-        if result is not None and weights is not None:
-            layout = None if is_average else weights.layout.pickled
+        if result is not None:
+            layout = weights.layout.pickled if weights and not is_average else None
             result.number, result.ways = number, self._ways(asks) | result.ways
             if lacking:
                 giver = self._begin_healing(number, result, asking, lacking, deadline)
@@ -391,7 +393,7 @@ class Meeting:
             facts = facts_of(result)
         took_part = tuple(seat.number for seat in asking)
         healed = tuple(seat.number for seat in lacking) if giver else ()
-        served: list[Seat] = [] if weights is None else waiting.late_for(first)
+        served: list[Seat] = [] if result is None else waiting.late_for(first)
         may_stay = self._gpu.may_stay(first, [*asking, *lacking, *served])
         stayed = weights if isinstance(weights, Stayed) else None
         outcome = Outcome(
@@ -406,9 +408,10 @@ class Meeting:
             facts,
             None if stayed is None else stayed.handle.placed,
             may_stay,
+            result.weights if result is not None and first.operation == "all_gather" else {},
         )
         body = pickler.dumps(tuple(outcome))
-        if weights is not None:
+        if result is not None:
             self._past.keep(first, number, body, weights, [*asking, *lacking], served)
             waiting.drop([*lacking, *served])
         reach("sending")
@@ -425,10 +428,11 @@ class Meeting:
         for rank in sorted(self._away & asks.keys()):
             self._away.remove(rank)
             _log.warning("meeting %r: rank %d is back", self._name, rank)
-        if result is not None and is_average:
+        if result is not None and first.operation != "broadcast":
             report(result, already_named=self._away)
             self._away |= {*result.late}
-            METRICS.add({SENT: self._agents.nbytes * len(asks)})
+            nbytes = self._agents.nbytes if is_average else result.nbytes
+            METRICS.add({SENT: nbytes * len(asks)})
 
     def _begin_healing(
         self,
@@ -550,6 +554,19 @@ class Meeting:
         result = DriverAverage(arrivals, request).run()
         result.ways = dict.fromkeys(away, f"store: {why}")
         return result
+
+    def _gather(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
+        """Return a round with the objects of the members, by rank, pickled."""
+        self._request(asks, arrivals)
+        values = {rank: ask.value for rank, ask in sorted(asks.items())}
+        return Round(
+            values,
+            [*values],
+            failed=dict(sorted(arrivals.failed.items())),
+            late=arrivals.late,
+            seconds={"wait": arrivals.seconds_waited},
+            nbytes=sum(map(len, values.values())),
+        )
 
     def _relay(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
         """Return a round with a copy of the root's weights.

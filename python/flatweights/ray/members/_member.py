@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ class NotInTrainError(TypeError):
     """`join` was called without a ``size``, in a process that is not a worker of Ray Train."""
 
 
+_NO_WEIGHTS = Layout([], [], [])
 _RETRY = 0.05  # seconds between two tries to find the host of a meeting
 _MOST_TOLD = 200  # characters
 _RESTART = 10.0  # seconds in which another host may take the place of one that has ended
@@ -362,6 +364,58 @@ class Member:
                 scatter(variables, got)  # if the root has joined again, those of its predecessor
             return self._round(outcome, None)
 
+    def all_gather(
+        self,
+        value: object,
+        name: str = "values",
+        *,
+        timeout: float | None = None,
+        min_results: int | None = None,
+        state: Variables | None = None,
+    ) -> Round:
+        """Give every member the objects of all: settings, scores, places in the data.
+
+        They are pickled into the messages of the call, so they should be small: each member gets
+        all of them. Weights are averaged or broadcast instead.
+
+        >>> import flatweights.ray
+        >>> member = flatweights.ray.join("gathering", rank=0, size=1)
+        >>> member.all_gather({"samples": 512}).weights
+        {0: {'samples': 512}}
+        >>> member.leave()
+
+        Args:
+            value: An object that cloudpickle can pickle, and that the others can unpickle.
+            name: What is gathered; the same in all members. It tells this call from others, as
+                layouts do for averages.
+            timeout: See `average`.
+            min_results: See `average`.
+            state: See `average`. A member that lacks the state gets the objects of the others.
+
+        Returns:
+            A `Round`, whose ``weights`` are the objects by rank, of the ranks in `Round.used`.
+
+        Raises:
+            TypeError: If ``value`` cannot be pickled, or ``name`` is not a text.
+            WorkerError: As `average`.
+            CallsDifferError: If members make different calls, or with different names.
+            MemberError: As `average`.
+        """
+        self._check_process()
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected a text, got {name!r}")
+        try:
+            pickled = ray.cloudpickle.dumps(value)
+        except Exception as error:
+            raise TypeError(f"value: cannot be pickled: {reason_in_a_line(error)}") from error
+        ask = self._ask(None, 1.0, timeout, min_results, "propagate", state=state)
+        ask = ask._replace(operation="all_gather", name=name, value=pickled)
+        with self._call(state) as host:
+            outcome, _ = self._exchange(host, ask, _NO_WEIGHTS, None, state)
+            result = self._round(outcome, {})
+        result.weights.update({rank: pickle.loads(one) for rank, one in outcome.values.items()})
+        return result
+
     def leave(self) -> None:
         """Leave the meeting: the others continue without this member, and see no failure."""
         self._check_process()
@@ -401,7 +455,7 @@ class Member:
 
     def _ask(
         self,
-        layout: Layout,
+        layout: Layout | None,
         weight: float,
         timeout: float | None,
         min_results: int | None,
@@ -421,7 +475,7 @@ class Member:
             min_results = check_count(min_results, "min_results", self.size)
         ask = Ask(
             "average" if root is None else "broadcast",
-            layout.digest,
+            None if layout is None else layout.digest,
             root,
             read_weight(weight, "weight"),
             check_timeout(timeout),

@@ -36,13 +36,14 @@ class Kept(NamedTuple):
     Attributes:
         number: Its number.
         body: The outcome.
-        weights: Its weights, on the host or in a window of a GPU.
+        weights: Its weights, on the host or in a window of a GPU; None, if members have gathered
+            objects, which are in the body.
         previous: The number of the call with the same state before it; 0 without a state.
     """
 
     number: int
     body: bytes
-    weights: Packed | Stayed
+    weights: Packed | Stayed | None
     previous: int
 
 
@@ -139,7 +140,7 @@ class Past:
         ask: Ask,
         number: int,
         body: bytes,
-        weights: Packed | Stayed,
+        weights: Packed | Stayed | None,
         seats: Sequence[Seat],
         late: Sequence[Seat] = (),
     ) -> None:
@@ -152,9 +153,10 @@ class Past:
         oldest = _put_last(self._kept, ask.kind, Kept(number, body, weights, previous), _KEPT)
         if oldest is not None:
             kind, kept = oldest
-            was = kept.weights
-            if isinstance(was, Packed) and was.buffer.nbytes <= _SMALL:
-                own = Packed(was.buffer.copy(), was.layout)  # in no window
+            own = kept.weights
+            if isinstance(own, Packed) and own.buffer.nbytes <= _SMALL:
+                own = Packed(own.buffer.copy(), own.layout)  # in no window
+            if own is not kept.weights or (own is None and len(kept.body) <= _SMALL):
                 _put_last(self._small, kind, kept._replace(weights=own), _KEPT_SMALL)
         before = self._made.get(ask.kind)
         ever = set() if before is None else before.late

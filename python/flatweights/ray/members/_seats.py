@@ -51,6 +51,7 @@ from flatweights.ray.peers._summary import Summary
 from flatweights.ray.peers._wait import Deadline
 
 SLICE = 1.0  # seconds between two looks for events that ring no bell
+_REPEATED = 4096  # bytes; longer asks are not likely to come again
 
 
 Reply: TypeAlias = tuple[bytes, list[ray.ObjectRef] | None]
@@ -231,7 +232,8 @@ class Seat:
             body, buffer, self._caller = self._letters.popleft()
         if body is None:
             return
-        ask, pickled = _ask_in(body)
+        read = _ask_in if len(body) <= _REPEATED else _ask_in.__wrapped__
+        ask, pickled = read(body)
         if pickled is not None:
             sent = unpickle_layout(pickled)
             remember(self._layouts, sent.digest, sent)

@@ -1,0 +1,148 @@
+"""`Member.all_gather`: small objects of all members, in a meeting of threads of this process."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from meetings import LocalMeeting, kill
+
+from flatweights import Layout
+from flatweights.ray import CallsDifferError, Member, WorkerError
+
+OBJECTS: list[Any] = [{"lr": 0.1, "names": ["a", "b"]}, None, "x" * 100_000, np.arange(3.0)]
+
+
+class Counter:
+    """A state of one number."""
+
+    def __init__(self, value: float) -> None:
+        self.layout = Layout(["count"], [(1,)], [np.dtype(np.float64)])
+        self.value = value
+
+    def gather_into(self, buffer: Any) -> None:
+        buffer.view(np.float64)[0] = self.value
+
+    def scatter(self, buffer: Any) -> None:
+        self.value = float(buffer.view(np.float64)[0])
+
+
+def gathered(members: list[Member], values: list[Any], **options: Any) -> list[Any]:
+    """Return the results of one call of all ``members``."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        calls = [
+            pool.submit(member.all_gather, value, **options)
+            for member, value in zip(members, values, strict=True)
+        ]
+        return [call.result(60) for call in calls]
+
+
+def test_all_members_get_the_objects_of_all_by_rank() -> None:
+    members = LocalMeeting(3).join_all()
+    for k in range(len(OBJECTS)):
+        values = [OBJECTS[(rank + k) % len(OBJECTS)] for rank in range(3)]
+        for result in gathered(members, values):
+            assert result.used == (0, 1, 2)
+            assert [*result.weights] == [0, 1, 2]
+            np.testing.assert_equal([*result.weights.values()], values)
+            assert result.number == k + 1
+
+
+def test_averages_and_objects_take_turns() -> None:
+    members = LocalMeeting(2).join_all()
+
+    def steps(member: Member) -> list[Any]:
+        results = []
+        for k in range(20):
+            mean = member.average({"w": np.full(4, float(member.rank + k))}).weights["w"]
+            results.append((mean.tolist(), member.all_gather((member.rank, k)).weights))
+        return results
+
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(steps, members):
+            expected = [([0.5 + k] * 4, {0: (0, k), 1: (1, k)}) for k in range(20)]
+            assert results == expected
+
+
+def test_names_tell_calls_apart() -> None:
+    members = LocalMeeting(2).join_all()
+
+    def error_of(member: Member) -> str:
+        with pytest.raises(CallsDifferError) as error:
+            member.all_gather(member.rank, f"name of {member.rank}")
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for text in pool.map(error_of, members):
+            assert "rank 0: all_gather(name='name of 0'" in text
+            assert "rank 1: all_gather(name='name of 1'" in text
+    assert gathered(members, [5, 6])[0].weights == {0: 5, 1: 6}
+
+
+def test_objects_of_the_dead_and_the_late_are_left_out() -> None:
+    meeting = LocalMeeting(3)
+    members = meeting.join_all()
+    kill(members[2])
+    for result in gathered(members[:2], ["a", "b"], min_results=1):
+        assert result.weights == {0: "a", 1: "b"}
+        assert [*result.failed] == [2]
+    only = members[0].all_gather("c", timeout=0.01, min_results=1)
+    assert (only.weights, only.late) == ({0: "c"}, (1,))
+    late = members[1].all_gather("d", min_results=1)  # gets the last outcome
+    assert (late.weights, late.late) == ({0: "c"}, (1,))
+    with pytest.raises(WorkerError, match="rank 2"):
+        gathered(members[:2], ["e", "f"])
+
+
+def test_a_member_that_lacks_the_state_is_healed_by_the_call() -> None:
+    members = LocalMeeting(2).join_all()
+    states = [Counter(7.0), Counter(0.0)]
+    members[1].lacks_state = True
+    with ThreadPoolExecutor(2) as pool:
+        calls = [
+            pool.submit(member.all_gather, member.rank, state=state)
+            for member, state in zip(members, states, strict=True)
+        ]
+        results = [call.result(60) for call in calls]
+    for result in results:
+        assert (result.weights, result.healed) == ({0: 0}, (1,))
+    assert states[1].value == 7.0
+    assert not members[1].lacks_state
+
+
+def test_what_cannot_be_pickled_raises_before_anything_is_sent() -> None:
+    members = LocalMeeting(2).join_all()
+    with pytest.raises(TypeError, match="value: cannot be pickled"):
+        members[0].all_gather(iter_forever())
+    with pytest.raises(TypeError, match="name: expected a text, got 3"):
+        members[0].all_gather(1, 3)  # type: ignore[arg-type]
+    assert gathered(members, [1, 2])[1].weights == {0: 1, 1: 2}
+
+
+def test_an_object_that_cannot_be_unpickled_breaks_no_later_call() -> None:
+    members = LocalMeeting(2).join_all()
+
+    def call(member: Member) -> str:
+        with pytest.raises(RuntimeError, match="not here") as error:
+            member.all_gather(Unreadable())
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(call, members)] == ["not here"] * 2
+    assert gathered(members, [1, 2])[0].weights == {0: 1, 1: 2}
+
+
+def iter_forever() -> Any:
+    """Return a generator, which cannot be pickled."""
+    yield
+
+
+def refuse() -> None:
+    raise RuntimeError("not here")
+
+
+class Unreadable:
+    """An object that raises when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return refuse, ()
