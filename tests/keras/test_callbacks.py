@@ -391,6 +391,39 @@ def test_after_an_error_in_all_members_the_next_fit_is_whole(together: Together)
     assert all(map(np.array_equal, first, second))
 
 
+def test_the_order_of_callbacks_is_that_of_the_fit_not_of_other_lists() -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs
+
+    class Holder(keras.callbacks.Callback):  # type: ignore[misc]
+        """A callback that holds another, whose order is its own matter."""
+
+        def __init__(self, held: Any) -> None:
+            super().__init__()
+            self.held = held
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.held.set_params(self.params)
+            self.held.set_model(self.model)
+            self.held.on_train_begin(logs)
+
+    (member,) = LocalMeeting(1).join_all()
+    early, history = keras.callbacks.EarlyStopping("loss"), keras.callbacks.History()
+    with member:
+        model, data = compiled(Place()), images("dense")
+        logs = AverageLogs(member=member)
+        kept = [early, logs, history]  # not a list of a fit
+        own = keras.callbacks.CallbackList([logs, early, history], model=model, epochs=1, steps=8)
+        for callbacks in ([logs, early, history], own, [early, Holder(logs)]):
+            model.fit(*data, verbose=0, callbacks=callbacks)
+        with pytest.raises(ValueError, match="AverageLogs: expected before EarlyStopping"):
+            model.fit(*data, verbose=0, callbacks=kept)
+        own.callbacks.reverse()
+        with pytest.raises(ValueError, match="AverageLogs: expected before EarlyStopping"):
+            model.fit(*data, verbose=0, callbacks=own)
+
+
 def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
     import keras
 

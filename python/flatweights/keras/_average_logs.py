@@ -14,8 +14,9 @@ from flatweights._average import Nonfinite, check_nonfinite
 from flatweights.keras._average_weights import AverageWeights
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._gradients import averaging_of_optimizer
+from flatweights.keras._hooks import callbacks_beside
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.keras._progress import SAVING, State, callbacks_beside, check_before
+from flatweights.keras._progress import SAVING, State, check_before
 from flatweights.keras._report import Report
 from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule

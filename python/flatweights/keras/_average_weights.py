@@ -16,12 +16,12 @@ from flatweights._average import Nonfinite, check_nonfinite
 from flatweights._numbers import check_count, real_number
 from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
+from flatweights.keras._hooks import callbacks_beside
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import (
     SAVING,
     State,
-    callbacks_beside,
     check_before,
     keepers_among,
 )

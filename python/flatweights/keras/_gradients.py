@@ -21,9 +21,10 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from flatweights import Layout
 from flatweights._average import Nonfinite, check_nonfinite
 from flatweights._core import CalledTensors, DeviceWindow, PeerDeviceWindow
+from flatweights.keras._hooks import callbacks_beside
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._names import inner_variable, named_variables, with_slots
-from flatweights.keras._progress import Progress, State, callbacks_beside, keepers_among
+from flatweights.keras._progress import Progress, State, keepers_among
 from flatweights.keras._settings import check_alike, settings_of
 from flatweights.ray import CallsDifferError, Member, Round, WorkerError
 from flatweights.robust import AnyRule, Rule

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import pickle
 import time
@@ -379,16 +378,6 @@ class Progress:
             one = self._named.get(name)
             if one is not None and isinstance(one, kinds) and not isinstance(one, but):
                 vars(one).update(counts)
-
-
-def callbacks_beside(callback: Any) -> list[Any]:
-    """Return all callbacks of a `fit`, since some decide by their counts.
-
-    Keras gives a callback no access to the others: this finds the list with it and the history.
-    """
-    history = getattr(callback.model, "history", callback)  # it is of `fit` alone
-    lists = (one for one in gc.get_referrers(callback) if isinstance(one, list))
-    return next((one for one in lists if any(other is history for other in one)), [callback])
 
 
 def check_before(
