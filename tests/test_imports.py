@@ -43,6 +43,16 @@ def test_no_part_but_tensorflow_and_keras_imports_a_framework(part: str) -> None
             assert framework not in FRAMEWORKS, f"{file.relative_to(PACKAGE)} imports {name}"
 
 
+def test_one_file_of_ray_reads_the_clock() -> None:
+    clock = PACKAGE / "ray" / "_clock.py"
+    assert {"time", "collections.abc.Callable"} == {*imports(clock)}
+    for file in sorted({*PACKAGE.joinpath("ray").rglob("*.py")} - {clock}):
+        names = {name.split(".")[0] for name in imports(file)}
+        assert "time" not in names, f"{file.relative_to(PACKAGE)} has a clock of its own"
+        own = [name for name in imports(file) if name.startswith("flatweights.ray._clock.")]
+        assert not own, f"{file.relative_to(PACKAGE)} would keep {own} if a test replaces the clock"
+
+
 @pytest.mark.parametrize(
     ("room", "below"),
     [

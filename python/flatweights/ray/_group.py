@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -11,6 +10,7 @@ import ray
 
 from flatweights._average import Nonfinite
 from flatweights._numbers import check_count
+from flatweights.ray import _clock
 from flatweights.ray._report import report, rounds_bar
 from flatweights.ray._round import Round
 from flatweights.ray._turn import Turn, alone
@@ -619,7 +619,7 @@ class WorkerGroup:
     @alone
     def _round(self, number: int, run: Run) -> Round:
         """Make the round ``number`` of `run`: average, and send the average to all workers."""
-        begin, timeout = time.monotonic(), run.request.timeout
+        begin, timeout = _clock.now(), run.request.timeout
         if self._in_round:
             self._roster.distrust()
         self._take_back(timeout)
@@ -628,7 +628,7 @@ class WorkerGroup:
         self._count += 1
         send(self._roster, result, timeout)
         self._in_round = False
-        result.seconds["round"] = time.monotonic() - begin
+        result.seconds["round"] = _clock.now() - begin
         result.number = number
         self._report(result)
         return result

@@ -14,10 +14,10 @@ import logging
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 from flatweights._forks import in_forks
+from flatweights.ray import _clock
 
 _STRANGERS = 64  # connections that have not been greeted yet
 _PAUSE = 0.05  # seconds until the next attempt to accept
@@ -44,7 +44,7 @@ class Stranger:
         self.connection = connection
         self.who = who
         self.events = select.POLLIN
-        self.end = time.monotonic() + _HELLO_TIME
+        self.end = _clock.now() + _HELLO_TIME
         self.greeting: Iterator[int] = iter(())
 
 
@@ -108,7 +108,7 @@ class Listener:
                 self._go_on(descriptor)
             else:
                 self._accept()
-        now = time.monotonic()
+        now = _clock.now()
         for descriptor, stranger in list(self._strangers.items()):
             if stranger.end <= now:
                 self._refuse(descriptor, "no hello in time")
@@ -119,7 +119,7 @@ class Listener:
         except OSError as error:  # closed, gone again, or no descriptors are left
             if not self._is_closing and not isinstance(error, (BlockingIOError, ConnectionError)):
                 self._tell("error", f"cannot accept connections: {error}")
-                time.sleep(_PAUSE)
+                _clock.sleep(_PAUSE)
             return
         kept(connection).setblocking(False)
         if len(self._strangers) >= _STRANGERS:
@@ -157,7 +157,7 @@ class Listener:
 
 def milliseconds(end: float | None) -> int | None:
     """Return the milliseconds until ``end``, rounded up, for `select.poll`."""
-    return None if end is None else max(0, int((end - time.monotonic()) * 1000) + 1)
+    return None if end is None else max(0, int((end - _clock.now()) * 1000) + 1)
 
 
 def shut(connection: socket.socket) -> None:

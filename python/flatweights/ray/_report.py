@@ -5,13 +5,13 @@ import contextlib
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from flatweights._numbers import readable_bytes
+from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round, ranks_left_out
 
@@ -116,7 +116,7 @@ class Metrics:
 
     def _work(self) -> None:
         while True:
-            time.sleep(_DELAY)
+            _clock.sleep(_DELAY)
             with self._lock:
                 # A thread that adds now either is seen here, or sees that there is no thread.
                 own, self._thread = self._thread, None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 import inspect
 import operator
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from numpy.typing import NDArray
 
+from flatweights.ray import _clock
 from flatweights.ray._errors import FULL, reason_in_a_line, too_small
 from flatweights.ray._result import may_change, packed_nbytes, parts_of
 
@@ -120,11 +120,11 @@ class Round:
         session = _session()
         if self._ref is None or self._session != session:
             self._session = session
-            begin = time.monotonic()
+            begin = _clock.now()
             self._ref = self._put()
             parts = parts_of(self.weights)
             self._in_store = [] if may_change(self.weights) else parts
-            self.seconds["put"] = time.monotonic() - begin
+            self.seconds["put"] = _clock.now() - begin
         return self._ref
 
     def _put(self) -> ray.ObjectRef:

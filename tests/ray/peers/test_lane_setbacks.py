@@ -119,7 +119,7 @@ def test_pauses_between_attempts_double(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_setback, "_PAUSE", 1.0)
     monkeypatch.setattr(_setback, "_MOST_PAUSE", 60.0)
     now = 100.0
-    monkeypatch.setattr("flatweights.ray.peers._setback.time.monotonic", lambda: now)
+    monkeypatch.setattr("flatweights.ray._clock.now", lambda: now)
     setback = Setback("rank 0 is")
     after = [setback.is_over]
     for pause in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):

@@ -7,7 +7,6 @@ import secrets
 import select
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
+from flatweights.ray import _clock
 from flatweights.ray import _failpoints as failpoints
 from flatweights.ray._listener import Listener, RefusedError, Stranger
 from flatweights.ray._result import Packed
@@ -271,7 +271,7 @@ class Lanes:
         Returns:
             The seconds that it took.
         """
-        begin = time.monotonic()
+        begin = _clock.now()
         boxes = [lane.mailbox for lane in lanes]
         count, waits = len(boxes), self._waits
         span = _WATCH if seconds is None or seconds > _WATCH else seconds
@@ -279,7 +279,7 @@ class Lanes:
         is_soon = count > 0 and (count not in waits or waits[count] <= _SOON)
         if not (is_soon and _core.Mailbox.watch(boxes, enough, span)):
             self._sleep(boxes, seconds, enough)
-        took = waits[count] = time.monotonic() - begin
+        took = waits[count] = _clock.now() - begin
         return took
 
     def _sleep(self, boxes: list[_core.Mailbox], seconds: float | None, enough: int) -> None:

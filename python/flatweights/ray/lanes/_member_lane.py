@@ -4,12 +4,12 @@ The host posts each outcome as a command, and the member's next ask is the answe
 between two calls the mailbox is BUSY: the member works, and the host waits for its answer.
 """
 
-import time
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flatweights.ray import _clock
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import buffer_message
@@ -87,16 +87,16 @@ class MemberLane(WorkerLane):
             TimeoutError: If there is no command within ``seconds``; never, if None.
             HostDiedError: If the host is gone.
         """
-        end = None if seconds is None else time.monotonic() + seconds
+        end = None if seconds is None else _clock.now() + seconds
         while True:
-            left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
+            left = _SLICE if end is None else min(_SLICE, end - _clock.now())
             self.mailbox.enter(_STAY)
             if self.mailbox.wait(max(0.0, left), _STAY):
                 break
             self.receive()
             if self.is_closed:
                 raise HostDiedError("the host has ended")
-            if end is not None and time.monotonic() >= end:
+            if end is not None and _clock.now() >= end:
                 raise TimeoutError(f"no answer of the host within {seconds} s")
         try:
             kind, buffers, body = self.read()

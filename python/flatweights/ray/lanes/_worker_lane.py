@@ -10,12 +10,12 @@ import functools
 import pickle
 import socket
 import threading
-import time
 from typing import Any, NamedTuple
 
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
+from flatweights.ray import _clock
 from flatweights.ray import _failpoints as failpoints
 from flatweights.ray._listener import kept
 from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, is_shortage
@@ -110,7 +110,7 @@ class WorkerLane(LaneEnd):
             The result, after which the call has ended; None if no result goes through Ray.
         """
         mailbox = self.mailbox
-        now = time.monotonic()
+        now = _clock.now()
         end = now + STAY
         if failpoints.hook is not None:
             failpoints.reach("called")
@@ -118,7 +118,7 @@ class WorkerLane(LaneEnd):
         while mailbox.wait(self._answered + LINGER - now, call):
             if failpoints.hook is not None:
                 failpoints.reach("taken")
-            ends = 0 if time.monotonic() < end else call
+            ends = 0 if _clock.now() < end else call
             box: list[Any] = []
             answer = None
             try:
@@ -141,7 +141,7 @@ class WorkerLane(LaneEnd):
                 self._doorbell.count_down()
             if failpoints.hook is not None:
                 failpoints.reach("rung")
-            self._answered = now = time.monotonic()
+            self._answered = now = _clock.now()
             if ends:
                 return None
         if failpoints.hook is not None:
@@ -234,8 +234,8 @@ def _connect(address: bytes, hello: bytes, descriptor: int, patience: float) -> 
     A driver closes connections while it has no free descriptors, or if too many arrive at once, and
     its queue fills up while it is stopped. So this tries again.
     """
-    end, pause = time.monotonic() + patience, _PAUSE
-    while (left := end - time.monotonic()) > 0:
+    end, pause = _clock.now() + patience, _PAUSE
+    while (left := end - _clock.now()) > 0:
         connection = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             connection.settimeout(left)
@@ -253,7 +253,7 @@ def _connect(address: bytes, hello: bytes, descriptor: int, patience: float) -> 
             connection.close()
             raise
         connection.close()
-        time.sleep(pause)
+        _clock.sleep(pause)
         pause *= 2
     raise TimeoutError(f"the driver has not taken the connection in {patience:g} s")
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import ray
 
+from flatweights.ray import _clock
 from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._news import News
@@ -121,7 +121,7 @@ class Door:
         self._entered = 0  # the number of seats so far
         self._grace: Deadline | None = None  # runs from the first member that is ready
         self._watched: set[str] = set()  # the tokens of agents
-        self._empty_until = time.monotonic() + _EMPTY
+        self._empty_until = _clock.now() + _EMPTY
 
     @property
     def is_in_use(self) -> bool:
@@ -129,7 +129,7 @@ class Door:
         if self.present:
             return True
         if not self._has_begun:
-            return time.monotonic() < self._empty_until
+            return _clock.now() < self._empty_until
         return not self.seats and bool(self._entries)
 
     def ranks(self) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class Door:
         """Return the times, by `time.monotonic`, at which something is due here."""
         ends = [entry.since + _GRACE for entry in self._entries]
         if not self.seats:
-            ends.append(time.monotonic() + _GRACE)
+            ends.append(_clock.now() + _GRACE)
         grace = None if self._grace is None or self.is_open else self._grace.end
         return [*ends, grace] if grace is not None and seconds_left(grace) else ends
 
@@ -160,7 +160,7 @@ class Door:
 
     def admit(self) -> None:
         """Give tickets to processes that want to be members."""
-        now = time.monotonic()
+        now = _clock.now()
         entries, self._entries = self._entries, []
         for entry in entries:
             try:

@@ -8,10 +8,11 @@ that has waited in vain says it.
 from __future__ import annotations
 
 import contextlib
-import time
 
 import ray
 from ray.experimental import internal_kv
+
+from flatweights.ray import _clock
 
 _NAMESPACE = b"flatweights"
 
@@ -19,13 +20,13 @@ _NAMESPACE = b"flatweights"
 def mark_end(name: str) -> None:
     """Note that a meeting of this ``name``, in this Ray job, has ended now."""
     with contextlib.suppress(Exception):  # Ray is being shut down
-        internal_kv._internal_kv_put(_key(name), repr(time.time()).encode(), namespace=_NAMESPACE)
+        internal_kv._internal_kv_put(_key(name), repr(_clock.wall()).encode(), namespace=_NAMESPACE)
 
 
 def seconds_since_end(name: str) -> float | None:
     """Return the seconds since the end of the last meeting of this ``name``; None if none ended."""
     value = internal_kv._internal_kv_get(_key(name), namespace=_NAMESPACE)
-    return None if value is None else max(0.0, time.time() - float(value))
+    return None if value is None else max(0.0, _clock.wall() - float(value))
 
 
 def _key(name: str) -> bytes:

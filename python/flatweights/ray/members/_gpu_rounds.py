@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flatweights._layout import Layout
+from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
@@ -216,9 +216,9 @@ class GpuRounds:
                 lane.send_handle(seat.lane.handle_of(placed))
         reach("ordering")
         lane.order(REDUCE, pickle.dumps(tuple(Reduction(tuple(windows), tuple(weights)))))
-        end = time.monotonic() + _PATIENCE
+        end = _clock.now() + _PATIENCE
         while not lane.is_answered:
-            left = end - time.monotonic()
+            left = end - _clock.now()
             if lane.is_closed:
                 raise RuntimeError("it has died while it averaged")
             if left <= 0:

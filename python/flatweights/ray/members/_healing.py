@@ -9,9 +9,9 @@ giver.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
+from flatweights.ray import _clock
 from flatweights.ray._result import Packed
 from flatweights.ray.members._asks import LacksStateError
 from flatweights.ray.members._seats import Seat
@@ -51,7 +51,7 @@ class Healing:
     def give_up_in_time(self) -> None:
         """Give up if the giver is too late."""
         end = self.deadline.end
-        if self.is_waited_for and end is not None and time.monotonic() >= end:
+        if self.is_waited_for and end is not None and _clock.now() >= end:
             self._fail("is late")
 
     @property

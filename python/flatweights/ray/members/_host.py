@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._door import Entry, Ticket
@@ -90,7 +90,7 @@ class Host:
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
         ticket: Future[Ticket] = Future()
-        now = time.monotonic()
+        now = _clock.now()
         entry = Entry(token, rank, terms, who, node, wants_lane, now, ticket, over)
         self._meeting.news.tell(self._meeting.door.enter, entry)
         return await _until(ticket)
@@ -173,9 +173,9 @@ class Host:
             self._meeting.run()
         finally:
             mark_end(name)
-            end = time.monotonic() + _LAST_REPLIES
-            while self._running and time.monotonic() < end:
-                time.sleep(0.01)
+            end = _clock.now() + _LAST_REPLIES
+            while self._running and _clock.now() < end:
+                _clock.sleep(0.01)
             ray.kill(handle)
 
 

@@ -23,7 +23,6 @@ import contextlib
 import functools
 import logging
 import pickle
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -36,6 +35,7 @@ from flatweights import _core
 from flatweights._average import Nonfinite
 from flatweights._sources import first_difference
 from flatweights._weights import FlatWeights
+from flatweights.ray import _clock
 from flatweights.ray._errors import (
     WorkerError,
     error_of_rank,
@@ -161,10 +161,10 @@ class Meeting:
         seats = [*self.door.present.values()]
         working = [seat for seat in seats if seat.state is State.WORKING]
         on_time = all(map(self._is_on_time, working))  # late members are answered at once
-        begin = time.monotonic()
+        begin = _clock.now()
         enough = max(1, len(working)) if on_time else 1
         heard = wait_for(seats, self.news, self._patience(begin), enough)
-        self._seconds_waited += time.monotonic() - begin
+        self._seconds_waited += _clock.now() - begin
         for seat in heard:
             self._hear(seat)
         self.news.read()
@@ -483,7 +483,7 @@ class Meeting:
             seat.answer.layout for seat in seats.values() if seat.answer and seat.ask.is_in_window
         )
         others = [*waiting.healed_by(first), *waiting.late_for(first)]
-        begin = time.monotonic()
+        begin = _clock.now()
         if first.operation == "average":
             request = self._request(asks, arrivals)
             ranks = sorted(seats)
@@ -501,7 +501,7 @@ class Meeting:
             ranks,
             failed=dict(sorted(arrivals.failed.items())),
             late=arrivals.late,
-            seconds={"wait": arrivals.seconds_waited, "average": time.monotonic() - begin},
+            seconds={"wait": arrivals.seconds_waited, "average": _clock.now() - begin},
             nbytes=len(ranks) * layout.nbytes,
             ways=dict.fromkeys(sorted(seats), "gpu"),
         )
@@ -515,7 +515,7 @@ class Meeting:
         _log.info("meeting %r: weights leave the GPU to be averaged: %s", self._name, why)
         seats = [seat for seat in self._waiting.asking if seat.ask.is_in_window]
         timeout, end = self._waiting.deadline()
-        self._again = Deadline(timeout, end and max(end, time.monotonic() + _AGAIN))
+        self._again = Deadline(timeout, end and max(end, _clock.now() + _AGAIN))
         self._waiting.drop(seats)
         for seat in self._waiting.asking:
             assert seat.answer is not None
@@ -576,7 +576,7 @@ class Meeting:
         """
         first = asks[min(asks)]
         assert first.root is not None
-        begin = time.monotonic()
+        begin = _clock.now()
         arrivals.bring()
         weights = arrivals.collect().get(first.root)
         if weights is None:
@@ -587,7 +587,7 @@ class Meeting:
             (first.root,),
             failed=dict(sorted(arrivals.failed.items())),
             late=arrivals.late,
-            seconds={"wait": arrivals.seconds_waited, "copy": time.monotonic() - begin},
+            seconds={"wait": arrivals.seconds_waited, "copy": _clock.now() - begin},
             nbytes=copied.buffer.nbytes,
         )
 

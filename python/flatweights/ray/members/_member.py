@@ -7,7 +7,6 @@ import contextlib
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar, cast
@@ -24,6 +23,7 @@ from flatweights._numbers import as_integer, check_count
 from flatweights._sources import Template, check_flat_weights
 from flatweights._trees import as_array
 from flatweights._weights import frozen
+from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
 from flatweights.ray._variables import Variables, scatter, text_of
@@ -106,7 +106,7 @@ def join(
     _check_thread()
     if not ray.is_initialized():
         raise RuntimeError("join: Ray is not initialized in this process: call ray.init() first")
-    end = None if check_timeout(timeout) is None else time.monotonic() + (timeout or 0.0)
+    end = None if check_timeout(timeout) is None else _clock.now() + (timeout or 0.0)
     if name is None and rank is None and size is None:
         worker = train_worker(seconds_left(end))
         if worker is not None:
@@ -123,15 +123,15 @@ def join(
     name = "default" if name is None else name
     if not isinstance(name, str):
         raise TypeError(f"name: expected a text, got {name!r}")
-    give_up = time.monotonic() + _RESTART
+    give_up = _clock.now() + _RESTART
     while True:
         try:
             return Member(name, *enter(name, rank, terms, timeout, end))
         except (ray.exceptions.RayActorError, HostDiedError) as error:
             # It may have been the host of an earlier meeting of this name, which was about to end.
-            if time.monotonic() >= give_up:
+            if _clock.now() >= give_up:
                 raise MemberError(f"meeting {name!r}: its host has ended: {error}") from None
-            time.sleep(_RETRY)
+            _clock.sleep(_RETRY)
 
 
 class Member:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import enum
 import functools
 import pickle
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -38,6 +37,7 @@ from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
+from flatweights.ray import _clock
 from flatweights.ray._result import Packed
 from flatweights.ray.lanes._driver_lane import DriverLane
 from flatweights.ray.lanes._message import Message, buffer_message
@@ -253,13 +253,13 @@ def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: i
         timeout: Seconds to wait; for ever, if None.
         enough: The number of asks to wait for. Urgent asks, and ends, are returned at once.
     """
-    end = None if timeout is None else time.monotonic() + timeout
+    end = None if timeout is None else _clock.now() + timeout
     heard: dict[Seat, None] = {}
     while True:
         for seat in seats:
             if seat not in heard and seat.look():
                 heard[seat] = None
-        left = SLICE if end is None else min(SLICE, end - time.monotonic())
+        left = SLICE if end is None else min(SLICE, end - _clock.now())
         if len(heard) >= enough or left <= 0 or news or any(map(_is_urgent, heard)):
             return [*heard]
         # Before its first outcome a member asks for nothing, but its mailbox looks answered.

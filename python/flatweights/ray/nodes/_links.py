@@ -18,10 +18,10 @@ import socket
 import ssl
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from flatweights.ray import _clock
 from flatweights.ray._listener import milliseconds, shut
 
 Buffer: TypeAlias = Any  # a contiguous object with the buffer protocol; a type since Python 3.12
@@ -115,7 +115,7 @@ class Links:
         Raises:
             StreamError: If the time is up, or the links have ended.
         """
-        timeout = None if end is None else end - time.monotonic()
+        timeout = None if end is None else end - _clock.now()
         with self._changed:
             self._changed.wait_for(lambda: self.is_closed or not self.missing, timeout)
             self.check()
@@ -175,7 +175,7 @@ class Links:
                 expected. The links have ended then, as after any exception of one of the functions.
         """
         with self.in_use():
-            began = time.monotonic()
+            began = _clock.now()
             # Each node begins with the node after it, so no two begin with the same one.
             order = [(self.me + step) % self.size for step in range(1, self.size)]
             peers = [_Peer(self, place, self._sockets[place], number) for place in order]
@@ -189,14 +189,14 @@ class Links:
                 peer.send(sends.get(peer.place, ()))
                 peer.receive(receives.get(peer.place, ()), pass_on)
             while waiting := {peer.descriptor: peer for peer in peers if peer.events}:
-                if end is not None and time.monotonic() >= end:
-                    text = f"the time is up after {time.monotonic() - began:.3g} s"
+                if end is not None and _clock.now() >= end:
+                    text = f"the time is up after {_clock.now() - began:.3g} s"
                     raise late(_worst(waiting.values()), text)
                 first = min(peer.since for peer in waiting.values()) + patience
                 for descriptor, events in _poll(waiting, first if end is None else min(first, end)):
                     waiting.pop(descriptor).go_on(events)
                 # A peer whose bytes have arrived has not stalled, even if reading them takes long.
-                since = time.monotonic() - patience
+                since = _clock.now() - patience
                 if silent := [peer for peer in waiting.values() if peer.since <= since]:
                     raise late(_worst(silent), f"it has stalled: no byte for {patience:g} s")
 
@@ -236,7 +236,7 @@ class _Peer:
     def __init__(self, links: Links, place: int, connection: socket.socket, number: int) -> None:
         self.place = place
         self.descriptor = connection.fileno()
-        self.since = time.monotonic()
+        self.since = _clock.now()
         self.missing = 0
         self._links = links
         self._connection = connection
@@ -262,7 +262,7 @@ class _Peer:
     def send(self, buffers: Iterable[Buffer]) -> None:
         """Queue ``buffers`` to be sent, after those of other calls."""
         if not self.events:
-            self.since = time.monotonic()
+            self.since = _clock.now()
         self._queue.append(buffers)
         self._sending = self._sending or self._send()
 
@@ -324,7 +324,7 @@ class _Peer:
             return None
         except OSError as error:
             raise StreamError(self.place, f"it closed the stream ({error})") from error
-        self.since = time.monotonic()
+        self.since = _clock.now()
         return count
 
 

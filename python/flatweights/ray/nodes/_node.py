@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import numpy as np
 from flatweights import _core
 from flatweights._sources import Kind
 from flatweights._weights import FlatWeights, frozen, sealed
+from flatweights.ray import _clock
 from flatweights.ray._failpoints import reach
 from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._links import StreamError
@@ -113,7 +113,7 @@ class NodeEnd:
         if not self.models.keys() >= {*plan.groups[me]}:
             raise StreamError(-1, "the round is over, and its results are gone")
         reach("exchanging")
-        now = time.monotonic()
+        now = _clock.now()
         end = None if route.left is None else now + route.left
         share = OPENING if route.left is None else route.left / _SHARE
         opened, patience = now + min(OPENING, share), min(PATIENCE, share)

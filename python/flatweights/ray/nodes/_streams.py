@@ -18,9 +18,9 @@ import select
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
+from flatweights.ray import _clock
 from flatweights.ray._listener import Listener, RefusedError, Stranger, kept
 from flatweights.ray.nodes._address import HELLO, KEY, Address, family_of, listen
 from flatweights.ray.nodes._links import Links, StreamError, set_up
@@ -88,7 +88,7 @@ class Streams:
                     pause = _PAUSE
                     while not self._reach(links, place, peers[place], end):
                         links.drop(place)
-                        time.sleep(pause)
+                        _clock.sleep(pause)
                         pause = min(2 * pause, _LONGEST_PAUSE)
                 links.wait(end)
             return links
@@ -185,7 +185,7 @@ def _left(end: float | None) -> float | None:
     Raises:
         TimeoutError: If there are none.
     """
-    left = None if end is None else end - time.monotonic()
+    left = None if end is None else end - _clock.now()
     if left is not None and left <= 0:
         raise TimeoutError("the time is up")
     return left

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
 
+from flatweights.ray import _clock
 from flatweights.ray._errors import portable
 from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._links import StreamError
@@ -169,7 +169,7 @@ class Agent:
         ranks = command.ranks
         owed = {self._owed[rank]: rank for rank in ranks if rank in self._owed}
         while owed and self._is_on(command.number):
-            for answer in wait_any(owed, time.monotonic() + _SLICE):
+            for answer in wait_any(owed, _clock.now() + _SLICE):
                 answer.let_go()
                 del self._owed[owed.pop(answer)]  # so that the next command does not wait for it
         fences = list(command.fences)
@@ -203,7 +203,7 @@ class Agent:
 
     def _news(self, number: int) -> dict[int, Any]:
         while self._pending and self._is_on(number):
-            there = wait_any(self._pending, time.monotonic() + _SLICE, len(self._pending))
+            there = wait_any(self._pending, _clock.now() + _SLICE, len(self._pending))
             if there:
                 ranks = sorted(self._pending.pop(answer) for answer in there)
                 return {rank: self._read(rank) for rank in ranks}

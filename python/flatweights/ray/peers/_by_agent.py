@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights._settings import setting
+from flatweights.ray import _clock
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._node import NodeEnd
@@ -108,7 +108,7 @@ class NodeAnswer(Answer):
         cls, answers: Sequence[NodeAnswer], timeout: float | None, enough: int = 1
     ) -> list[Answer]:
         """Return the answers that have arrived."""
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else _clock.now() + timeout
         while True:
             there: list[Answer] = [one for one in answers if one._is_there]
             refs = list({one.ref: None for one in answers if one.ref is not None})

@@ -11,7 +11,6 @@ waits for it longer than for the death of any other actor.
 """
 
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from flatweights._flatten import new_vector
 from flatweights._layout import Layout
 from flatweights._settings import RAY, ray_setting
 from flatweights._weights import FlatWeights, frozen
+from flatweights.ray import _clock
 from flatweights.ray._result import is_arrays, may_change
 from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
 from flatweights.ray.lanes._end import LaneError, is_shortage
@@ -187,7 +187,7 @@ class LaneAnswer(Answer):
         cls, answers: Sequence["LaneAnswer"], timeout: float | None, enough: int = 1
     ) -> list[Answer]:
         """Return the answers that have arrived."""
-        begin = now = time.monotonic()
+        begin = now = _clock.now()
         end = None if timeout is None else begin + timeout
         if timeout is not None and timeout <= 0:  # no sleep will learn of deaths
             answers[0]._lanes.look()
@@ -219,7 +219,7 @@ class LaneAnswer(Answer):
             if is_enough or more <= 0:
                 return [*there]
             if end is not None or by_ray:
-                now = time.monotonic()
+                now = _clock.now()
                 if end is not None and now >= end:
                     return [*there]
             # No bell rings for answers through Ray: they are polled, ever less often.
@@ -259,12 +259,12 @@ class LaneAnswer(Answer):
         if lane.is_closed:
             self._worker.give_up(lane, "the worker died")
             self._by_ray = RayAnswer(lane.latest_call())
-            self._until = time.monotonic() + _DEATH
+            self._until = _clock.now() + _DEATH
         return False
 
     def _is_without_news(self) -> bool:
         """Whether the worker died, and Ray has had its time to say why."""
-        return self._until is not None and time.monotonic() >= self._until
+        return self._until is not None and _clock.now() >= self._until
 
     def _count_as_dead(self) -> None:
         """Wait for Ray's news of the worker no longer: its lane has shown that it died."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import ray
 
 from flatweights._forks import in_forks
 from flatweights._numbers import as_integer
+from flatweights.ray import _clock
 from flatweights.ray._errors import (
     check_connected,
     is_lost,
@@ -176,7 +176,7 @@ class Record:
         """Ask the worker, which is not back, only after a pause, ever longer if it is dead."""
         is_dead = not is_restarting(self.why)
         self._pause = min(max(2 * self._pause, _PAUSE), _MOST_PAUSE) if is_dead else _PAUSE
-        self.asks_again = time.monotonic() + self._pause
+        self.asks_again = _clock.now() + self._pause
 
     def keep_by(self, keep: Callable[[bool], None]) -> None:
         """Let ``keep`` know when another call drops the owed answer; see `kept`."""
@@ -377,7 +377,7 @@ class Ranks:
         """Part with removed workers that owe no answer any more."""
         leaving, self._leaving = self._leaving, []
         for record, kill in leaving:
-            if record.owed is not None and wait_any([record.owed], time.monotonic()):
+            if record.owed is not None and wait_any([record.owed], _clock.now()):
                 record.drop_owed()
             if record.owed is not None:
                 self._leaving.append((record, kill))

@@ -21,7 +21,6 @@ import functools
 import itertools
 import logging
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -30,6 +29,7 @@ import ray
 
 from flatweights._layout import Layout
 from flatweights._weights import frozen
+from flatweights.ray import _clock
 from flatweights.ray._errors import (
     FULL,
     WorkerError,
@@ -420,7 +420,7 @@ class Roster(Ranks):
     def _probe(self, ranks: Sequence[int]) -> list[int]:
         """Ask dead ranks to take the latest weights; return those that have."""
         self.check_open()
-        now, sent, back = time.monotonic(), list[Answer](), list[int]()
+        now, sent, back = _clock.now(), list[Answer](), list[int]()
         records = [self._records[rank] for rank in ranks]
         for record in records:
             if record.owed is not None and not record.is_probed:  # from before its death
@@ -586,13 +586,13 @@ class Roster(Ranks):
 
         An error before that changes nothing.
         """
-        begin = time.monotonic()
+        begin = _clock.now()
         latest = self.latest.after(weights, self._next_stamp())
         assert latest.payload is not None
         if ranks is not None and latest.payload.exchanged is not None:
             ranks = [rank for rank in ranks if not self._is_with_agent(rank, latest.payload)]
         self._prepare(ranks, latest.payload)
-        note_seconds(weights, "put", time.monotonic() - begin)
+        note_seconds(weights, "put", _clock.now() - begin)
         self.latest = latest
         reach("sending")
         return latest.payload
@@ -663,9 +663,9 @@ class Roster(Ranks):
                 arrivals.arrived.discard(rank)
                 return True
             arrivals.take(rank)
-            is_over = deadline.end is not None and time.monotonic() + _PAUSE > deadline.end
+            is_over = deadline.end is not None and _clock.now() + _PAUSE > deadline.end
             if patient and is_restarting(arrivals.failed.get(rank)) and not is_over:
-                time.sleep(_PAUSE)
+                _clock.sleep(_PAUSE)
                 del arrivals.failed[rank]
                 return True
             return False

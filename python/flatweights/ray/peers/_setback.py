@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import time
+
+from flatweights.ray import _clock
 
 _PAUSE = 1.0  # seconds until the next try to make a lane; doubled each time
 _MOST_PAUSE = 60.0
@@ -29,7 +30,7 @@ class Setback:
     @property
     def is_over(self) -> bool:
         """Whether it is worth trying now."""
-        return time.monotonic() >= self._end
+        return _clock.now() >= self._end
 
     def note(self, reason: str, *, may_pass: bool) -> None:
         """Note a failure. If it may pass, there is another try, after pauses that double."""
@@ -37,5 +38,5 @@ class Setback:
             level = logging.WARNING if may_pass else logging.INFO
             _log.log(level, "%s reached through Ray: %s", self._who, reason)
         self.reason = reason
-        self._end = time.monotonic() + self._pause if may_pass else math.inf
+        self._end = _clock.now() + self._pause if may_pass else math.inf
         self._pause = min(2 * self._pause, _MOST_PAUSE)

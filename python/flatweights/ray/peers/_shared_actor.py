@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from flatweights.ray import _clock
 
 _TRIES = 10
 _PAUSE = 0.05  # seconds between two tries
@@ -47,4 +47,4 @@ def shared_actor(
             tries -= 1
             if not tries:
                 raise
-        time.sleep(_PAUSE)
+        _clock.sleep(_PAUSE)

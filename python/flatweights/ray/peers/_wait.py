@@ -1,12 +1,12 @@
 """The request of a round, the wait for its answers, and the check that enough ranks are left."""
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flatweights._average import Nonfinite, check_nonfinite, read_weights
 from flatweights._numbers import check_count
+from flatweights.ray import _clock
 from flatweights.ray._errors import FULL, WorkerError, late_error, too_small
 from flatweights.ray._result import weight_of
 from flatweights.ray._wire import nbytes_of
@@ -142,7 +142,7 @@ class Deadline(NamedTuple):
     def after(cls, timeout: float | None) -> "Deadline":
         """Return the deadline in ``timeout`` seconds, checked; see `check_timeout`."""
         seconds = None if timeout is None else check_timeout(timeout)
-        return _NEVER if seconds is None else cls(seconds, time.monotonic() + seconds)
+        return _NEVER if seconds is None else cls(seconds, _clock.now() + seconds)
 
 
 _NEVER = Deadline(None, None)
@@ -246,10 +246,10 @@ class Arrivals:
         pending = self._pending
         if not pending:
             return None
-        begin = time.monotonic()
+        begin = _clock.now()
         end = self.deadline.end
         there = wait_any([*pending], end, len(pending) if all_at_once else 1)
-        now = time.monotonic()
+        now = _clock.now()
         self.seconds_waited += now - begin
         came = sorted([pending[answer] for answer in there])
         for answer in there:
@@ -353,7 +353,7 @@ _SLICE = 1e-3  # seconds to wait for one way while there are others
 
 def seconds_left(end: float | None) -> float | None:
     """Return the seconds until ``end``, by `time.monotonic`; None, if there is no end."""
-    return None if end is None else max(0.0, end - time.monotonic())
+    return None if end is None else max(0.0, end - _clock.now())
 
 
 def wait_any(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import TimeoutError as LateError
 from typing import Any
 
 import ray
 
+from flatweights.ray import _clock
 from flatweights.ray._errors import check_connected
 
 _LOOK = 0.2  # seconds between two looks whether Ray is still there
@@ -31,12 +31,12 @@ def answer_of(ref: ray.ObjectRef, timeout: float) -> Any:
         RuntimeError: If Ray is shut down.
         Exception: The exception of the call.
     """
-    end, pause = time.monotonic() + timeout, _PAUSE
+    end, pause = _clock.now() + timeout, _PAUSE
     is_main = threading.current_thread() is threading.main_thread()
     future = None if is_main else ref.future()
     while True:
         check_connected()
-        left = max(0.0, end - time.monotonic())
+        left = max(0.0, end - _clock.now())
         if future is not None:
             try:
                 return future.result(min(left, _LOOK))
@@ -46,7 +46,7 @@ def answer_of(ref: ray.ObjectRef, timeout: float) -> Any:
         elif ray.wait([ref], timeout=0)[0]:
             return ray.get(ref)
         else:
-            time.sleep(min(left, pause))
+            _clock.sleep(min(left, pause))
             pause = min(2 * pause, _LOOK)
         if left <= 0:
             raise ray.exceptions.GetTimeoutError(f"no answer within {timeout:g} s")

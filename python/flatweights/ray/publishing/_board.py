@@ -14,11 +14,11 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from flatweights import _core
+from flatweights.ray import _clock
 from flatweights.ray._listener import kept
 from flatweights.ray.lanes._end import LaneError, check_user, receive_packet
 
@@ -68,7 +68,7 @@ class Board:
         self._tick = tick
         self._readers: dict[int, tuple[socket.socket, int]] = {}  # by descriptor
         self._free = list(range(_core.PUBLICATION_READERS))
-        self._idle_since = time.monotonic()
+        self._idle_since = _clock.now()
         self._listener = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         ours, self._waker = map(kept, socket.socketpair())
         try:
@@ -90,7 +90,7 @@ class Board:
     @property
     def idle(self) -> float:
         """The seconds since the last reader left; 0 if there is a reader."""
-        return 0.0 if self._readers else time.monotonic() - self._idle_since
+        return 0.0 if self._readers else _clock.now() - self._idle_since
 
     def close(self) -> None:
         """Admit no more readers; the present ones look for another board."""
@@ -103,7 +103,7 @@ class Board:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(waker, select.POLLIN)
-        ticked = time.monotonic()
+        ticked = _clock.now()
         try:
             while not self.is_closed:
                 for descriptor, _ in poll.poll(int(1000 * _TICK)):
@@ -111,8 +111,8 @@ class Board:
                         self._hear(descriptor, poll)
                     elif descriptor == self._listener.fileno():
                         self._accept(poll)
-                if time.monotonic() - ticked >= _TICK:
-                    ticked = time.monotonic()
+                if _clock.now() - ticked >= _TICK:
+                    ticked = _clock.now()
                     self._tick()
         finally:
             self.is_closed = True
@@ -126,7 +126,7 @@ class Board:
             connection, _ = self._listener.accept()
         except OSError as error:
             if not isinstance(error, (BlockingIOError, ConnectionError)):
-                time.sleep(_PAUSE)  # no descriptors are left
+                _clock.sleep(_PAUSE)  # no descriptors are left
             return
         try:
             kept(connection).setblocking(False)
@@ -162,7 +162,7 @@ class Board:
         self.publication.clear(reader)
         del self._readers[descriptor]
         self._free.append(reader)
-        self._idle_since = time.monotonic()
+        self._idle_since = _clock.now()
         connection.close()
 
 
@@ -192,7 +192,7 @@ class Reading:
         try:
             self._connect(address.socket, end)
             check_user(self.connection)
-            self.connection.settimeout(max(1e-3, end - time.monotonic()))
+            self.connection.settimeout(max(1e-3, end - _clock.now()))
             packet, descriptors = receive_packet(self.connection)
             self.connection.setblocking(False)
             if len(packet) != _READER.size:
@@ -219,9 +219,9 @@ class Reading:
             try:
                 return self.connection.connect(address)
             except BlockingIOError:  # its queue is full
-                if time.monotonic() >= end:
+                if _clock.now() >= end:
                     raise TimeoutError("the board takes no connections") from None
-                time.sleep(_PAUSE)
+                _clock.sleep(_PAUSE)
 
     @property
     def is_over(self) -> bool:
@@ -238,7 +238,7 @@ class Reading:
         """Tell the board that it is superseded, and wait until it has closed."""
         with contextlib.suppress(OSError):
             self.connection.send(_TAKEN_OVER)
-            self.connection.settimeout(max(1e-3, end - time.monotonic()))
+            self.connection.settimeout(max(1e-3, end - _clock.now()))
             self.connection.recv(1)
 
     def close(self) -> None:

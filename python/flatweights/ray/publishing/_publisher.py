@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from typing import Any, NoReturn
 
 from flatweights._forks import finalizer, in_forks
+from flatweights.ray import _clock
 from flatweights.ray.publishing import _names
 from flatweights.ray.publishing._board import Board, Reading
 from flatweights.ray.publishing._errors import SupersededError
@@ -84,7 +84,7 @@ class Publisher:
         self._next = self._record.number * _names.VERSIONS + 1
         in_forks(self, Publisher._end_copy)
         if before is not None and before.node == self._record.node:
-            end = time.monotonic() + _HANDOVER
+            end = _clock.now() + _HANDOVER
             # The last publisher may have ended, or be stopped: then it learns it from the records.
             with contextlib.suppress(OSError, RuntimeError, ValueError):
                 reading = Reading(before.address, end)

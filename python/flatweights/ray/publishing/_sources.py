@@ -6,7 +6,6 @@ import contextlib
 import select
 import socket
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from flatweights.ray import _clock
 from flatweights.ray._errors import check_connected
 from flatweights.ray._listener import kept, milliseconds
 from flatweights.ray.publishing._answer import answer_of
@@ -105,7 +105,7 @@ class BoardSource(Source):
         poll = select.poll()
         poll.register(self._reading.connection, select.POLLIN)
         poll.register(self._ours, select.POLLIN)
-        poll.poll(milliseconds(time.monotonic() + seconds))
+        poll.poll(milliseconds(_clock.now() + seconds))
         return self._reading.is_over
 
     def interrupt(self) -> None:
@@ -183,7 +183,7 @@ class PulledSource(Source):
                     if isinstance(buffer, list):
                         buffer = answer_of(buffer[0], _FETCH)
                     with self._changed:
-                        self._news = version, time.monotonic() - age, buffer
+                        self._news = version, _clock.now() - age, buffer
                         self._changed.notify_all()
         with self._changed:
             self._is_over = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,6 +12,7 @@ import ray
 from flatweights._forks import finalizer, in_forks
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
+from flatweights.ray import _clock
 from flatweights.ray._variables import Variables, scatter
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.peers._wait import check_timeout
@@ -113,7 +113,7 @@ class Subscriber:
     @property
     def age(self) -> float:
         """The seconds since `version` was published; infinite without a version."""
-        return time.monotonic() - self._published if self.version else float("inf")
+        return _clock.now() - self._published if self.version else float("inf")
 
     @property
     def behind(self) -> int:
@@ -221,7 +221,7 @@ class Subscriber:
         return target
 
     def _check_age(self, published: float) -> None:
-        age = time.monotonic() - published
+        age = _clock.now() - published
         if self._max_age is not None and age > self._max_age:
             raise StaleWeightsError(
                 f"{self.name!r}: nothing was published for {age:.1f} s, expected at most "
@@ -258,30 +258,30 @@ class _State:
 
     def connect(self, timeout: float | None) -> None:
         """Find the first source."""
-        end = float("inf") if timeout is None else time.monotonic() + timeout
+        end = float("inf") if timeout is None else _clock.now() + timeout
         why, of = "there was none yet", -1  # and the number of the publisher
         while True:
             record = _names.find(self._name)
             if record is not None:
                 try:
-                    source = connect(self._name, record, min(end, time.monotonic() + 3600))
+                    source = connect(self._name, record, min(end, _clock.now() + 3600))
                 except _GONE as error:
                     # The end cuts the last attempt short, which tells less than one before it.
                     if of != record.number or not isinstance(error, TimeoutError):
                         why = f"{record.who} was the last: {type(error).__name__}: {error}"
                         of = record.number
                 else:
-                    self.began = time.monotonic()
+                    self.began = _clock.now()
                     self._set(source, record)
                     if self._mismatch is not None:
                         source.close()
                         raise self._mismatch
                     return
-            if time.monotonic() >= end:
+            if _clock.now() >= end:
                 raise TimeoutError(
                     f"expected a publisher of {self._name!r} within {timeout:g} s; {why}"
                 )
-            time.sleep(_RETRY)
+            _clock.sleep(_RETRY)
 
     def check_variables(self) -> None:
         """Raise unless the weights have the layout of the variables."""
@@ -298,7 +298,7 @@ class _State:
         while True:
             source = self.source
             if self._is_over:
-                time.sleep(_SOON)
+                _clock.sleep(_SOON)
             self._is_over = source.wait_for_end(0.0 if self._is_over else _TICK)
             if self._is_closed:
                 break
@@ -339,7 +339,7 @@ class _State:
             return  # if it has ended, nothing is new until there is another publisher
         record = _names.find(self._name)
         if record is not None:
-            source = connect(self._name, record, time.monotonic() + 10 * _TICK)
+            source = connect(self._name, record, _clock.now() + 10 * _TICK)
             self._next = source, record
 
     def _has_ended_empty(self, source: Source) -> bool:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -21,6 +20,7 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights._settings import ray_setting
+from flatweights.ray import _clock
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.peers._shared_actor import shared_actor
 from flatweights.ray.publishing._answer import answer_of
@@ -60,7 +60,7 @@ def connect(name: str, record: Record, end: float) -> Source:
             if record.node != node:
                 way = "agent"
                 layout, address = _relay_board(name, node, end)
-            until = min(end, time.monotonic() + _TRY)
+            until = min(end, _clock.now() + _TRY)
             return BoardSource(way, record.number, layout, address, until)
         except TimeoutError:  # it is stopped or slow, perhaps not for long
             raise
@@ -68,14 +68,14 @@ def connect(name: str, record: Record, end: float) -> Source:
             why = f"{type(error).__name__}: {error}"
     outlet = outlet_of(name, record)
     try:
-        newest = answer_of(outlet.ping.remote(), max(0.0, end - time.monotonic()))
+        newest = answer_of(outlet.ping.remote(), max(0.0, end - _clock.now()))
     except ray.exceptions.RayTaskError as error:
         raise ConnectionError(str(error.cause)) from None
     _log.info("weights of %r come through Ray: %s", name, why)
     source = PulledSource("store", record.number, record.layout, outlet)
     try:
         while newest and not (source.wait(0, _LOOK) or source.wait_for_end(0.0)):
-            if time.monotonic() >= end:
+            if _clock.now() >= end:
                 break
     except BaseException:
         source.close()
@@ -92,7 +92,7 @@ def outlet_of(name: str, record: Record) -> ray.actor.ActorHandle:
 def _relay_board(name: str, node: str, end: float) -> tuple[bytes, BoardAddress]:
     """Return layout and address of the board of the relay of this ``node``."""
     relay = shared_actor(Relay, f"relay:{name}:{node}", node, 16, name)
-    seconds = max(0.0, end - time.monotonic())
+    seconds = max(0.0, end - _clock.now())
     layout, address = answer_of(relay.board.remote(seconds), seconds + _LOOK)
     return layout, BoardAddress(*address)
 
@@ -108,7 +108,7 @@ class Outlet:
         """Connect to the board of the publisher."""
         self._name = name
         self._record = Record(*record)
-        self._asked = time.monotonic()
+        self._asked = _clock.now()
         self._turn = threading.Lock()
         self._put: Newest | None = None
         self._source: BoardSource | None = None
@@ -120,10 +120,10 @@ class Outlet:
         Raises:
             ConnectionError: If the publisher cannot be read.
         """
-        self._asked = time.monotonic()
+        self._asked = _clock.now()
         with self._turn:
             if self._source is None:
-                address, end = BoardAddress(*self._record.address), time.monotonic() + _TRY
+                address, end = BoardAddress(*self._record.address), _clock.now() + _TRY
                 try:
                     self._source = BoardSource("lane", self._record.number, b"", address, end)
                 except (OSError, FullError, LaneError, ValueError) as error:
@@ -139,19 +139,19 @@ class Outlet:
             The bytes as an array, or a reference to it in a list; an empty tuple if there is
             nothing new for a while; None if the publisher has ended or is superseded.
         """
-        self._asked = time.monotonic()
+        self._asked = _clock.now()
         source = self._source
         if source is None:
             return None
         end = self._asked + PULL
-        while not source.wait(seen, max(0.0, min(_LOOK, end - time.monotonic()))):
+        while not source.wait(seen, max(0.0, min(_LOOK, end - _clock.now()))):
             if source.wait_for_end(0.0) or is_superseded(self._name, self._record.number):
                 return None
-            if time.monotonic() >= end:
+            if _clock.now() >= end:
                 return ()
         with self._turn:
             version, published, buffer = self._newest(source)
-            return version, time.monotonic() - published, buffer
+            return version, _clock.now() - published, buffer
 
     def _newest(self, source: BoardSource) -> Newest:
         """Return version, time and bytes; of each version, there is one object in Ray's store."""
@@ -165,8 +165,8 @@ class Outlet:
         return self._put
 
     def _watch(self) -> None:
-        while time.monotonic() - self._asked < _IDLE:
-            time.sleep(_LOOK)
+        while _clock.now() - self._asked < _IDLE:
+            _clock.sleep(_LOOK)
 
 
 class Relay:
@@ -175,7 +175,7 @@ class Relay:
     def __init__(self, name: str) -> None:
         """Begin to look for the publisher of ``name``."""
         self._name = name
-        self._asked = time.monotonic()
+        self._asked = _clock.now()
         self._asking = 0  # calls of `board` that wait
         self._seen = 0
         self._layout = b""
@@ -202,12 +202,12 @@ class Relay:
                 return self._layout, tuple(self._board.address)
             finally:
                 self._asking -= 1
-                self._asked = time.monotonic()
+                self._asked = _clock.now()
 
     @property
     def _is_needed(self) -> bool:
         board = self._board
-        idle = time.monotonic() - self._asked
+        idle = _clock.now() - self._asked
         return self._asking > 0 or (idle if board is None else min(idle, board.idle)) < _IDLE
 
     def _run(self) -> None:
@@ -218,7 +218,7 @@ class Relay:
                 if record is not None and record.number > ended:
                     self._relay(record)
                     ended = record.number if is_superseded(self._name, record.number) else ended
-            time.sleep(_LOOK)
+            _clock.sleep(_LOOK)
 
     def _relay(self, record: Record) -> None:
         """Copy the versions of a publisher to the board, until it has ended."""
@@ -263,7 +263,7 @@ class Relay:
         target: NDArray[np.uint8] = board.publication.begin()
         np.copyto(target, buffer)
         del target
-        board.publication.commit(version, time.monotonic() - published)
+        board.publication.commit(version, _clock.now() - published)
         self._seen = version
 
 

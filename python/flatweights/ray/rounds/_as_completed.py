@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from flatweights._average import mean_of_packed
 from flatweights._layout import Layout
 from flatweights._sources import check_flat_weights
 from flatweights._weights import FlatWeights, frozen
+from flatweights.ray import _clock
 from flatweights.ray._errors import (
     WorkerError,
     is_lost,
@@ -186,7 +186,7 @@ class AsCompleted:
             WorkerError: If all workers are dead or late, or a method has raised; or if all have
                 returned NaN or infinity since the last round, which are left out.
         """
-        begin = time.monotonic()
+        begin = _clock.now()
         self._waited = 0.0
         taken: dict[int, _Sent] = {}
         while True:
@@ -215,7 +215,7 @@ class AsCompleted:
         self._rounds += 1
         result.number = self._rounds
         result.seconds["wait"] = self._waited
-        result.seconds["round"] = time.monotonic() - begin
+        result.seconds["round"] = _clock.now() - begin
         named = self.roster.unhealthy() if result.failed or result.late else {}
         report(result, already_named=named.keys() - result.failed.keys(), has_sent=True)
         return result
@@ -250,7 +250,7 @@ class AsCompleted:
             if self._is_asked(rank) and roster.get(rank) is not None:
                 self._take_up(rank)
         if self._lost:
-            now = time.monotonic()
+            now = _clock.now()
             for rank in sorted(self._lost):
                 self._probe(rank, now)
         idle, self._idle = self._idle, []
@@ -289,7 +289,7 @@ class AsCompleted:
         latest: Latest,
         timeout: float | None = None,
     ) -> None:
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else _clock.now() + timeout
         record, rounds = self.roster[rank], self._rounds
         record.keep_by(functools.partial(self._keep, answer, record.kept))
         self._out[answer] = _Sent(
@@ -328,11 +328,11 @@ class AsCompleted:
         """Wait for an answer, for at most ``seconds``, or until something else is due."""
         if not self._out:
             if seconds is None:
-                time.sleep(_SLICE)
+                _clock.sleep(_SLICE)
             return
         ends = [sent.end for sent in self._out.values() if sent.end is not None]
         ends += [record.asks_again for rank in self._lost if (record := self.roster.get(rank))]
-        begin = time.monotonic()
+        begin = _clock.now()
         if seconds is not None:
             ends.append(begin + seconds)
         if self.roster.joining:
@@ -342,7 +342,7 @@ class AsCompleted:
             self._arrive(self._out.pop(answer))
         if seconds == 0.0:
             return
-        now = time.monotonic()
+        now = _clock.now()
         self._waited += now - begin
         for sent in [one for one in self._out.values() if one.end is not None and one.end <= now]:
             self._note_late(sent)
@@ -423,7 +423,7 @@ class AsCompleted:
             usual = 2 * (len(self._out) + len(self._there) + len(self._idle)) - 1
             if passed < max(usual, self._patience.get(rank, 0)):
                 return
-            now = time.monotonic()
+            now = _clock.now()
             if oldest.patience is None:
                 oldest.patience = now + _MOMENT
             if now >= oldest.patience:
@@ -568,7 +568,7 @@ class AsCompleted:
             self._accepted = layout
         takes_all = request.nonfinite == "propagate"
         reach("averaging")
-        begin = time.monotonic()
+        begin = _clock.now()
         if sent.answer.may_be_kept():
             check_flat_weights(layout, where)
             mean = packed.buffer
@@ -583,6 +583,6 @@ class AsCompleted:
         return Round(
             FlatWeights.wrap(frozen(mean), layout),
             (sent.rank,),
-            seconds={"wait": 0.0, "average": time.monotonic() - begin},
+            seconds={"wait": 0.0, "average": _clock.now() - begin},
             nbytes=mean.nbytes,
         )

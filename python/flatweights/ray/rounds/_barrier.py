@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flatweights._numbers import check_count
+from flatweights.ray import _clock
 from flatweights.ray._errors import WorkerError, raised
 from flatweights.ray._report import report
 from flatweights.ray._round import Round
@@ -138,10 +138,10 @@ def send(roster: Roster, weights: Any, timeout: float | None) -> list[int]:
     arrivals = Arrivals(Deadline.after(timeout))
 
     def collect(payload: Payload | None) -> None:
-        begin = time.monotonic()
+        begin = _clock.now()
         roster.send_out(roster.call(payload=payload), arrivals, ranks)
         arrivals.collect()
-        note_seconds(weights, "broadcast", time.monotonic() - begin)
+        note_seconds(weights, "broadcast", _clock.now() - begin)
 
     roster.round(weights, ranks, arrivals, collect, alone=True)
     by_workers = raised(arrivals.failed)

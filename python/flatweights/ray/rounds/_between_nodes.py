@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import secrets
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from flatweights import _core
 from flatweights._average import read_weights
 from flatweights._sources import Kind, Template
 from flatweights._weights import frozen
+from flatweights.ray import _clock
 from flatweights.ray._errors import late_error
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
@@ -88,7 +88,7 @@ class NodesAverage:
         self._end = arrivals.deadline.end
         if self._end is not None:
             # The exchange must be over in time, too.
-            left = self._end - time.monotonic()
+            left = self._end - _clock.now()
             room = min(_ROOM * agents.seconds or left / 4, left / 2)
             arrivals.deadline = arrivals.deadline._replace(end=self._end - room)
 
@@ -112,7 +112,7 @@ class NodesAverage:
             for rank in came:
                 self._receive(rank)
             arrivals.check(self._request)
-        begin = time.monotonic()
+        begin = _clock.now()
         exchanged = self._exchange()
         if isinstance(exchanged, str):
             return self._through_driver(exchanged)
@@ -144,7 +144,7 @@ class NodesAverage:
             quarantined=sorted(arrivals.quarantined),
             late=arrivals.late,
             extras={k: copied(s.extras) for k, s in summaries.items() if s.extras is not None},
-            seconds={"wait": arrivals.seconds_waited, "average": time.monotonic() - begin},
+            seconds={"wait": arrivals.seconds_waited, "average": _clock.now() - begin},
             nbytes=sum(summary.nbytes for summary in summaries.values()),
             ways=dict.fromkeys(self._far(), "agent: streams"),
             groups=plan.merged_groups(),
@@ -204,7 +204,7 @@ class NodesAverage:
                 return why or "no other node has a result"
             for agent in agents:
                 agent.begin_exchange()
-            begin = time.monotonic()
+            begin = _clock.now()
             try:
                 took = self._by_stream(plan, nodes)
             except _BrokenError as error:
@@ -224,7 +224,7 @@ class NodesAverage:
                 agent.averages.add(number)
             for node in nodes:
                 (node or self._agents).settled = number
-            return plan, {agent.token for agent in took}, time.monotonic() - begin
+            return plan, {agent.token for agent in took}, _clock.now() - begin
 
     def _models(self) -> tuple[list[int], dict[int, float], Template]:
         """Return the ranks that are averaged, their weights, and their template."""
@@ -267,7 +267,7 @@ class NodesAverage:
             self._arrivals.lose(dict.fromkeys(self._far(), late_error(timeout)))
 
     def _left(self) -> float | None:
-        return None if self._end is None else max(0.0, self._end + _GRACE - time.monotonic())
+        return None if self._end is None else max(0.0, self._end + _GRACE - _clock.now())
 
     def _is_time_up(self) -> bool:
         return self._left() == 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from flatweights._average import average_used, mean_of_packed
 from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
 from flatweights._weights import FlatWeights, frozen
+from flatweights.ray import _clock
 from flatweights.ray._failpoints import reach
 from flatweights.ray._result import Packed, copied, split
 from flatweights.ray._round import Round
@@ -113,7 +113,7 @@ class DriverAverage:
         models, weights = self._read_run(run)
         self._check()
         reach("averaging")
-        begin = time.monotonic()
+        begin = _clock.now()
         request = self._request
         if request.rule is not None and request.nonfinite == "skip" and self._out is not None:
             # A rule writes ``out``, which must stay as it is if too few ranks are left.
@@ -141,7 +141,7 @@ class DriverAverage:
             self._check()
             self._used = [ranks[k] for k in used]
         self._used = [rank for rank in self._used if rank not in self._left_out]
-        self._seconds += time.monotonic() - begin
+        self._seconds += _clock.now() - begin
         return mean
 
     def _leave_out_spoiled(self, models: list[Any], weights: list[float]) -> None:
@@ -194,7 +194,7 @@ class DriverAverage:
         layout, where = models[0].layout, f"rank {ranks[0]}"
         self._codec.accept(layout, where)
         reach("averaging")
-        begin = time.monotonic()
+        begin = _clock.now()
         mean = layout.new_buffer()
         layouts, buffers = [model.layout for model in models], [[model.buffer] for model in models]
         is_finite = mean_of_packed(mean, layouts, buffers, weights, where)
@@ -204,7 +204,7 @@ class DriverAverage:
             return None
         self._used = ranks
         self._nbytes = dict.fromkeys(ranks, mean.nbytes)
-        self._seconds += time.monotonic() - begin
+        self._seconds += _clock.now() - begin
         return FlatWeights.wrap(frozen(mean), layout)
 
     def _by_runs(self) -> Any:
@@ -293,16 +293,16 @@ class DriverAverage:
 
     def _add(self, total: RunningAverage, *, to_the_end: bool) -> None:
         for run in self._runs(to_the_end=to_the_end, most=self._request.max_inflight):
-            begin = time.monotonic()
+            begin = _clock.now()
             models, weights = self._read_run(run)
             total.add_all(models, weights)
             models.clear()
-            self._seconds += time.monotonic() - begin
+            self._seconds += _clock.now() - begin
 
     def _mean(self, total: RunningAverage, out: Any = None) -> Any:
-        begin = time.monotonic()
+        begin = _clock.now()
         mean = total.mean(out=out)
-        self._seconds += time.monotonic() - begin
+        self._seconds += _clock.now() - begin
         return mean
 
     def _read_run(self, run: dict[int, Any]) -> tuple[list[Any], list[float]]:
