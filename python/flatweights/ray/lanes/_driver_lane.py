@@ -304,6 +304,9 @@ class Lanes:
             if lane.is_closed:
                 self._drop(lane)
 
+    wake = staticmethod(_core.Mailbox.wake)
+    """Wake the workers that sleep at mailboxes, after `DriverLane.post` with a list of them."""
+
     def ring(self) -> None:
         """End `wait`, from any thread."""
         self._doorbell.ring()

@@ -9,8 +9,6 @@ its calls.
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,9 +22,9 @@ from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._door import Entry, Ticket
-from flatweights.ray.members._ended import mark_end
 from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._news import Result
+from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._seats import Away, Letter, Reply
 from flatweights.ray.members._terms import Terms
 
@@ -36,25 +34,34 @@ _LAST_REPLIES = 1.0  # seconds in which finished calls return their results
 class Host:
     """The actor. Members call `stay` and `enter`, and then `attach` or `exchange`."""
 
-    def __init__(self, name: str, terms: Terms) -> None:
-        """Hold the meeting ``name``, on these terms."""
-        # An actor without CPUs gets one thread. But its members wait while it averages.
-        os.environ.pop("OMP_NUM_THREADS", None)
-        context = ray.get_runtime_context()
-        self._meeting = Meeting(name, terms, context.get_node_id(), context.current_actor)
+    def __init__(
+        self,
+        name: str,
+        terms: Terms,
+        platform: Platform = PLATFORM,
+        meeting: type[Meeting] = Meeting,
+    ) -> None:
+        """Hold a meeting.
+
+        Args:
+            name: Its name.
+            terms: Its terms.
+            platform: What it uses of Ray, lanes and threads.
+            meeting: The class of the meeting; a simulator has one that shows what it does.
+        """
+        self._platform = platform
+        place = platform.begin_host()
+        self._meeting = meeting(name, terms, *place, platform)
         # By member, a future that is done at its end. Ray may begin its first calls in any order.
         self._ends: dict[bytes, Future[None]] = defaultdict(Future)
         self._entered: set[bytes] = set()  # members whose end the meeting decides
         self._watches: set[asyncio.Task[None]] = set()  # the loop itself holds them weakly
         self._running = 0  # exchanges that have not returned; the thread below reads it
-        served = [name, context.current_actor]
-        thread = threading.Thread(target=self._serve, args=served, daemon=True)
-        thread.name = "flatweights-meeting"
-        thread.start()
+        platform.start_thread(self._serve, (name, place.actor), "flatweights-meeting")
 
     async def stay(self, token: bytes) -> None:
         """Return when a member is gone: its process owns the result, so Ray reports its death."""
-        await _until(self._ends[token])
+        await self._platform.until(self._ends[token])
 
     async def enter(
         self,
@@ -86,14 +93,14 @@ class Host:
         if over.done():
             raise MemberDiedError(f"{who} has given up to join")
         self._entered.add(token)
-        watch = asyncio.create_task(self._watch(token, who, stays[0]))
+        watch = self._platform.start(self._watch(token, who, stays[0]))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
         ticket: Future[Ticket] = Future()
         now = _clock.now()
         entry = Entry(token, rank, terms, who, node, wants_lane, now, ticket, over)
         self._meeting.news.tell(self._meeting.door.enter, entry)
-        return await _until(ticket)
+        return await self._platform.until(ticket)
 
     async def attach(self, token: bytes, nonce: bytes) -> None:
         """Make the lane to a member that has connected.
@@ -117,7 +124,7 @@ class Host:
                 self._meeting.news.tell(self._meeting.expect, token, caller)
             else:
                 self._meeting.news.tell(self._meeting.put, token, Letter(body, buffer, caller))
-            return await _until(caller)
+            return await self._platform.until(caller)
         finally:
             self._running -= 1
 
@@ -154,7 +161,7 @@ class Host:
 
     async def _ask(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the meeting's thread; return its result, or raise its exception."""
-        return await _until(self._meeting.news.asked(method, *args))
+        return await self._platform.until(self._meeting.news.asked(method, *args))
 
     async def _watch(self, token: bytes, who: str, stays: ray.ObjectRef) -> None:
         """Tell the meeting if the process that owns the result of `stay` dies."""
@@ -172,17 +179,8 @@ class Host:
         try:
             self._meeting.run()
         finally:
-            mark_end(name)
+            self._platform.mark_end(name)
             end = _clock.now() + _LAST_REPLIES
             while self._running and _clock.now() < end:
                 _clock.sleep(0.01)
-            ray.kill(handle)
-
-
-async def _until(done: Future[Result]) -> Result:
-    """Wait until ``done``; return its result, or raise its exception.
-
-    If a member is cancelled (`ray.cancel`), Ray cancels its calls, too. The future is shielded from
-    that: the meeting's thread could not set it any more.
-    """
-    return await asyncio.shield(asyncio.wrap_future(done))
+            self._platform.end_host(handle)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import secrets
-import socket
-import threading
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,8 +13,6 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
-from flatweights._settings import ray_setting
-from flatweights.ray._errors import check_connected
 from flatweights.ray._failpoints import reach
 from flatweights.ray._variables import Memory, Variables
 from flatweights.ray.lanes._end import LaneError
@@ -36,12 +30,11 @@ from flatweights.ray.members._asks import (
     remember,
 )
 from flatweights.ray.members._door import Ticket
-from flatweights.ray.members._ended import seconds_since_end
 from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
 from flatweights.ray.members._host import Host
+from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._seats import as_array
 from flatweights.ray.members._terms import Terms
-from flatweights.ray.peers._shared_actor import shared_actor
 from flatweights.ray.peers._wait import seconds_left
 
 Sent: TypeAlias = NDArray[np.uint8] | OwnWindow | None
@@ -49,12 +42,8 @@ Sent: TypeAlias = NDArray[np.uint8] | OwnWindow | None
 
 _ABSENT = 5.0  # seconds in which a host has to name the missing ranks
 _CALLS = 4  # of a member in its host: `stay`, the current one, and two that it gave up
-_TOKEN = 16
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
 _LEAVE = pickle.dumps((tuple(Ask("leave")), None))
-# With Ray 2.51.0 and 2.51.1, a node ends if two threads of one process get the same object at the
-# same time (ray-project/ray#58394), and all members get the same object.
-_getting = threading.Lock()
 
 
 class Pass(NamedTuple):
@@ -72,11 +61,10 @@ class Pass(NamedTuple):
     stays: ray.ObjectRef | None = None
 
     @classmethod
-    def of(cls, host: ray.actor.ActorHandle) -> Pass:
+    def of(cls, host: ray.actor.ActorHandle, platform: Platform = PLATFORM) -> Pass:
         """Introduce this process to a host."""
-        token = secrets.token_bytes(_TOKEN)
-        stays = host.stay.remote(token)
-        return cls(token, f"process {os.getpid()} on {socket.gethostname()}", stays)
+        token, who = platform.introduce()
+        return cls(token, who, host.stay.remote(token))
 
 
 class HostEnd(ABC):
@@ -87,9 +75,12 @@ class HostEnd(ABC):
         is_told: Whether an outcome was received, which the member has still to apply.
     """
 
-    def __init__(self, actor: ray.actor.ActorHandle, pass_: Pass) -> None:
+    def __init__(
+        self, actor: ray.actor.ActorHandle, pass_: Pass, platform: Platform = PLATFORM
+    ) -> None:
         """Take the actor, which is the host or the agent of this node, and the identity."""
         self.is_asking = self.is_told = False
+        self._platform = platform
         self._actor = actor
         self._pass = pass_
         self._known: dict[str, None] = {}  # digests of layouts that the host has been sent
@@ -198,10 +189,15 @@ class HostByLane(HostEnd):
     """The end of a lane: memory that member and host map."""
 
     def __init__(
-        self, actor: ray.actor.ActorHandle, pass_: Pass, lane: MemberLane, seat: int
+        self,
+        actor: ray.actor.ActorHandle,
+        pass_: Pass,
+        lane: MemberLane,
+        seat: int,
+        platform: Platform = PLATFORM,
     ) -> None:
         """Take the lane, which is attached, and the number of the seat."""
-        super().__init__(actor, pass_)
+        super().__init__(actor, pass_, platform)
         self._lane = lane
         self._gpu = GpuEnd(lane, seat)
         self._may_stay: set[Kind] = set()  # kinds of call whose weights may stay on their GPU
@@ -266,8 +262,8 @@ class HostByLane(HostEnd):
     def _send(self, body: bytes, buffer: NDArray[np.uint8] | None, is_urgent: bool) -> None:
         if not self._lane.ask(body, buffer, is_urgent=is_urgent):
             # There is no window, or the ask is too long for a mailbox.
-            check_connected()
-            ray.get(self._actor.deliver.remote(self._pass.token, body, buffer))
+            self._platform.check_connected()
+            self._platform.get(self._actor.deliver.remote(self._pass.token, body, buffer))
             self._lane.ask(b"", None, is_urgent=is_urgent)
 
     def _learn(self, outcome: Outcome, ask: Ask) -> None:
@@ -289,7 +285,7 @@ class HostByLane(HostEnd):
                 break
             self._lane.ask(self._gpu.reduce(body), None, is_urgent=True, kind=REDUCED)
         if len(body) <= NUMBER.size:
-            fetched: Told = ray.get(self._actor.fetch.remote(*NUMBER.unpack(body)))
+            fetched: Told = self._platform.get(self._actor.fetch.remote(*NUMBER.unpack(body)))
             return fetched
         return body, buffers[0] if buffers else None
 
@@ -297,9 +293,11 @@ class HostByLane(HostEnd):
 class HostByStore(HostEnd):
     """An end that uses Ray's calls and its object store, for members without a lane."""
 
-    def __init__(self, host: ray.actor.ActorHandle, pass_: Pass) -> None:
+    def __init__(
+        self, host: ray.actor.ActorHandle, pass_: Pass, platform: Platform = PLATFORM
+    ) -> None:
         """Take the host."""
-        super().__init__(host, pass_)
+        super().__init__(host, pass_, platform)
         # The references of the last outcome. If one thread drops its reference when another has
         # just received the same, Ray never finds the object. So references are dropped one outcome
         # later.
@@ -312,24 +310,24 @@ class HostByStore(HostEnd):
 
     def leave(self) -> None:
         """Deliver an ask without waiting for the outcome."""
-        check_connected()
-        ray.get(self._actor.deliver.remote(self._pass.token, _LEAVE, None))
+        self._platform.check_connected()
+        self._platform.get(self._actor.deliver.remote(self._pass.token, _LEAVE, None))
 
     def close(self, raised: str = "") -> None:
         """Tell the host, unless it has seen that the member left."""
         with contextlib.suppress(Exception):  # Ray may be shut down
-            check_connected()
+            self._platform.check_connected()
             self._actor.lose.remote(self._pass.token, end_of(self._pass.who, raised))
 
     def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
-        check_connected()
+        self._platform.check_connected()
         body = self._body(ask, layout)
         call = self._actor.exchange.remote(self._pass.token, body, sent)
         return self._take(call, patience)
 
     def _take(self, call: ray.ObjectRef, patience: float | None) -> Told:
         try:
-            body, refs = ray.get(call, timeout=patience)
+            body, refs = self._platform.get(call, patience)
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"no answer of the host within {patience} s") from None
         except ray.exceptions.RayTaskError as error:
@@ -337,8 +335,7 @@ class HostByStore(HostEnd):
         self._last_refs = refs
         if refs is None:
             return body, None
-        with _getting:
-            return body, ray.get(refs[0])
+        return body, self._platform.get_shared(refs[0])
 
 
 class Entered(NamedTuple):
@@ -350,7 +347,12 @@ class Entered(NamedTuple):
 
 
 def enter(
-    name: str, rank: int | None, terms: Terms, timeout: float | None, end: float | None
+    name: str,
+    rank: int | None,
+    terms: Terms,
+    timeout: float | None,
+    end: float | None,
+    platform: Platform = PLATFORM,
 ) -> Entered:
     """Find or start the host, take a seat, and wait for the others.
 
@@ -360,6 +362,7 @@ def enter(
         terms: The terms of the meeting.
         timeout: See `flatweights.ray.join`; for errors.
         end: The time at which it is over, by `time.monotonic`.
+        platform: What the member uses of Ray and lanes.
 
     Raises:
         HostDiedError: If the host has ended meanwhile.
@@ -367,11 +370,11 @@ def enter(
         TimeoutError: If not all have joined in time.
         ValueError: If the host refuses ``rank`` or ``terms``.
     """
-    node = ray.get_runtime_context().get_node_id()
+    node = platform.node()
     concurrency = _CALLS * terms.size + 64  # coroutines, not threads
-    host = shared_actor(Host, name, node, concurrency, name, terms)
-    wants_lane = ray_setting() != "store"
-    pass_ = Pass.of(host)
+    host = platform.find_host(Host, name, node, concurrency, name, terms)
+    wants_lane = platform.setting() != "store"
+    pass_ = Pass.of(host, platform)
     ticket: Ticket | None = None
     host_end: HostEnd | None = None
     try:
@@ -379,18 +382,19 @@ def enter(
             pass_.token, [pass_.stays], rank, terms, pass_.who, node, wants_lane
         )
         reach("entering")
-        ticket = ray.get(entering, timeout=seconds_left(end))
+        ticket = platform.get(entering, seconds_left(end))
         assert ticket is not None
         reach("entered")
-        host_end = _end_of(host, ticket, pass_, end)
+        host_end = _end_of(host, ticket, pass_, end, platform)
         reach("attached")
         return Entered(host_end, ticket, host_end.start(seconds_left(end)))
     except BaseException as error:
         is_late, why = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError)), ""
         try:
             if is_late:  # the host ends with its last member
-                why = _who_is_missing(host, rank if ticket is None else ticket.rank)
-                ended = seconds_since_end(name)
+                own = rank if ticket is None else ticket.rank
+                why = _who_is_missing(host, own, platform)
+                ended = platform.seconds_since_end(name)
                 if ended is not None:
                     why += f"; a meeting of this name has ended {ended:.0f} s ago"
         finally:
@@ -408,10 +412,10 @@ def enter(
         raise
 
 
-def _who_is_missing(host: ray.actor.ActorHandle, own: int | None) -> str:
+def _who_is_missing(host: ray.actor.ActorHandle, own: int | None, platform: Platform) -> str:
     """Return a clause about the ranks, except the ``own`` one, that have not joined."""
     try:
-        absent = ray.get(host.absent.remote(), timeout=_ABSENT)
+        absent = platform.get(host.absent.remote(), _ABSENT)
     except ray.exceptions.RayError as error:
         return f"its host does not answer: {type(error).__name__}"
     missing = [str(rank) for rank in absent if rank != own]
@@ -420,7 +424,13 @@ def _who_is_missing(host: ray.actor.ActorHandle, own: int | None) -> str:
     return f"missing ranks: {', '.join(missing)}"
 
 
-def _end_of(host: ray.actor.ActorHandle, ticket: Ticket, pass_: Pass, end: float | None) -> HostEnd:
+def _end_of(
+    host: ray.actor.ActorHandle,
+    ticket: Ticket,
+    pass_: Pass,
+    end: float | None,
+    platform: Platform,
+) -> HostEnd:
     """Make the lane that a ticket allows; otherwise return an end that uses Ray's store.
 
     Raises:
@@ -434,25 +444,24 @@ def _end_of(host: ray.actor.ActorHandle, ticket: Ticket, pass_: Pass, end: float
     if ticket.branch is not None:
         actor = ticket.branch
         try:
-            address = ray.get(
-                actor.enter.remote(ticket.rank, pass_.who, pass_.token), timeout=seconds_left(end)
-            )
+            entering = actor.enter.remote(ticket.rank, pass_.who, pass_.token)
+            address = platform.get(entering, seconds_left(end))
         except ray.exceptions.GetTimeoutError:
             raise
         except ray.exceptions.RayError:
             address = None
     if address is None:
-        return HostByStore(host, pass_)
+        return HostByStore(host, pass_, platform)
     try:
-        lane = MemberLane(address, pass_.token)
+        lane = platform.member_lane(address, pass_.token)
     except (OSError, LaneError, MemoryError):
-        if ray_setting() == "lanes":
+        if platform.setting() == "lanes":
             raise
-        return HostByStore(host, pass_)
+        return HostByStore(host, pass_, platform)
     try:
         attaching = actor.attach.remote(pass_.token, lane.mailbox.nonce)
-        ray.get(attaching, timeout=seconds_left(end))
+        platform.get(attaching, seconds_left(end))
     except BaseException:
         lane.close()
         raise
-    return HostByLane(actor, pass_, lane, ticket.seat)
+    return HostByLane(actor, pass_, lane, ticket.seat, platform)

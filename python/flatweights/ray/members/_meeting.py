@@ -47,7 +47,6 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._result import Packed
 from flatweights.ray._round import Round, facts_of
-from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.lanes._protocol import RESEND
@@ -65,6 +64,7 @@ from flatweights.ray.members._gpu_rounds import AskAgainError, GpuRounds, Stayed
 from flatweights.ray.members._healing import Healing
 from flatweights.ray.members._news import News
 from flatweights.ray.members._past import Past
+from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._seats import (
     Letter,
     Post,
@@ -77,7 +77,7 @@ from flatweights.ray.members._seats import (
 from flatweights.ray.members._terms import Terms
 from flatweights.ray.members._waiting import Waiting
 from flatweights.ray.peers._agent import AverageOf
-from flatweights.ray.peers._by_agent import AgentEnd, Agents
+from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._summary import Exchanged
 from flatweights.ray.peers._wait import Arrivals, Deadline, Request, seconds_left
 from flatweights.ray.rounds._between_nodes import NodesAverage
@@ -98,7 +98,14 @@ class Meeting:
         door: The members, and those that come in.
     """
 
-    def __init__(self, name: str, terms: Terms, node: str, host: ray.actor.ActorHandle) -> None:
+    def __init__(
+        self,
+        name: str,
+        terms: Terms,
+        node: str,
+        host: ray.actor.ActorHandle,
+        platform: Platform = PLATFORM,
+    ) -> None:
         """Prepare; `run` holds the meeting.
 
         Args:
@@ -106,6 +113,7 @@ class Meeting:
             terms: The terms: the number of members, and others.
             node: This node.
             host: The actor of this process.
+            platform: What it uses of Ray and lanes.
 
         Raises:
             OSError: If there can be no lanes on this system.
@@ -114,8 +122,10 @@ class Meeting:
         self._terms = terms
         self._size = terms.size
         self._node = node
-        self._lanes = Lanes()
-        self._agents = Agents(self._lanes.windows.offer, terms.sums, BranchAgent, (host,), _CALLS)
+        self._lanes = platform.lanes()
+        offer = self._lanes.windows.offer
+        self._agents = platform.agents(offer, terms.sums, BranchAgent, (host,), _CALLS)
+        self._put = platform.put
         self._waiting = Waiting()
         self._past = Past()
         self._gpu = GpuRounds(self._lanes)
@@ -655,6 +665,7 @@ class Meeting:
         ref: ray.ObjectRef | None = None
         away: dict[AgentEnd, list[Seat]] = {}
         posted: list[_core.Mailbox] = []
+        wake = self._lanes.wake
         for seat in seats:
             caller = seat.tell(abs(number))
             try:
@@ -667,9 +678,9 @@ class Meeting:
                     post.to(seat, posted)
                 elif caller is not None:
                     if buffer is not None and ref is None:
-                        _core.Mailbox.wake(posted)  # do not let them sleep while weights are put
+                        wake(posted)  # do not let them sleep while weights are put
                         posted.clear()
-                        ref = ray.put(buffer)
+                        ref = self._put(buffer)
                     caller.set_result((body, None if ref is None else [ref]))
                 elif seat.agent is not None:
                     away.setdefault(seat.agent, []).append(seat)
@@ -678,14 +689,14 @@ class Meeting:
                 if caller is not None and not caller.done():
                     caller.set_exception(why)
                 self._lose(seat, why)
-        _core.Mailbox.wake(posted)
+        wake(posted)
         for agent, there in away.items():
             sent: SentWeights = None
             try:
                 if exchanged is not None and agent.has(exchanged):
                     sent = AverageOf(exchanged.number)
                 elif buffer is not None:
-                    ref = ray.put(buffer) if ref is None else ref
+                    ref = self._put(buffer) if ref is None else ref
                     sent = [ref]
                 tokens = [seat.token for seat in there]
                 agent.handle.post.remote(BranchOutcome(number, body, sent, tokens))

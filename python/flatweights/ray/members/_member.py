@@ -31,6 +31,7 @@ from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.members._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._host_end import HostEnd, Sent, enter
+from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._terms import GRACE, Terms
 from flatweights.ray.members._train import train_worker
 from flatweights.ray.members._turns import Turns
@@ -123,10 +124,27 @@ def join(
     name = "default" if name is None else name
     if not isinstance(name, str):
         raise TypeError(f"name: expected a text, got {name!r}")
+    return joined(name, rank, terms, timeout, end)
+
+
+def joined(
+    name: str,
+    rank: int | None,
+    terms: Terms,
+    timeout: float | None,
+    end: float | None,
+    platform: Platform = PLATFORM,
+) -> Member:
+    """Return the member that `join` returns, whose arguments were checked; see `enter`.
+
+    Raises:
+        MemberError: If the host has ended meanwhile, and those after it.
+        Exception: As `enter`.
+    """
     give_up = _clock.now() + _RESTART
     while True:
         try:
-            return Member(name, *enter(name, rank, terms, timeout, end))
+            return Member(name, *enter(name, rank, terms, timeout, end, platform))
         except (ray.exceptions.RayActorError, HostDiedError) as error:
             # It may have been the host of an earlier meeting of this name, which was about to end.
             if _clock.now() >= give_up:

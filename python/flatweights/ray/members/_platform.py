@@ -1,0 +1,147 @@
+"""What hosts and members use of Ray, of lanes, and of their own process: all of it, in one place.
+
+`PLATFORM` is that of production. `tests/sim` has one of its own, on which the same hosts and
+members run in one process, with a virtual clock (`_clock`), and die as a seed says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from flatweights._settings import ray_setting
+from flatweights.ray._errors import check_connected
+from flatweights.ray.lanes._driver_lane import Lanes
+from flatweights.ray.lanes._member_lane import MemberLane
+from flatweights.ray.members._ended import mark_end, seconds_since_end
+from flatweights.ray.nodes._plan import Sums
+from flatweights.ray.peers._by_agent import Agents
+from flatweights.ray.peers._shared_actor import shared_actor
+
+_TOKEN = 16
+# With Ray 2.51.0 and 2.51.1, a node ends if two threads of one process get the same object at the
+# same time (ray-project/ray#58394), and all members get the same object.
+_getting = threading.Lock()
+
+_Result = TypeVar("_Result")
+
+
+class Place(NamedTuple):
+    """Where an actor runs: the node, and the actor's handle."""
+
+    node: str
+    actor: ray.actor.ActorHandle
+
+
+class Platform:
+    """Ray, memory that two processes map, threads, and the names of this process."""
+
+    # Of a host.
+
+    def begin_host(self) -> Place:
+        """Prepare this process, which is an actor, to be a host; return where it is."""
+        # An actor without CPUs gets one thread. But its members wait while it averages.
+        os.environ.pop("OMP_NUM_THREADS", None)
+        context = ray.get_runtime_context()
+        return Place(context.get_node_id(), context.current_actor)
+
+    def lanes(self) -> Lanes:
+        """Return the host's ends of lanes, without any.
+
+        Raises:
+            OSError: If there can be no lanes on this system.
+        """
+        return Lanes()
+
+    def agents(
+        self, offer: Callable[[int], None], sums: Sums, cls: type, args: tuple[Any, ...], calls: int
+    ) -> Agents:
+        """Return the agents of other nodes, without any; see `Agents`."""
+        return Agents(offer, sums, cls, args, calls)
+
+    def start_thread(self, run: Callable[..., object], args: tuple[Any, ...], name: str) -> None:
+        """Call ``run`` in a thread of its own, which does not keep the process alive."""
+        threading.Thread(target=run, args=args, daemon=True, name=name).start()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a coroutine of the event loop, which holds the task weakly."""
+        return asyncio.create_task(coroutine)
+
+    async def until(self, done: Future[_Result]) -> _Result:
+        """Wait until ``done``; return its result, or raise its exception.
+
+        If a member is cancelled (`ray.cancel`), Ray cancels its calls, too. The future is shielded
+        from that: the meeting's thread could not set it any more.
+        """
+        return await asyncio.shield(asyncio.wrap_future(done))
+
+    def put(self, buffer: NDArray[np.uint8]) -> ray.ObjectRef:
+        """Put a buffer into the object store.
+
+        Raises:
+            ray.exceptions.ObjectStoreFullError: If it is full.
+        """
+        return ray.put(buffer)
+
+    def end_host(self, actor: ray.actor.ActorHandle) -> None:
+        """End the actor of this process."""
+        ray.kill(actor)
+
+    mark_end = staticmethod(mark_end)
+
+    # Of a member.
+
+    def node(self) -> str:
+        """Return the id of this node."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
+
+    def setting(self) -> str:
+        """Return the way that this process is to use, if it is told one; see `ray_setting`."""
+        return ray_setting()
+
+    def find_host(
+        self, cls: type, name: str, node: str, concurrency: int, *args: object
+    ) -> ray.actor.ActorHandle:
+        """Find the host of a meeting, or start it; see `shared_actor`."""
+        return shared_actor(cls, name, node, concurrency, *args)
+
+    def introduce(self) -> tuple[bytes, str]:
+        """Return a token by which a host recognises this process, and its name in errors."""
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        return secrets.token_bytes(_TOKEN), who
+
+    def member_lane(self, address: bytes, token: bytes) -> MemberLane:
+        """Connect to a host, and return the member's end of the lane.
+
+        Raises:
+            OSError: If it cannot be made.
+            LaneError: If the host expects nobody with that token.
+            MemoryError: If there is no memory for a mailbox.
+        """
+        return MemberLane(address, token)
+
+    def get(self, ref: ray.ObjectRef, timeout: float | None = None) -> Any:
+        """Return the result of a call, or raise its exception."""
+        return ray.get(ref, timeout=timeout)
+
+    def get_shared(self, ref: ray.ObjectRef) -> Any:
+        """Return an object that other threads of this process may get at the same time."""
+        with _getting:
+            return ray.get(ref)
+
+    check_connected = staticmethod(check_connected)
+    seconds_since_end = staticmethod(seconds_since_end)
+
+
+PLATFORM = Platform()
