@@ -53,14 +53,27 @@ def test_one_file_of_ray_reads_the_clock() -> None:
         assert not own, f"{file.relative_to(PACKAGE)} would keep {own} if a test replaces the clock"
 
 
+def test_the_core_decides_without_clocks_ray_sockets_and_threads() -> None:
+    files = sorted(PACKAGE.joinpath("ray", "core").glob("*.py"))
+    assert files
+    for file in files:
+        for name in imports(file):
+            first = name.split(".")[0]
+            assert first not in {"ray", "socket", "threading", "time", "os", "asyncio"}, (
+                f"core/{file.name} imports {name}"
+            )
+            assert not name.startswith("flatweights.ray._"), f"core/{file.name} imports {name}"
+
+
 @pytest.mark.parametrize(
     ("room", "below"),
     [
-        ("lanes", set()),
+        ("core", set()),
+        ("lanes", {"core"}),
         ("nodes", set()),
-        ("peers", {"lanes", "nodes"}),
-        ("rounds", {"lanes", "nodes", "peers"}),
-        ("members", {"lanes", "nodes", "peers", "rounds"}),
+        ("peers", {"core", "lanes", "nodes"}),
+        ("rounds", {"core", "lanes", "nodes", "peers"}),
+        ("members", {"core", "lanes", "nodes", "peers", "rounds"}),
     ],
 )
 def test_rooms_of_ray_import_only_those_below(room: str, below: set[str]) -> None:

@@ -93,7 +93,7 @@ class LocalMeeting:
     def until_asked(self, *ranks: int) -> None:
         """Wait until the open call consists of the asks of ``ranks``."""
         self.wait_until(
-            lambda meeting: sorted(s.rank for s in meeting._waiting.asking) == sorted(ranks)
+            lambda meeting: sorted(s.rank for s in meeting.calls.waiting.asking) == sorted(ranks)
         )
 
 

@@ -162,7 +162,7 @@ def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
     if swaps:
         swap(new)
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
+    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new, last)]
     epochs = [history.epoch for history, _ in ended]
@@ -194,7 +194,7 @@ def test_a_replaced_member_keeps_no_weights_that_a_callback_restores(
     new = replacement(meeting, dead)
     new.more = [Restores()]
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
+    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     assert epoch or ended[1][0].epoch == [*range(2, EPOCHS)]
@@ -208,8 +208,8 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     first, late, last = fits(meeting)
 
     def sleep() -> None:
-        number = meeting.meeting._number
-        meeting.wait_until(lambda inside: inside._number > number + 9)
+        number = meeting.meeting.calls.number
+        meeting.wait_until(lambda inside: inside.calls.number > number + 9)
         slept.set()
 
     late.at[2, 4] = sleep
@@ -219,7 +219,7 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     for fit in (first, last):  # they take their time once it has overslept
         fit.at[2, 16] = lambda: slept.wait(LIMIT)
         fit.at[2, 18] = lambda: meeting.wait_until(
-            lambda inside: inside._healings or inside._waiting.lacking
+            lambda inside: inside.calls.healings or inside.calls.waiting.lacking
         )
     for fit in (first, late, last):
         fit.start(pool)
@@ -239,15 +239,15 @@ def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_o
         fit.optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
 
     def sleep() -> None:
-        number = meeting.meeting._number
-        meeting.wait_until(lambda inside: inside._number > number + 5)
+        number = meeting.meeting.calls.number
+        meeting.wait_until(lambda inside: inside.calls.number > number + 5)
         slept.set()
 
     late.at[2, 4] = sleep
     first.goes_on_without(2, 4)
     first.at[2, 16] = lambda: slept.wait(LIMIT)
     first.at[2, 18] = lambda: meeting.wait_until(
-        lambda inside: inside._healings or inside._waiting.lacking
+        lambda inside: inside.calls.healings or inside.calls.waiting.lacking
     )
     for fit in (first, late):
         fit.start(pool)
@@ -262,13 +262,13 @@ def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
     woken: list[Fit] = []
 
     def sleep(fit: Fit, calls: int) -> None:
-        number = meeting.meeting._number
-        meeting.wait_until(lambda inside: inside._number >= number + calls)
+        number = meeting.meeting.calls.number
+        meeting.wait_until(lambda inside: inside.calls.number >= number + calls)
         woken.append(fit)
 
     def hold(fit: Fit, number: int) -> None:
         meeting.wait_until(lambda inside: len(woken) >= number)
-        meeting.wait_until(lambda inside: fit.member.lacks_state and inside._waiting.lacking)
+        meeting.wait_until(lambda inside: fit.member.lacks_state and inside.calls.waiting.lacking)
 
     first.at[2, 1] = lambda: sleep(first, 2)
     second.goes_on_without(2, 1)
@@ -310,10 +310,10 @@ def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]
 
     def wake() -> None:
         slept.set()
-        meeting.wait_until(lambda inside: inside._waiting.lacking)  # it is healed in this epoch
+        meeting.wait_until(lambda inside: inside.calls.waiting.lacking)  # it is healed in this epoch
 
     first.at[4, 2] = wake
-    first.at[4, 19] = lambda: meeting.wait_until(lambda inside: inside._waiting.lacking)
+    first.at[4, 19] = lambda: meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
     whole: list[int] = []  # the epochs of which the late one has more than a first batch
     for epoch in range(2, MORE):
         late.at[epoch, 1] = functools.partial(whole.append, epoch)
@@ -335,7 +335,7 @@ def test_a_member_that_is_late_for_the_start_is_healed_and_the_others_go_on(
     first.patience = 0.2
     first.at[0, -1] = lambda: first._wait_for_others(PATIENCE)
     first.at[0, 3] = has_begun.set
-    first.at[1, -1] = lambda: meeting.wait_until(lambda inside: inside._waiting.lacking)
+    first.at[1, -1] = lambda: meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
     first.start(pool)
     assert has_begun.wait(LIMIT) or first.done.result(0)
     late.start(pool)
@@ -405,7 +405,7 @@ def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
     new.more = [best_of_first(kind)]
     assert there.wait(LIMIT)
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
+    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT)[1] for fit in (first, new)]
     check_alike(ended)
@@ -437,7 +437,7 @@ def test_epochs_that_a_late_member_passes_by_stop_no_training(pool: ThreadPoolEx
     late.at[1, 4] = lambda: slept.wait(LIMIT)
     first.goes_on_without(1, 4)
     first.at[3, 2] = slept.set
-    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside._waiting.lacking)
+    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
     for fit in (first, late):
         fit.start(pool)
     (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
@@ -455,7 +455,7 @@ def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> Non
     first.at[1, END] = lambda: first._wait_for_others(1.0)
     first.at[3, -1] = lambda: first._wait_for_others(PATIENCE)
     first.at[3, 2] = slept.set
-    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside._waiting.lacking)
+    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
     for fit in (first, late):
         fit.start(pool)
     (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
@@ -481,7 +481,7 @@ def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
     new = replacement(meeting, dead, kind="dense", epochs=3)
     new.at[2, 3] = dies(new)
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
+    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     with pytest.raises(KilledError):
         new.done.result(LIMIT)
@@ -530,7 +530,7 @@ def test_a_replaced_member_counts_as_the_others_do(
     new = replacement(meeting, dead, kind="dense", epochs=MORE)
     new.more = callbacks("the replaced")
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
+    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state for _, state in ended])
@@ -552,7 +552,7 @@ def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) 
     new = replacement(meeting, dead, kind="dense")
     new.more = [AverageWeights(every=2)]
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside._waiting.lacking) == 1)
+    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state for _, state in ended])
@@ -568,15 +568,15 @@ def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
         fit.more = [AverageWeights(every=3, unit="batch")]
 
     def sleep() -> None:
-        number = meeting.meeting._number
-        meeting.wait_until(lambda inside: inside._number > number + 9)
+        number = meeting.meeting.calls.number
+        meeting.wait_until(lambda inside: inside.calls.number > number + 9)
         slept.set()
 
     late.at[2, 4] = sleep
     first.goes_on_without(2, 4)
     first.at[2, 16] = lambda: slept.wait(LIMIT)
     first.at[2, 18] = lambda: meeting.wait_until(
-        lambda inside: inside._healings or inside._waiting.lacking
+        lambda inside: inside.calls.healings or inside.calls.waiting.lacking
     )
     for fit in (first, late):
         fit.start(pool)
@@ -613,7 +613,7 @@ def test_ways_to_fit(
     new = replacement(meeting, dead, **fitted)
     new.compile = compiled
     new.start(pool)
-    meeting.wait_until(lambda inside: 1 in [seat.rank for seat in inside._waiting.lacking])
+    meeting.wait_until(lambda inside: 1 in [seat.rank for seat in inside.calls.waiting.lacking])
     go_on.set()
     check_alike([fit.done.result(LIMIT)[1] for fit in (first, new, late)])
 
@@ -642,7 +642,7 @@ def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> No
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                meeting.wait_until(lambda inside: inside._waiting.lacking or inside._healings)
+                meeting.wait_until(lambda inside: inside.calls.waiting.lacking or inside.calls.healings)
             step(data[member.rank, done])
         member.average({"the end": np.zeros(1)}, min_results=1)
         return [np.asarray(one) for one in [weights, *optimizer.variables]]
@@ -675,7 +675,7 @@ def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                meeting.wait_until(lambda inside: inside._waiting.lacking or inside._healings)
+                meeting.wait_until(lambda inside: inside.calls.waiting.lacking or inside.calls.healings)
             for target, (optimizer, one) in enumerate(zip(optimizers, weights, strict=True)):
                 optimizer.apply([2 * (one.value - float(target))], [one])
         return [np.asarray(one) for k in range(2) for one in [weights[k], *optimizers[k].variables]]

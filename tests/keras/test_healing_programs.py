@@ -122,7 +122,7 @@ class Run:
                 if sleeps == 0:
                     kill(member)
                     return None
-                self.sleep_until(self.meeting.meeting._number + sleeps)
+                self.sleep_until(self.meeting.meeting.calls.number + sleeps)
             if done == STEPS - 2:
                 self.until_all_are_back(rank)
             step(tf.constant(min(done, STEPS - 1)))
@@ -133,7 +133,7 @@ class Run:
         return [np.asarray(one) for one in [weights, *optimizer.variables]]
 
     def sleep_until(self, number: int) -> None:
-        self.meeting.wait_until(lambda inside: inside._number >= number)
+        self.meeting.wait_until(lambda inside: inside.calls.number >= number)
 
     def until_all_are_back(self, rank: int) -> None:
         """Wait until absent members have asked, so that the next steps heal them."""
@@ -141,7 +141,7 @@ class Run:
         while True:
             with self._lock:
                 away = {*self.away} - {rank}
-            if away <= meeting.news.ask(lambda: {seat.rank for seat in meeting._waiting.lacking}):
+            if away <= meeting.news.ask(lambda: {seat.rank for seat in meeting.calls.waiting.lacking}):
                 return
             time.sleep(0.005)
 

@@ -22,7 +22,7 @@ from flatweights.ray.peers._by_rank import ByRank, check_by_rank
 from flatweights.ray.peers._recipe import Recipe
 from flatweights.ray.peers._roster import Roster
 from flatweights.ray.peers._store import check_cluster
-from flatweights.ray.peers._wait import Deadline, Request, Weights, check_timeout
+from flatweights.ray.peers._wait import Request, Weights, check_timeout, deadline_in
 from flatweights.ray.rounds._as_completed import AsCompleted
 from flatweights.ray.rounds._barrier import average_of, results_of, send
 from flatweights.ray.rounds._run import Run
@@ -545,7 +545,7 @@ class WorkerGroup:
         Args:
             timeout: Seconds to wait; for ever, if None.
         """
-        return self._roster.restore(Deadline.after(timeout))
+        return self._roster.restore(deadline_in(timeout))
 
     @alone
     def run(

@@ -85,7 +85,7 @@ def test_who_comes_later_gets_the_state(pool: ThreadPoolExecutor) -> None:
     third = meeting.join(2)
     assert third.lacks_state
     healed = pool.submit(average, third, 100.0, states[2])
-    meeting.wait_until(lambda inside: inside._waiting.lacking)
+    meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
     results = [*pool.map(average, members, [2.0, 4.0], states), healed.result(60)]
     for result in results:
         assert result.used == (0, 1)

@@ -45,7 +45,7 @@ for point in _failpoints.HOST:
         meeting.attach(entry.token, bytes.fromhex(nonce))
 
     def die(reached):
-        if reached == point and meeting._number >= 3:
+        if reached == point and meeting.calls.number >= 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
     _failpoints.hook = die
@@ -140,7 +140,7 @@ def test_a_host_does_not_wait_once_the_last_member_has_died(
     meeting = Meeting("over", Terms.of(1), "here", None)
     [(entry, _)] = seated(meeting, 0)
     seat, waits = meeting.door.present[entry.token], list[Any]()
-    monkeypatch.setattr(meeting, "_heal", lambda: meeting._lose(seat, MemberDiedError("it died")))
+    monkeypatch.setattr(meeting, "_welcome", lambda: meeting._lose(seat, MemberDiedError("it died")))
     monkeypatch.setattr(meeting._lanes, "wait", lambda *args: waits.append(args))
     meeting.run()
     assert not waits

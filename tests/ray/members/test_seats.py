@@ -25,16 +25,17 @@ from meetings import LocalMeeting, kill
 from flatweights import FlatWeights, Layout
 from flatweights._sources import Template
 from flatweights.ray import MemberDiedError, MemberError, WorkerError
+from flatweights.ray.core._asks import Ask, Outcome
+from flatweights.ray.core._peer import State
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
 from flatweights.ray.lanes._message import buffer_message
 from flatweights.ray.lanes._protocol import NUMBER
 from flatweights.ray.lanes._windows import Windows
 from flatweights.ray.members import _seats
-from flatweights.ray.members._asks import Ask, Outcome
 from flatweights.ray.members._branch import Branch, BranchAgent, BranchOutcome
 from flatweights.ray.members._member import Member
-from flatweights.ray.members._seats import Letter, Seat, State
+from flatweights.ray.members._seats import Letter, Seat
 from flatweights.ray.peers._by_lane import GroupLanes
 
 PATIENCE = 60.0
@@ -126,7 +127,7 @@ def test_a_member_that_joins_again_between_two_kinds_of_call_gets_the_latest_of_
     value, result = average(again, "critic", 0.0)
     assert (value, result.number, result.late) == (101.0, 3, (1,))
     asked = threads.submit(average, again, "actor", 0.0)
-    local.wait_until(lambda meeting: meeting._waiting.behind)
+    local.wait_until(lambda meeting: meeting.calls.waiting.behind)
     for value, result in (average(first, "actor", 102.0), asked.result(PATIENCE)):
         assert (value, result.number, result.used, result.late) == (102.0, 4, (0,), (1,))
     for kind in ("critic", "actor"):  # each kind has been late once
@@ -165,7 +166,7 @@ def test_a_root_that_joins_again_sends_its_weights_in_time_for_any_broadcast(
     for k in range(2):
         for one in (first, second):
             threads.submit(one.broadcast if k else one.average, {f"{k}": np.ones(2)})
-    local.wait_until(lambda meeting: meeting._number == 2)
+    local.wait_until(lambda meeting: meeting.calls.number == 2)
     kill(first)
     local.wait_until(lambda meeting: meeting.door.seats[0].state is State.DEAD)
     second.average({"0": np.ones(2)}, min_results=1)
@@ -447,7 +448,7 @@ def test_the_log_names_ranks_that_are_lost_and_those_that_are_back_once(
         third = local.join(2)
         old, new = TheState(7.0), TheState(0.0)
         asked = threads.submit(mean_of, third, 1.0, state=new, **options)
-        local.wait_until(lambda meeting: meeting._waiting.lacking)
+        local.wait_until(lambda meeting: meeting.calls.waiting.lacking)
         call_all(threads, [first, second], [1.0, 2.0], state=old, **options)
         assert asked.result(PATIENCE)[1].healed == (2,)
         assert new.value == 7.0
@@ -501,7 +502,7 @@ def test_members_that_all_lack_the_state_go_on_from_a_checkpoint(
             call.result(PATIENCE)
     second.lacks_state = False  # its state is that of a checkpoint
     asked = threads.submit(mean_of, third, 100.0, state=states[1], **options)
-    local.wait_until(lambda meeting: meeting._waiting.lacking)
+    local.wait_until(lambda meeting: meeting.calls.waiting.lacking)
     value, result = mean_of(second, 2.0, state=states[0], **options)
     assert (value, result.used, result.healed) == (2.0, (1,), (2,))
     assert asked.result(PATIENCE)[1].healed == (2,)
@@ -540,7 +541,7 @@ def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
     for k in layers:
         assert layer_of(first, k, 100.0 + k, timeout=0.01)[1].late == (1,)
     asked = threads.submit(layer_of, late, 2, 0.0)
-    local.wait_until(lambda meeting: meeting._waiting.behind)
+    local.wait_until(lambda meeting: meeting.calls.waiting.behind)
     for k in range(3):  # the others do not wait for it
         value, result = layer_of(first, k, 200.0 + k)
         assert (value, result.used, result.late) == (200.0 + k, (0,), (1,))
@@ -583,7 +584,7 @@ def test_a_root_whose_broadcast_is_no_longer_kept_takes_part_in_the_next(
         layer_of(members[1], k, float(k))
     again = local.join(0)
     asked = threads.submit(again.broadcast, {"model": np.full(LARGE, 2.0)})
-    local.wait_until(lambda meeting: meeting._waiting.behind)
+    local.wait_until(lambda meeting: meeting.calls.waiting.behind)
     layer_of(members[1], 0, 0.0)  # the others do not wait for it
     assert members[1].broadcast(model)["model"][0] == 2.0
     assert asked.result(PATIENCE)["model"][0] == 2.0
@@ -597,7 +598,7 @@ def test_the_others_learn_why_a_root_takes_no_part(threads: ThreadPoolExecutor) 
     root.lacks_state = True
     state = TheState(1.0)
     asked = threads.submit(mean_of, root, 1.0, state=state, min_results=1)
-    local.wait_until(lambda meeting: meeting._waiting.lacking)
+    local.wait_until(lambda meeting: meeting.calls.waiting.lacking)
     with pytest.raises(
         WorkerError, match=r"^rank 0: RuntimeError: it waits for the others to call"
     ):
@@ -630,7 +631,7 @@ def test_a_member_that_waits_for_an_outcome_that_nobody_else_makes_takes_part(
 ) -> None:
     local, first, late = with_a_late_member()
     asked = threads.submit(layer_of, late, 0, 7.0)
-    local.wait_until(lambda meeting: meeting._waiting.behind)
+    local.wait_until(lambda meeting: meeting.calls.waiting.behind)
     first.leave()
     value, result = asked.result(PATIENCE)
     assert (value, result.used, result.late) == (7.0, (1,), ())
@@ -715,7 +716,7 @@ def test_a_member_that_cannot_apply_an_outcome_lacks_the_state(
     local.wait_until(lambda meeting: meeting.door.seats[1].state is State.WORKING)
     states[0].value[:] = 8.0
     asked = threads.submit(second.average_variables, gradients[1], state=states[1], min_results=1)
-    local.wait_until(lambda meeting: meeting._waiting.lacking)
+    local.wait_until(lambda meeting: meeting.calls.waiting.lacking)
     result = first.average_variables(gradients[0], state=states[0], min_results=1)
     assert asked.result(PATIENCE).healed == result.healed == (1,)
     assert states[1].value.tolist() == [8.0, 8.0]
@@ -1005,7 +1006,7 @@ def test_an_ask_without_weights_passes_a_branch(
     seat = Seat(1, "process of rank 1", token, state=State.WORKING)
     seat.receive(Letter(body, buffer, None))
     assert seat.look()
-    assert seat.why is None
+    assert seat.fault is None
     lane.close()
 
 

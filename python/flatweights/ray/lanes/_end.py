@@ -14,7 +14,8 @@ import struct
 from typing import Any
 
 from flatweights import _core
-from flatweights.ray.lanes._gpu_windows import Handle, Placed
+from flatweights.ray.core._asks import Placed
+from flatweights.ray.lanes._gpu_windows import Handle
 from flatweights.ray.lanes._windows import Extent, Windows
 
 _WINDOW = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce

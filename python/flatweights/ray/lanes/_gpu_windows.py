@@ -14,25 +14,12 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from flatweights import _core
+from flatweights.ray.core._asks import Placed
 
 FIRST = 32  # the index of the first one; windows of the host have lower ones
 MOST = 4  # of one process: weights that are averaged, and results that others still read
 
 _HANDLE = struct.Struct("<IIIQ16s")  # owner, index, generation, bytes, UUID of the GPU
-
-
-class Placed(NamedTuple):
-    """Where weights are on a GPU.
-
-    Attributes:
-        owner: The number of the seat whose window it is.
-        window: The index of the window among those of its owner.
-        generation: The number of windows that have had this index.
-    """
-
-    owner: int
-    window: int
-    generation: int
 
 
 class Handle:

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._sources import Kind, Template
 from flatweights.ray._errors import reason_in_a_line
+from flatweights.ray.core._asks import MemberDiedError
+from flatweights.ray.core._peer import State
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import (
     SLICE,
@@ -29,7 +30,6 @@ from flatweights.ray.members._seats import (
     Letter,
     Post,
     Seat,
-    State,
     fetched,
     wait_for,
 )
@@ -156,7 +156,8 @@ class Branch:
                 del self._senders[seat.rank]
                 self._end.models.pop(seat.rank, None)
         for seat in told:
-            seat.tell(outcome.number)
+            seat.told(outcome.number)
+            seat.take_caller()
             try:
                 post.to(seat, posted)
             except Exception as error:  # the member died meanwhile
@@ -178,8 +179,8 @@ class Branch:
         try:
             while True:
                 for seat in wait_for([*self._seats.values()], self.news, SLICE, 1):
-                    if seat.why is not None:
-                        self._lose(seat, seat.why)
+                    if seat.fault is not None:
+                        self._lose(seat, seat.fault)
                     else:
                         self._hand_on(seat)
                 self.news.read()
@@ -194,7 +195,8 @@ class Branch:
         ask = answer.ask
         packed = answer.packed
         if ask.operation == "leave":
-            seat.leave()
+            seat.ends(None)
+            seat.close()
         if packed is None or packed.buffer.nbytes < SMALL:
             buffer = None if packed is None else packed.buffer
             self._host.hand.remote(seat.token, answer.body, buffer)
@@ -210,7 +212,8 @@ class Branch:
 
     def _lose(self, seat: Seat, why: MemberDiedError) -> None:
         """Count a member as dead, and tell the host."""
-        seat.die(why)
+        seat.ends(why)
+        seat.close()
         self._host.lose.remote(seat.token, why)
         self.forget(seat.token)
 

@@ -11,19 +11,21 @@ import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import ray
 
 from flatweights.ray import _clock
+from flatweights.ray.core._asks import MemberDiedError
+from flatweights.ray.core._deadline import Deadline
+from flatweights.ray.core._peer import Peers, State
 from flatweights.ray.lanes._driver_lane import Lanes
-from flatweights.ray.members._asks import MemberDiedError
 from flatweights.ray.members._news import News
-from flatweights.ray.members._seats import Seat, State
+from flatweights.ray.members._seats import Seat
 from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
 from flatweights.ray.peers._store import end_actor
-from flatweights.ray.peers._wait import Deadline, seconds_left
+from flatweights.ray.peers._wait import seconds_left
 
 _GRACE = 5.0  # seconds in which the end of a rank's old process may become known
 _EMPTY = 60.0  # seconds for which a meeting without members waits for the first one
@@ -82,7 +84,7 @@ class Door:
     """The members of a meeting, and those that are coming in.
 
     Attributes:
-        seats: By rank, the newest process that has joined, and may have ended, or is coming in.
+        peers: The members, as the calls see them.
         present: The present members, by token.
         is_open: Whether all have joined, or enough, and the grace is over.
     """
@@ -113,7 +115,7 @@ class Door:
         self._name, self._terms, self._node = name, terms, node
         self._lanes, self._agents, self._news = lanes, agents, news
         self._hear, self._lose = hear, lose
-        self.seats: dict[int, Seat] = {}
+        self.peers = Peers()
         self.present: dict[bytes, Seat] = {}
         self._has_begun = False  # whether any process has arrived
         self.is_open = False
@@ -132,13 +134,10 @@ class Door:
             return _clock.now() < self._empty_until
         return not self.seats and bool(self._entries)
 
-    def ranks(self) -> tuple[int, ...]:
-        """Return the ranks of the present members."""
-        return tuple(sorted(seat.rank for seat in self.present.values()))
-
-    def missed(self) -> set[int]:
-        """Return the ranks of the present members, without those that may yet give up to join."""
-        return {seat.rank for seat in self.present.values() if seat.is_missed}
+    @property
+    def seats(self) -> dict[int, Seat]:
+        """By rank, the newest process that has joined, and may have ended, or is coming in."""
+        return cast("dict[int, Seat]", self.peers.newest)
 
     def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
@@ -180,14 +179,6 @@ class Door:
             self._entries.remove(entry)
             entry.end(why)
 
-    def forget(self, seat: Seat) -> None:
-        """Note that a member has left or died; one that has not joined leaves no trace."""
-        del self.present[seat.token]
-        if not seat.has_joined:
-            del self.seats[seat.rank]
-            if seat.before is not None:
-                self.seats[seat.rank] = seat.before
-
     def close(self) -> None:
         """Refuse those that wait."""
         for entry in self._entries:
@@ -217,8 +208,9 @@ class Door:
             raise ValueError(f"rank: expected one that is free, got {taken}")
         self._entered += 1
         before = self.seats.get(rank)
-        seat = Seat(rank, entry.who, entry.token, self._entered, over=entry.over, before=before)
-        self.seats[rank] = self.present[entry.token] = seat
+        seat = Seat(rank, entry.who, entry.token, self._entered, before, over=entry.over)
+        self.present[entry.token] = seat
+        self.peers.add(seat)
         if not entry.wants_lane:
             return Ticket(rank, seat.number, None)
         if entry.node == self._node:
@@ -251,7 +243,7 @@ class Door:
 
     def _may_open(self, ready: int) -> bool:
         if ready and self._grace is None:
-            self._grace = Deadline.after(self._terms.grace)
+            self._grace = Deadline.after(self._terms.grace, _clock.now())
         if self._grace is None or ready < self._terms.min_size:
             return False
         if ready < self._terms.size and seconds_left(self._grace.end) != 0.0:

@@ -11,8 +11,9 @@ from flatweights._layout import Layout
 from flatweights._settings import gpu_setting
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._failpoints import reach
+from flatweights.ray.core._asks import Placed
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._gpu_windows import GpuWindows, Handle, OwnWindow, Placed
+from flatweights.ray.lanes._gpu_windows import GpuWindows, Handle, OwnWindow
 from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._reductions import Reduced, Reduction
 

@@ -21,17 +21,17 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from flatweights._layout import Layout
 from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._failpoints import reach
+from flatweights.ray.core._asks import Ask, Placed
+from flatweights.ray.core._peer import Peer
 from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._gpu_windows import Handle, Placed
+from flatweights.ray.lanes._gpu_windows import Handle
 from flatweights.ray.lanes._protocol import REDUCE
-from flatweights.ray.members._asks import Ask
 from flatweights.ray.members._reductions import Reduced, Reduction
 from flatweights.ray.members._seats import Seat
 
@@ -98,17 +98,19 @@ class GpuRounds:
         self._stayed: list[Stayed] = []
         self._gone: list[Seat] = []  # members that are gone, whose windows others still have
 
-    def may_stay(self, first: Ask, seats: Iterable[Seat]) -> bool:
-        """Whether the weights of these members may stay on their GPU in the next call like this."""
+    def may_stay(self, first: Ask, readers: Iterable[tuple[Peer, Ask]]) -> bool:
+        """Whether the weights of members may stay on their GPU in the next call like this.
+
+        Args:
+            first: The ask of one of them.
+            readers: The members, with their asks.
+        """
         if first.gpu is None or first.rule is not None or self._is_off:
             return False
-        return _gpu_of(seats) is not None
-
-    def reaches(self, weights: Any, seat: Seat) -> bool:
-        """Whether a member can read ``weights``."""
-        if not isinstance(weights, Stayed):
-            return True
-        return _gpu_of([seat]) == weights.handle.uuid
+        uuids = {
+            ask.gpu.uuid if ask.gpu is not None and peer.has_lane else None for peer, ask in readers
+        }
+        return len(uuids) == 1 and None not in uuids
 
     def average(
         self,
@@ -199,7 +201,7 @@ class GpuRounds:
 
     def _check(self, first: Ask, senders: Sequence[Seat], seats: Sequence[Seat]) -> None:
         """Raise unless the weights of ``senders`` are in windows that all ``seats`` can read."""
-        if not self.may_stay(first, seats):
+        if not self.may_stay(first, [(seat, seat.ask) for seat in seats]):
             raise AskAgainError("not all members are on one GPU, or a rule needs the host")
         if not all(seat.ask.is_in_window for seat in senders):
             raise AskAgainError("some weights are in memory of the host")
@@ -243,12 +245,3 @@ def _placed(seat: Seat) -> Placed:
     assert seat.ask.gpu is not None
     assert seat.ask.gpu.placed is not None
     return seat.ask.gpu.placed
-
-
-def _gpu_of(seats: Iterable[Seat]) -> bytes | None:
-    """Return the GPU that all of these members are on, and whose windows reach them; or None."""
-    uuids = {
-        seat.ask.gpu.uuid if seat.ask.gpu is not None and seat.lane is not None else None
-        for seat in seats
-    }
-    return uuids.pop() if len(uuids) == 1 else None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
-from flatweights.ray.members._asks import MemberDiedError
+from flatweights.ray.core._asks import MemberDiedError
 from flatweights.ray.members._door import Entry, Ticket
 from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._news import Result

@@ -15,11 +15,7 @@ from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
 from flatweights.ray._failpoints import reach
 from flatweights.ray._variables import Memory, Variables
-from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._gpu_windows import OwnWindow
-from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
-from flatweights.ray.lanes._protocol import NUMBER, REDUCE, REDUCED, RESEND
-from flatweights.ray.members._asks import (
+from flatweights.ray.core._asks import (
     Ask,
     Kind,
     MemberDiedError,
@@ -29,6 +25,10 @@ from flatweights.ray.members._asks import (
     end_of,
     remember,
 )
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._gpu_windows import OwnWindow
+from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
+from flatweights.ray.lanes._protocol import NUMBER, REDUCE, REDUCED, RESEND
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
 from flatweights.ray.members._host import Host

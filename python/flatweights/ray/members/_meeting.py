@@ -1,20 +1,9 @@
 """A meeting: it averages for members as a driver does for workers, but members call it.
 
 One thread (`Meeting.run`) owns all state; other threads send it calls to make (`Meeting.news`). It
-waits for the members' asks, averages them as in every round (`DriverAverage`), and posts one
-outcome for all. Its record of each member is a `Seat`, whose table lists the states.
-
-- Outcomes are numbered. A member whose outcome is older than the last is late, or has joined again.
-  Its ask is answered at once by the last outcome of a call like it (`Past`), until none is newer.
-  It then takes part in a call if it has the last outcome of that kind of call. If it does not, or
-  if that outcome is no longer kept, it waits for the next one.
-- The open call consists of the asks of members that wait for its outcome (`Waiting`). If one of
-  them dies meanwhile, its ask is dropped. A process that takes its rank has a seat of its own.
-- Nobody waits for a member that has died or left. A call waits for late members only if it needs
-  them.
-- Members that lack the state of a training (`Ask.lacks`) wait for the next call like theirs. Its
-  average does not contain their weights, but they get the state and its outcome; see `Healing`.
-- The meeting ends when no member is left. Its `Door` lets members in.
+waits for the members' asks, and tells `Calls`, which decides what each member gets. It averages, as
+in every round (`DriverAverage`), and posts one outcome for all. The meeting ends when no member is
+left. Its `Door` lets members in.
 """
 
 from __future__ import annotations
@@ -25,7 +14,7 @@ import logging
 import pickle
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import ray
@@ -34,7 +23,6 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._average import Nonfinite
 from flatweights._sources import first_difference
-from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
 from flatweights.ray._errors import (
     WorkerError,
@@ -47,47 +35,76 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._result import Packed
 from flatweights.ray._round import Round, facts_of
-from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._member_lane import HostDiedError
-from flatweights.ray.lanes._protocol import RESEND
-from flatweights.ray.members._asks import (
+from flatweights.ray.core._asks import (
     Ask,
     CallsDifferError,
-    ElsewhereError,
-    LacksStateError,
     MemberDiedError,
     Outcome,
 )
+from flatweights.ray.core._calls import (
+    Action,
+    Answer,
+    AskAgain,
+    Asked,
+    Calls,
+    CopyState,
+    Detach,
+    Ended,
+    Event,
+    Gave,
+    Keep,
+    Log,
+    LogDeath,
+    NobodyHas,
+    Reduce,
+    Reduced,
+    Refused,
+    Release,
+    Send,
+    SendAgain,
+    SendKept,
+    SendState,
+    StateCopied,
+    Tick,
+    TimeIsUp,
+)
+from flatweights.ray.core._past import Changes
+from flatweights.ray.core._peer import Peer, State, ranks_of
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._member_lane import HostDiedError
+from flatweights.ray.lanes._protocol import RESEND
 from flatweights.ray.members._branch import BranchAgent, BranchOutcome, SentWeights
 from flatweights.ray.members._door import Door
 from flatweights.ray.members._gpu_rounds import AskAgainError, GpuRounds, Stayed
-from flatweights.ray.members._healing import Healing
 from flatweights.ray.members._news import News
-from flatweights.ray.members._past import Past
 from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._seats import (
     Letter,
     Post,
     Reply,
     Seat,
-    State,
     fetched,
     wait_for,
 )
 from flatweights.ray.members._terms import Terms
-from flatweights.ray.members._waiting import Waiting
 from flatweights.ray.peers._agent import AverageOf
 from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._summary import Exchanged
-from flatweights.ray.peers._wait import Arrivals, Deadline, Request, seconds_left
+from flatweights.ray.peers._wait import Arrivals, Request
 from flatweights.ray.rounds._between_nodes import NodesAverage
 from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.robust import Rule
 
-_AGAIN = 2.0  # seconds, at least, in which members send weights again that were on a GPU
 _CALLS = 16  # calls that an agent runs at a time, without waiting for each other
 
 _log = logging.getLogger("flatweights")
+
+
+class _Kept(NamedTuple):
+    """An outcome that members may yet get: its body, and its weights."""
+
+    body: bytes
+    weights: Packed | Stayed | None
 
 
 class Meeting:
@@ -96,6 +113,7 @@ class Meeting:
     Attributes:
         news: The calls that other threads want the meeting's thread to make.
         door: The members, and those that come in.
+        calls: What their calls come to.
     """
 
     def __init__(
@@ -126,19 +144,16 @@ class Meeting:
         offer = self._lanes.windows.offer
         self._agents = platform.agents(offer, terms.sums, BranchAgent, (host,), _CALLS)
         self._put = platform.put
-        self._waiting = Waiting()
-        self._past = Past()
         self._gpu = GpuRounds(self._lanes)
-        self._healings: list[Healing] = []
         self._seconds_waited = 0.0  # for the open call
-        self._again: Deadline | None = None  # of the open call, if its members were asked again
-        self._untold: list[Seat] = []  # deaths that were not logged yet
-        self._away: set[int] = set()  # ranks that the log calls dead or late, until they are back
+        self._kept: dict[int, _Kept] = {}  # outcomes for members that are late, by number
+        self._given: Packed | None = None  # a state that has just come
+        self._states: dict[int, Packed] = {}  # states that heal members, by number of the outcome
         self.news = News(self._lanes)
         self.door = Door(
             name, terms, node, self._lanes, self._agents, self.news, self._hear, self._lose
         )
-        self._number = 0  # of the last outcome
+        self.calls = Calls(name, self.door.peers)
         self._posts = 0
 
     def run(self) -> None:
@@ -157,154 +172,92 @@ class Meeting:
         """Do everything that is due, or wait until something happens."""
         self.door.admit()
         self._welcome()
-        self._heal()
-        if self._waiting.behind and not self._count_of_whole():
-            self._end_waiting()
-        self._give_up_waiting()
-        if self._is_due():
-            self._close_call()
+        if self._tell(Tick()):
             return
-        if self._waiting.lacking and not self._count_of_whole():
-            self._end_healing()
         if not self.door.is_in_use:  # the last member has died meanwhile
             return
-        seats = [*self.door.present.values()]
-        working = [seat for seat in seats if seat.state is State.WORKING]
-        on_time = all(map(self._is_on_time, working))  # late members are answered at once
         begin = _clock.now()
-        enough = max(1, len(working)) if on_time else 1
-        heard = wait_for(seats, self.news, self._patience(begin), enough)
+        awaited = self.calls.awaited()
+        ends = [*self.door.ends(), *([] if awaited.end is None else [awaited.end])]
+        patience = max(0.0, min(ends) - begin) if ends else None
+        heard = wait_for([*self.door.present.values()], self.news, patience, awaited.asks)
         self._seconds_waited += _clock.now() - begin
         for seat in heard:
             self._hear(seat)
         self.news.read()
 
-    def _end_waiting(self) -> None:
-        """Give late members the last outcome of their call, since nobody else will make it.
+    def _tell(self, event: Event) -> bool:
+        """Tell the core what has happened, and do what it says; return whether it closed a call."""
+        self.calls.receive(event, _clock.now())
+        has_closed = False
+        while actions := self.calls.actions():
+            for action in actions:
+                has_closed = self._do(action) or has_closed
+        return has_closed
 
-        If it is no longer kept, they make the call themselves.
-        """
-        for seat in self._waiting.open_late_call():
-            kept = self._past.last_for(seat)
-            if kept is not None and self._gpu.reaches(kept.weights, seat):
-                self._waiting.drop([seat])
-                self._post(kept.number, kept.body, kept.weights, [seat])
-
-    def _give_up_waiting(self) -> None:
-        """Raise in members whose time is up before the others make a call like theirs."""
-        for seat in self._waiting.overdue():
-            others = [rank for rank in self.door.ranks() if rank != seat.rank]
-            why = dict.fromkeys(others, late_error(seat.ask.timeout))
-            self._answer([seat], portable(WorkerError(why)))
+    def _do(self, action: Action) -> bool:
+        """Do what the core says; return whether a call was closed, or its members asked again."""
+        if isinstance(action, Reduce):
+            self._close_call(action)
+            return True
+        if isinstance(action, SendKept):
+            kept = self._kept[action.number]
+            self._post(action.number, kept.body, kept.weights, _seats(action.peers))
+        elif isinstance(action, Answer):
+            self._answer(action.peers, action.error)
+        elif isinstance(action, TimeIsUp):
+            why: dict[int, Exception] = dict.fromkeys(action.others, late_error(action.timeout))
+            self._answer(action.peers, portable(WorkerError(why)))
+        elif isinstance(action, NobodyHas):
+            lost = RuntimeError("no member is left that has the state: go on from a checkpoint")
+            error = WorkerError({peer.rank: lost for peer in action.peers})
+            self._answer(action.peers, portable(error))
+        elif isinstance(action, SendAgain):
+            self._ask_again(_seats(action.peers))
+        elif isinstance(action, CopyState):
+            self._copy_state(action.number)
+        elif isinstance(action, SendState):
+            outcome = Outcome(action.number, self._size, self.door.peers.ranks())
+            state = self._states[action.number]
+            self._post(-action.number, pickle.dumps(tuple(outcome)), state, _seats(action.peers))
+        elif isinstance(action, Release):
+            self._states.pop(action.number, None)
+        elif isinstance(action, Keep):
+            self._keep(action.changes)
+        elif isinstance(action, Detach):
+            self._forget(*_seats([action.peer]))
+        elif isinstance(action, LogDeath):
+            assert action.peer.why is not None
+            text = error_of_rank(action.peer.rank, action.peer.why)
+            _log.warning("meeting %r: %s", self._name, text)
+        elif isinstance(action, Log):
+            _log.log(action.level, action.text, *action.args)
+        return False
 
     def _tell_failure(self, error: Exception) -> None:
         """Tell members that wait why the meeting ends; others see that it has."""
-        asking = [seat for seat in self.door.present.values() if seat.state is State.ASKING]
+        asking = [seat for seat in self.door.present.values() if seat.answer is not None]
         with contextlib.suppress(Exception):  # memory may be short
             self._answer(asking, HostDiedError(f"the host has failed: {reason_in_a_line(error)}"))
 
-    def _end_healing(self) -> None:
-        """Raise in all members, because no member with the state is left.
-
-        Members that set `Member.lacks_state` to False then begin anew, from a checkpoint.
-        """
-        seats = [*self._waiting.lacking]
-        for seat in seats:
-            self._past.forget(seat.ask.state)
-        why = RuntimeError("no member is left that has the state: go on from a checkpoint")
-        self._answer(seats, portable(WorkerError({seat.rank: why for seat in seats})))
-
-    def _is_on_time(self, seat: Seat) -> bool:
-        """Whether the open call waits for the ask of a member."""
-        return seat.state is State.WORKING and seat.has == self._number
-
-    def _patience(self, now: float) -> float | None:
-        """Return the seconds until something is due even if nothing happens."""
-        healings = [healing.deadline.end for healing in self._healings if healing.is_waited_for]
-        ends = [end for end in healings if end is not None]
-        ends += self._waiting.ends() + self.door.ends()
-        return max(0.0, min(ends) - now) if ends else None
-
-    def _is_due(self) -> bool:
-        """Whether to close the open call now."""
-        if not self._waiting.asking:
-            return False
-        if seconds_left(self._waiting.deadline().end) == 0.0:
-            return True
-        if any(map(self._is_on_time, self.door.present.values())):
-            return False
-        # The other members are late, or join again.
-        return len(self._waiting.asking) == self._count_of_whole() or self._are_enough()
-
-    def _count_of_whole(self) -> int:
-        """Return the number of members that wait for no other call than the open one."""
-        return len(self.door.present) - len(self._waiting.elsewhere)
-
-    def _are_enough(self) -> bool:
-        """Whether the open call needs no late members."""
-        asks = self._waiting.asks()
-        first = asks[min(asks)]
-        if first.operation == "broadcast":
-            return first.root in asks or first.root not in self.door.ranks()
-        if first.min_results is None:
-            return len(asks) >= len(self.door.missed()) - len(self._waiting.elsewhere)
-        return len(asks) >= min(first.min_results, self._count_of_whole())
-
     def _hear(self, seat: Seat) -> None:
         """Handle a member's ask, or its end."""
-        if seat.why is not None:
-            self._lose(seat, seat.why)
+        if seat.fault is not None:
+            self._tell(Ended(seat, seat.fault))
             return
-        assert seat.answer is not None
-        ask = seat.answer.ask
+        ask = seat.ask
         if ask.operation not in ("give", "heal"):  # with these, it has yet to read the average
             self._gpu.hear(seat)
         if ask.operation == "leave":
-            seat.leave()
-            self._forget(seat)
-            return
-        if ask.operation in ("give", "heal"):
+            self._tell(Ended(seat))
+        elif ask.operation == "give":
             self._hear_of_state(seat)
-            return
-        for healing in self._healings:
-            healing.lose(seat)  # it neither asks for the state nor gives it
-        try:
-            kept = self._past.answer_for(seat)
-        except RuntimeError as error:
-            self._answer([seat], error)
-            return
-        if ask.twins:
-            for other, why in self._past.astray(self._waiting.asking):
-                self._answer([other], why)
-        if kept is not None and self._gpu.reaches(kept.weights, seat):
-            self._post(kept.number, kept.body, kept.weights, [seat])
-        elif kept is not None and ask.state is not None:
-            self._answer([seat], LacksStateError("the outcome is on a GPU that it does not use"))
-        elif kept is not None:
-            self._waiting.behind.append(seat)
-        elif ask.lacks:
-            self._waiting.lacking.append(seat)
-        elif self._past.is_behind(seat):
-            self._waiting.behind.append(seat)
-            text = "meeting %r: rank %d was late for %s, and waits for the next such call"
-            _log.warning(text, self._name, seat.rank, ask)
         else:
-            self._waiting.ask(seat)
-            if self._again is not None:
-                seat.answer.deadline = self._again
-            self._tell_deaths()
+            self._tell(Asked(seat))
 
     def _hear_of_state(self, seat: Seat) -> None:
-        """Take the state from a giver, or note that a member waits for it."""
+        """Take the state from a giver."""
         assert seat.answer is not None
-        if seat.answer.ask.operation == "heal":
-            healing = next((one for one in self._healings if seat in one.lacking), None)
-            if healing is None:
-                self._answer([seat], LacksStateError("nobody gives the state"))
-            else:
-                healing.waiting.append(seat)
-            return
-        healing = next((one for one in self._healings if one.giver is seat), None)
         try:
             seat.answer.bring()
             state = seat.answer.take()
@@ -312,50 +265,46 @@ class Meeting:
             why = f"{seat.who}: its state could not be read: {reason_in_a_line(error)}"
             self._lose(seat, MemberDiedError(why))
             return
-        self._answer([seat])  # the giver goes on while its state is copied
-        if healing is not None and healing.is_waited_for and state is not None:
-            try:
-                healing.state = self._copied(state)
-            except Exception as error:  # memory is short; only those that wait need it
-                why = f"the state could not be copied: {reason_in_a_line(error)}"
-                healing.fail(RuntimeError(why))
+        self._given = None if state is None else Packed(state.buffer, state.layout)
+        try:
+            self._tell(Gave(seat, state is not None))
+        finally:
+            self._given = None
 
-    def _heal(self) -> None:
-        """Answer members that wait for a state, if it is known; give up on late givers."""
-        for healing in self._healings:
-            healing.give_up_in_time()
-            if not healing.is_known:
-                continue
-            seats, healing.waiting = healing.waiting, []
-            healing.lacking = [seat for seat in healing.lacking if seat not in seats]
-            if healing.state is None:
-                self._answer(seats, healing.why)
-            else:
-                body = pickle.dumps(tuple(Outcome(healing.number, self._size, self.door.ranks())))
-                self._post(-healing.number, body, healing.state, seats)
-                for seat in seats:
-                    self._away.discard(seat.rank)
-                    text = "meeting %r: rank %d is healed, with the state of rank %d"
-                    _log.warning(text, self._name, seat.rank, healing.giver.rank)
+    def _copy_state(self, number: int) -> None:
+        """Copy the state that has just come, for the members that lack it."""
+        assert self._given is not None
+        why: Exception | None = None
+        try:
+            self._states[number] = self._copied(self._given)
+        except Exception as error:  # memory is short; only those that wait need it
+            why = RuntimeError(f"the state could not be copied: {reason_in_a_line(error)}")
+        self.calls.receive(StateCopied(number, why), _clock.now())
 
-    def _answer(self, seats: Sequence[Seat], error: Exception | None = None) -> None:
+    def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
         """Answer asks that are part of no call."""
-        self._waiting.drop(seats)
-        for seat in seats:
-            outcome = Outcome(seat.has, self._size, self.door.ranks(), error=error)
+        for seat in _seats(peers):
+            outcome = Outcome(seat.has, self._size, self.door.peers.ranks(), error=error)
             self._post(seat.has, ray.cloudpickle.dumps(tuple(outcome)), None, [seat])
 
-    def _close_call(self) -> None:
+    def _keep(self, changes: Changes) -> None:
+        """Change which outcomes are kept, and where."""
+        for number in changes.moved:
+            kept = self._kept[number]
+            if isinstance(kept.weights, Packed):
+                own = Packed(kept.weights.buffer.copy(), kept.weights.layout)
+                self._kept[number] = kept._replace(weights=own)
+        for number in changes.released:
+            self._kept.pop(number, None)
+
+    def _close_call(self, call: Reduce) -> None:
         """Average, relay or gather, and post the outcome to all members that have asked."""
-        waiting = self._waiting
-        asks, deadline = waiting.asks(), waiting.deadline()
-        first = asks[min(asks)]
-        elsewhere = {seat.rank for seat in waiting.elsewhere}
+        asks, first = call.asks, call.first
         arrivals = Arrivals.over(
-            {seat.rank: seat.answer for seat in waiting.asking if seat.answer is not None},
-            failed={k: seat.why for k, seat in self.door.seats.items() if seat.why is not None},
-            late=sorted(self.door.missed() - {*asks} - elsewhere),
-            timeout=deadline.timeout,
+            {seat.rank: seat.answer for seat in _seats(call.peers) if seat.answer is not None},
+            failed=call.lost,
+            late=call.late,
+            timeout=call.timeout,
             seconds_waited=self._seconds_waited,
         )
         is_average = first.operation == "average"
@@ -367,97 +316,93 @@ class Meeting:
             if first.operation == "all_gather":
                 result = self._gather(asks, arrivals)
             elif any(ask.is_in_window for ask in asks.values()):
-                result, weights = self._stay_on_gpu(asks, arrivals)
+                result, weights = self._stay_on_gpu(call, arrivals)
             else:
                 average = self._average if is_average else self._relay
                 result = average(asks, arrivals)
                 weights = Packed(result.weights.buffer, result.weights.layout)
         except AskAgainError as why:
-            self._ask_again(why)
+            _log.info("meeting %r: weights leave the GPU to be averaged: %s", self._name, why)
+            self._tell(AskAgain())
             return
         except Exception as raised:  # all members raise it; a rule may raise anything
             error = portable(raised)
         finally:
             _core.withdraw_offer()
         arrivals.let_go()
-        self._number += 1
         self._seconds_waited = 0.0
-        self._again = None
-        number, asking = self._number, waiting.close_call()
-        lacking, missed = waiting.healed_by(first), waiting.missed_by(first)
+        stayed = weights if isinstance(weights, Stayed) else None
+        if result is None:
+            self.calls.receive(Refused(), _clock.now())
+        else:
+            nbytes = result.nbytes if weights is None else weights.layout.nbytes
+            gpu = None if stayed is None else stayed.handle.uuid
+            self.calls.receive(Reduced(result.used, nbytes, gpu), _clock.now())
+        for action in self.calls.actions():
+            if isinstance(action, Send):
+                self._send(action, first, asks, result, weights, error)
+            else:
+                self._do(action)
+
+    def _send(
+        self,
+        send: Send,
+        first: Ask,
+        asks: dict[int, Ask],
+        result: Round | None,
+        weights: Packed | Stayed | None,
+        error: Exception | None,
+    ) -> None:
+        """Post the outcome of a call, and keep it.
+
+        Args:
+            send: Who gets it.
+            first: The ask of the lowest rank.
+            asks: The asks by rank.
+            result: The round; None, if there was an error.
+            weights: The weights; None, if there are none.
+            error: The error.
+        """
+        is_average = first.operation == "average"
         facts: tuple[Any, ...] = ()
-        giver = 0
         layout: bytes | None = None
         pickler: Any = pickle if error is None else ray.cloudpickle
         if result is not None:
             layout = weights.layout.pickled if weights and not is_average else None
-            result.number, result.ways = number, self._ways(asks) | result.ways
-            if lacking:
-                giver = self._begin_healing(number, result, asking, lacking, deadline)
-                result.healed = tuple(sorted(seat.rank for seat in lacking))
-            late = {seat.rank for seat in (*missed, *waiting.behind)}
-            result.late = tuple(sorted({*result.late, *late}))
+            result.number, result.ways = send.number, self._ways(asks) | result.ways
+            result.healed = tuple(ranks_of(send.lacking))
+            result.late = tuple(sorted({*result.late, *send.late}))
             if result.failed:
                 result.failed = {rank: portable(why) for rank, why in result.failed.items()}
                 pickler = ray.cloudpickle
             facts = facts_of(result)
-        took_part = tuple(seat.number for seat in asking)
-        healed = tuple(seat.number for seat in lacking) if giver else ()
-        served: list[Seat] = [] if result is None else waiting.late_for(first)
-        may_stay = self._gpu.may_stay(first, [*asking, *lacking, *served])
         stayed = weights if isinstance(weights, Stayed) else None
         outcome = Outcome(
-            number,
+            send.number,
             self._size,
-            self.door.ranks(),
-            took_part,
-            giver,
-            healed,
+            self.door.peers.ranks(),
+            send.took_part,
+            send.giver,
+            tuple(peer.number for peer in send.lacking),
             error,
             layout,
             facts,
             None if stayed is None else stayed.handle.placed,
-            may_stay,
+            self._gpu.may_stay(first, send.readers),
             result.weights if result is not None and first.operation == "all_gather" else {},
         )
         body = pickler.dumps(tuple(outcome))
         if result is not None:
-            self._past.keep(first, number, body, weights, [*asking, *lacking], served)
-            waiting.drop([*lacking, *served])
+            self._kept[send.number] = _Kept(body, weights)
         reach("sending")
-        # The last member to ask may still be awake. It gets the outcome first, and goes on while
-        # the others wake up.
-        asking.reverse()
-        asking += lacking if giver else []
-        asking += served
-        self._answer(missed, ElsewhereError(f"the others have called {first}"))
         exchanged = None if result is None else result._exchanged
-        self._post(number, body, weights, asking, exchanged)
-        self._gpu.let_go(self._past.has, self.door.present.values())
-        # No member waits for the rest.
-        for rank in sorted(self._away & asks.keys()):
-            self._away.remove(rank)
-            _log.warning("meeting %r: rank %d is back", self._name, rank)
+        self._post(send.number, body, weights, _seats(send.peers), exchanged)
+        kept = {id(sent.weights) for sent in self._kept.values()}
+        self._gpu.let_go(lambda one: id(one) in kept, self.door.present.values())
         if result is not None and first.operation != "broadcast":
-            report(result, already_named=self._away)
-            self._away |= {*result.late}
+            report(result, already_named=send.named)
             nbytes = self._agents.nbytes if is_average else result.nbytes
             METRICS.add({SENT: nbytes * len(asks)})
-
-    def _begin_healing(
-        self,
-        number: int,
-        result: Round,
-        asking: Sequence[Seat],
-        lacking: list[Seat],
-        deadline: Deadline,
-    ) -> int:
-        """Choose the giver among the averaged members; return the number of its seat."""
-        giver = min((seat for seat in asking if seat.rank in result.used), key=lambda s: s.rank)
-        self._healings = [healing for healing in self._healings if healing.lacking]
-        until = Deadline.after(deadline.timeout)
-        self._healings.append(Healing(number, giver, [*lacking], until))
-        return giver.number
 
     def _check_agree(self, asks: dict[int, Ask], arrivals: Arrivals) -> None:
         """Raise `CallsDifferError`, naming all ranks, unless all ask for the same call."""
@@ -480,19 +425,19 @@ class Meeting:
             where = "" if difference is None else f"; weights of {_named(others)}: {difference}"
             raise CallsDifferError(f"expected the same call of all members, got {calls}{where}")
 
-    def _stay_on_gpu(self, asks: dict[int, Ask], arrivals: Arrivals) -> tuple[Round, Stayed]:
+    def _stay_on_gpu(self, call: Reduce, arrivals: Arrivals) -> tuple[Round, Stayed]:
         """Average, or relay, weights that are in windows of a GPU.
 
         Raises:
             AskAgainError: If they have to come through memory of the host.
             WorkerError: If fewer ranks than needed take part.
         """
-        waiting, first = self._waiting, asks[min(asks)]
-        seats = {seat.rank: seat for seat in waiting.asking}
+        asks, first = call.asks, call.first
+        seats = {seat.rank: seat for seat in _seats(call.peers)}
         layout = next(
             seat.answer.layout for seat in seats.values() if seat.answer and seat.ask.is_in_window
         )
-        others = [*waiting.healed_by(first), *waiting.late_for(first)]
+        others = _seats(call.others)
         begin = _clock.now()
         if first.operation == "average":
             request = self._request(asks, arrivals)
@@ -517,21 +462,10 @@ class Meeting:
         )
         return result, stayed
 
-    def _ask_again(self, why: AskAgainError) -> None:
-        """Have members whose weights are on a GPU send them through memory of the host.
-
-        The call stays open until they have, or their time is up.
-        """
-        _log.info("meeting %r: weights leave the GPU to be averaged: %s", self._name, why)
-        seats = [seat for seat in self._waiting.asking if seat.ask.is_in_window]
-        timeout, end = self._waiting.deadline()
-        self._again = Deadline(timeout, end and max(end, _clock.now() + _AGAIN))
-        self._waiting.drop(seats)
-        for seat in self._waiting.asking:
-            assert seat.answer is not None
-            seat.answer.deadline = self._again
+    def _ask_again(self, seats: Sequence[Seat]) -> None:
+        """Have members whose weights are on a GPU send them through memory of the host."""
         for seat in seats:
-            seat.tell(seat.has)
+            seat.take_caller()
             assert seat.lane is not None
             if seat.lane.is_answered:  # one that still averages is asked once it has
                 try:
@@ -591,7 +525,7 @@ class Meeting:
         weights = arrivals.collect().get(first.root)
         if weights is None:
             raise self._lost_root(first, arrivals)
-        copied = self._copied(weights)
+        copied = self._copied(Packed(weights.buffer, weights.layout))
         return Round(
             copied.weights(),
             (first.root,),
@@ -613,12 +547,12 @@ class Meeting:
         seat = self.door.seats.get(first.root)
         if seat is None:
             return RuntimeError("it has not joined the meeting")
-        if seat in self._waiting.elsewhere:
+        if seat in self.calls.waiting.elsewhere:
             return RuntimeError(f"it waits for the others to call {seat.ask}")
         # A process that is joining is late for nobody else.
         return late_error(first.timeout) if seat.is_present else RuntimeError("it has left")
 
-    def _copied(self, weights: FlatWeights) -> Packed:
+    def _copied(self, weights: Packed) -> Packed:
         """Return a copy, if possible in memory that all members of this node read."""
         self._lanes.windows.offer(weights.layout.nbytes)
         try:
@@ -637,10 +571,13 @@ class Meeting:
         ready = [seat for seat in self.door.present.values() if seat.state is State.READY]
         was_open = self.door.is_open
         self.door.open_for(len(ready))
+        self.calls.is_open = self.door.is_open
         if ready and self.door.is_open:
-            for seat in [] if was_open else ready:  # others join with their first ask
-                seat.join()
-            first = Outcome(self._number, self._size, self.door.ranks())
+            for seat in ready:
+                seat.told(0)
+                if not was_open:  # others join with their first ask
+                    seat.join()
+            first = Outcome(self.calls.number, self._size, self.door.peers.ranks())
             self._post(0, pickle.dumps(tuple(first)), None, ready)
 
     def _post(
@@ -667,7 +604,7 @@ class Meeting:
         posted: list[_core.Mailbox] = []
         wake = self._lanes.wake
         for seat in seats:
-            caller = seat.tell(abs(number))
+            caller = seat.take_caller()
             try:
                 if isinstance(weights, Stayed):
                     weights.send(seat)
@@ -707,19 +644,13 @@ class Meeting:
 
     def _lose(self, seat: Seat, why: MemberDiedError) -> None:
         """Count a member as dead."""
-        if seat.is_present:
-            seat.die(why)
-            self._forget(seat)
-            self._untold.append(seat)
-            self._tell_deaths()
+        self._tell(Ended(seat, why))
 
     def _forget(self, seat: Seat) -> None:
-        """Wait for nothing more of a member that has left or is dead."""
-        self.door.forget(seat)
+        """Let go of a member that has left or is dead."""
+        seat.close()
+        del self.door.present[seat.token]
         self._gpu.forget(seat)
-        self._waiting.drop([seat])
-        for healing in self._healings:
-            healing.lose(seat)
         self._forget_lane(seat)
 
     def _forget_lane(self, seat: Seat) -> None:
@@ -730,17 +661,6 @@ class Meeting:
             self._lanes.give_up(seat.lane)
         else:
             self._lanes.forget(seat.token)
-
-    def _tell_deaths(self) -> None:
-        """Log deaths, but only once a member waits: at the end of a training they do not matter."""
-        if self._waiting.asking or not self.door.is_open:
-            for seat in self._untold:
-                assert seat.why is not None
-                text = error_of_rank(seat.rank, seat.why)
-                _log.warning("meeting %r: %s", self._name, text)
-                if seat.has_joined:
-                    self._away.add(seat.rank)
-            self._untold.clear()
 
     # The calls that other threads ask the meeting's thread to make.
 
@@ -789,6 +709,11 @@ class Meeting:
             KeyError: If no member has to fetch it.
         """
         return fetched(self.door.present.values(), number)
+
+
+def _seats(peers: Sequence[Peer]) -> list[Seat]:
+    """Return ``peers`` of this meeting, which its door has made."""
+    return cast("list[Seat]", [*peers])
 
 
 def _not_here() -> MemberDiedError:

@@ -27,8 +27,8 @@ from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
 from flatweights.ray._variables import Variables, scatter, text_of
+from flatweights.ray.core._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
 from flatweights.ray.lanes._member_lane import HostDiedError
-from flatweights.ray.members._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._host_end import HostEnd, Sent, enter
 from flatweights.ray.members._platform import PLATFORM, Platform

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flatweights.ray.lanes._gpu_windows import Placed
+from flatweights.ray.core._asks import Placed
 
 
 class Reduction(NamedTuple):

@@ -1,26 +1,15 @@
 """The record of one member, from its entry to its end, and its asks.
 
-A seat is one process, not a rank: a process that takes the rank of a dead one has its own seat,
-and an ask belongs to the seat that made it. The states of a seat:
+A seat is a `Peer`, with what the process at the other end is reached by. One thread, that of the
+meeting or of the branch, calls these methods; no other thread reads a seat.
 
-| state | the member | what ends it |
-| --- | --- | --- |
-| `ENTERING` | has a ticket, and is making its lane | `attach` or `expect`: `READY` |
-| `READY` | waits for its first outcome | `tell`: `WORKING` |
-| `WORKING` | has the outcome `has`, and has not asked again | `look` finds an ask: `ASKING` |
-| `ASKING` | has asked, and waits for the outcome | `tell`: `WORKING`; `leave`: `LEFT` |
-| `LEFT` | has said that it leaves | nothing |
-| `DEAD` | has ended in another way: `die`, from any of the first four | nothing |
-
-One thread, that of the meeting or of the branch, calls these methods; no other thread reads a seat.
-In each of the first four states, the end of a member becomes known: the socket of its lane closes,
-and Ray reports the death of the process that owns the result of its call of `Host.stay`. Until then
-nobody else gets its rank; afterwards another process gets it at once.
+Until a member has left or died, its end becomes known: the socket of its lane closes, and Ray
+reports the death of the process that owns the result of its call of `Host.stay`. Until then nobody
+else gets its rank; afterwards another process gets it at once.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import pickle
 from collections import deque
@@ -39,16 +28,16 @@ from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
 from flatweights.ray._result import Packed
+from flatweights.ray.core._asks import Ask, MemberDiedError, end_of, remember
+from flatweights.ray.core._peer import Peer, State
 from flatweights.ray.lanes._driver_lane import DriverLane
 from flatweights.ray.lanes._message import Message, buffer_message
 from flatweights.ray.lanes._protocol import COMMAND, NUMBER, REDUCED, RESEND
 from flatweights.ray.lanes._windows import Windows
-from flatweights.ray.members._asks import Ask, MemberDiedError, end_of, remember
 from flatweights.ray.members._news import News
 from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._store import RayAnswer
 from flatweights.ray.peers._summary import Summary
-from flatweights.ray.peers._wait import Deadline
 
 SLICE = 1.0  # seconds between two looks for events that ring no bell
 _REPEATED = 4096  # bytes; longer asks are not likely to come again
@@ -84,87 +73,40 @@ class Away(NamedTuple):
     spoiled: Exception | None
 
 
-class State(enum.Enum):
-    """The state of a member; see the table above."""
-
-    ENTERING = enum.auto()
-    READY = enum.auto()
-    WORKING = enum.auto()
-    ASKING = enum.auto()
-    LEFT = enum.auto()
-    DEAD = enum.auto()
-
-
 @dataclass(eq=False)
-class Seat:
+class Seat(Peer):
     """The record of one member, at a host or a branch.
 
     Attributes:
-        rank: Its rank.
-        who: The name of the process in errors.
-        token: The token by which it is recognised.
-        number: The number of the seat in the meeting, from 1.
         agent: The agent of its node, if that has the lane to it.
         over: The future on which its call of `Host.stay` waits for its end.
-        before: Until it has joined, the last process of its rank that had.
-        has_joined: Whether it was there when the meeting opened, or has asked since.
-        state: Its state.
         lane: The lane to it; None, if it calls through Ray.
-        has: The largest number of the outcomes that it got; 0 after the first outcome.
-        states: By layout of a state, the number of the last call whose outcome it has.
         answer: Its ask, while it is `ASKING`.
-        why: The error that describes its end, if it ended without leaving.
+        fault: The error that describes its end, until those who count members know of it.
         announced: The outcome that it has to fetch, until it asks again.
     """
 
-    rank: int
-    who: str
-    token: bytes
-    number: int = 0
     agent: AgentEnd | None = None
     over: Future[None] | None = None
-    before: Seat | None = None
-    has_joined: bool = False
-    state: State = State.ENTERING
     lane: DriverLane | None = None
-    has: int = 0
-    states: dict[str, int] = field(default_factory=dict)
     answer: SeatAnswer | None = None
-    why: MemberDiedError | None = None
+    fault: MemberDiedError | None = None
     announced: Announced | None = None
     _letters: deque[Letter] = field(default_factory=deque)
     _caller: Future[Reply] | None = None  # of its call through Ray, which waits
     _layouts: dict[str, Layout] = field(default_factory=dict)  # layouts that it has sent, by digest
 
-    @property
-    def is_present(self) -> bool:
-        """Whether it takes part: it is alive, and has not left."""
-        return self.state not in (State.LEFT, State.DEAD)
-
-    @property
-    def is_missed(self) -> bool:
-        """Whether others may need it: it has joined, or takes the place of one that has died."""
-        return self.has_joined or (self.before is not None and self.before.why is not None)
-
-    @property
-    def ask(self) -> Ask:
-        """Its ask, while it is `ASKING`."""
-        assert self.answer is not None
-        return self.answer.ask
-
     def attach(self, lane: DriverLane) -> None:
         """Take the lane to it: it is ready for its first outcome."""
-        self.lane, self.state = lane, State.READY
+        self.lane, self.has_lane = lane, True
+        self.ready()
 
     def expect(self, caller: Future[Reply] | None) -> None:
         """Note that it waits for its first outcome: in a call through Ray, or at its branch."""
-        self._caller, self.state = caller, State.READY
+        self._caller = caller
+        self.ready()
         if caller is not None:
             self.agent = None
-
-    def join(self) -> None:
-        """Note that it is a member from now on: if it dies, the others miss it."""
-        self.has_joined, self.before = True, None
 
     def receive(self, letter: Letter) -> None:
         """Take an ask that came through Ray; `look` reads it."""
@@ -177,32 +119,22 @@ class Seat:
                 self._read()
             except Exception as error:  # it died while it sent a window, or its data are invalid
                 why = f"{type(error).__name__}: {error}"
-                self.why = MemberDiedError(f"{self.who}: its call could not be read: {why}")
-            if self.answer is not None or self.why is not None:
+                self.fault = MemberDiedError(f"{self.who}: its call could not be read: {why}")
+            if self.answer is not None or self.fault is not None:
                 return True
         if self.lane is None or not self.lane.is_closed or not self.is_present:
             return False
-        self.why = end_of(self.who, self.lane.parting)
+        self.fault = end_of(self.who, self.lane.parting)
         return True
 
-    def tell(self, number: int) -> Future[Reply] | None:
-        """Note that it gets outcome ``number``; return the future of its call through Ray."""
-        self.has, self.state = max(self.has, number), State.WORKING
+    def take_caller(self) -> Future[Reply] | None:
+        """Drop the ask, whose outcome is sent; return the future of its call through Ray."""
         self._drop_ask()
         caller, self._caller = self._caller, None
         return caller
 
-    def leave(self) -> None:
-        """Note that it leaves."""
-        self._end(State.LEFT)
-
-    def die(self, why: MemberDiedError) -> None:
-        """Note that it has ended without leaving; drop its ask."""
-        self.why = why
-        self._end(State.DEAD)
-
-    def _end(self, state: State) -> None:
-        self.state = state
+    def close(self) -> None:
+        """Drop what belongs to a member that has left or died."""
         self.announced = None
         self._drop_ask()
         self._letters.clear()
@@ -239,9 +171,8 @@ class Seat:
             remember(self._layouts, sent.digest, sent)
         layout = None if ask.digest is None else self._layouts[ask.digest]
         self.answer = SeatAnswer(self, ask, body, layout, buffer)
-        self.state = State.ASKING
         self.announced = None
-        self.join()
+        self.asks(ask, _clock.now())
 
 
 def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: int) -> list[Seat]:
@@ -270,7 +201,7 @@ def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: i
 
 def _is_urgent(seat: Seat) -> bool:
     """Whether a member's news ends the wait for others at once."""
-    if seat.why is not None or seat.answer is None:
+    if seat.fault is not None or seat.answer is None:
         return True
     return seat.answer.ask.is_urgent
 
@@ -283,7 +214,6 @@ class SeatAnswer(RayAnswer):
         ask: The ask.
         body: The ask in the form in which it came.
         away: The placeholder, if the weights stay on their node.
-        deadline: The time after which others that have not asked are late.
     """
 
     def __init__(
@@ -304,7 +234,6 @@ class SeatAnswer(RayAnswer):
         self.ask = ask
         self.body = body
         self.away: Away | None = None
-        self.deadline = Deadline.after(ask.timeout)
         self._layout = layout
         if isinstance(buffer, Away):
             self.away, self.agent = buffer, seat.agent

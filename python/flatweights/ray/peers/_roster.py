@@ -46,6 +46,7 @@ from flatweights.ray._report import METRICS, SENT
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
 from flatweights.ray._wire import GroupWire, Travels, nbytes_of
+from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._agent import Agent
 from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
@@ -56,7 +57,7 @@ from flatweights.ray.peers._ranks import Ranks, Record
 from flatweights.ray.peers._start import Start
 from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster, end_actor
 from flatweights.ray.peers._summary import Reading
-from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
+from flatweights.ray.peers._wait import Arrivals, Request, deadline_in, wait_any
 
 Outcome = TypeVar("Outcome")
 
@@ -122,14 +123,14 @@ class Roster(Ranks):
         """
         self.admit()
         if not self.healthy():
-            self.restore(Deadline.after(timeout), patient=False)
+            self.restore(deadline_in(timeout), patient=False)
         self._complete_published(timeout)
         if self.latest.version is None and self._start.initial is not None:
-            self._await_owed(Deadline.after(timeout))
+            self._await_owed(deadline_in(timeout))
             self.publish(self._first_weights(None, timeout))
         elif self._start.initial is None and not self.latest.are_all:
             # Weights that are published later may be a subset, and `publish` asks no worker.
-            self._await_owed(Deadline.after(timeout))
+            self._await_owed(deadline_in(timeout))
             self._learn_names(timeout)
         if self.latest.version is not None:
             self._start.initial = None
@@ -160,7 +161,7 @@ class Roster(Ranks):
             WorkerError: If no rank is healthy, and none took the weights.
         """
         if [r for r in self._records.values() if r.owed is not None and r.why is None]:
-            self._await_owed(Deadline.after(timeout))
+            self._await_owed(deadline_in(timeout))
         self._complete_published(timeout)
         if self.latest.version is not None:
             self._start.initial = None  # not needed again
@@ -171,13 +172,13 @@ class Roster(Ranks):
             self._learn_names(timeout)
         called, version = self.healthy(ranks), self.latest.version
         if weights is not None and not called and not self.healthy():
-            took = self._send_to_unhealthy(weights, Deadline.after(timeout))
+            took = self._send_to_unhealthy(weights, deadline_in(timeout))
             return [rank for rank in took if ranks is None or rank in ranks], None
         behind = [rank for rank in called if self._records[rank].version != version]
         if behind and weights is not None and not self._needs_latest(weights):
             behind = [rank for rank in behind if self._records[rank].is_new]
         if behind and version is not None:
-            self._send_latest(behind, Deadline.after(timeout))
+            self._send_latest(behind, deadline_in(timeout))
             called = self.healthy(ranks)
         return called, weights
 
@@ -414,7 +415,7 @@ class Roster(Ranks):
             rank for rank, why in unhealthy.items() if isinstance(why, ray.exceptions.RayActorError)
         ]
         alive = [rank for rank in unhealthy if rank not in dead]
-        back = self.restore(Deadline.after(seconds), alive, patient=False) if alive else []
+        back = self.restore(deadline_in(seconds), alive, patient=False) if alive else []
         return [*back, *self._probe(dead)]
 
     def _probe(self, ranks: Sequence[int]) -> list[int]:
@@ -517,7 +518,7 @@ class Roster(Ranks):
         for rank in self.healthy():
             # Without a version: an actor that was restarted before the start is as good as any
             # other.
-            arrivals = Arrivals(Deadline.after(timeout))
+            arrivals = Arrivals(deadline_in(timeout))
             record = self._records[rank]
             answer = RayAnswer(record.worker.handle.get_weights.remote())
             record.owe(answer)

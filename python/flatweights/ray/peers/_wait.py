@@ -10,6 +10,7 @@ from flatweights.ray import _clock
 from flatweights.ray._errors import FULL, WorkerError, late_error, too_small
 from flatweights.ray._result import weight_of
 from flatweights.ray._wire import nbytes_of
+from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.peers._contract import Answer
 from flatweights.ray.peers._store import RayAnswer
 from flatweights.robust import AnyRule, Rule
@@ -127,25 +128,10 @@ def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:
     return None if seconds > _FOREVER else seconds
 
 
-class Deadline(NamedTuple):
-    """The end of a wait.
-
-    Attributes:
-        timeout: The seconds that errors show; for ever, if None.
-        end: The time at which the seconds are over, by `time.monotonic`; never, if None.
-    """
-
-    timeout: float | None
-    end: float | None
-
-    @classmethod
-    def after(cls, timeout: float | None) -> "Deadline":
-        """Return the deadline in ``timeout`` seconds, checked; see `check_timeout`."""
-        seconds = None if timeout is None else check_timeout(timeout)
-        return _NEVER if seconds is None else cls(seconds, _clock.now() + seconds)
-
-
-_NEVER = Deadline(None, None)
+def deadline_in(timeout: float | None) -> Deadline:
+    """Return the deadline in ``timeout`` seconds, which are checked; see `check_timeout`."""
+    seconds = None if timeout is None else check_timeout(timeout)
+    return Deadline.after(seconds, _clock.now())
 
 
 class Arrivals:

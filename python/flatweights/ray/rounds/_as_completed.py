@@ -36,11 +36,12 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray._report import report
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
+from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.peers._contract import Answer, Stamp
 from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._ranks import Record
 from flatweights.ray.peers._roster import Roster
-from flatweights.ray.peers._wait import Arrivals, Deadline, Request, wait_any
+from flatweights.ray.peers._wait import Arrivals, Request, wait_any
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
 from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.ray.rounds._work import Work

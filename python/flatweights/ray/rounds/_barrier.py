@@ -14,7 +14,7 @@ from flatweights.ray._round import Round
 from flatweights.ray._wire import Travels
 from flatweights.ray.peers._contract import Answer, Payload
 from flatweights.ray.peers._roster import Roster, note_seconds
-from flatweights.ray.peers._wait import Arrivals, Deadline, Request
+from flatweights.ray.peers._wait import Arrivals, Request, deadline_in
 from flatweights.ray.rounds._between_nodes import NodesAverage
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
 from flatweights.ray.rounds._in_one_place import DriverAverage
@@ -45,7 +45,7 @@ def average_of(
     if left < need:
         raise WorkerError(before)
     by_rank = _with_all(by_rank, work, called)
-    arrivals = Arrivals(Deadline.after(timeout))
+    arrivals = Arrivals(deadline_in(timeout))
 
     def average(payload: Payload | None) -> Round:
         wire = roster.latest.wire
@@ -101,7 +101,7 @@ def _with_all(
 
 def average_of_answers(answers: Mapping[int, Answer], request: Request, out: Any) -> Round:
     """Average the results of calls that the caller has made; see `flatweights.ray.average`."""
-    arrivals = Arrivals(Deadline.after(request.timeout), answers)
+    arrivals = Arrivals(deadline_in(request.timeout), answers)
     result = DriverAverage(arrivals, request, out).run()
     report(result)
     return result
@@ -115,7 +115,7 @@ def results_of(
     asked, by_rank = _asked(roster, work, ranks)
     called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
     by_rank = _with_all(by_rank, work, called)
-    arrivals = Arrivals(Deadline.after(timeout))
+    arrivals = Arrivals(deadline_in(timeout))
 
     def collect(payload: Payload | None) -> dict[int, Any]:
         call = roster.call(work.method, work.args, work.kwargs, payload)
@@ -135,7 +135,7 @@ def send(roster: Roster, weights: Any, timeout: float | None) -> list[int]:
     ranks, weights = roster.begin(weights, timeout)
     if weights is None:
         return ranks
-    arrivals = Arrivals(Deadline.after(timeout))
+    arrivals = Arrivals(deadline_in(timeout))
 
     def collect(payload: Payload | None) -> None:
         begin = _clock.now()

@@ -12,11 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from flatweights.ray.members._asks import Ask
-from flatweights.ray.members._seats import Seat
-from flatweights.ray.peers._wait import Deadline, seconds_left
-
-_NEVER = Deadline(None, None)
+from flatweights.ray.core._asks import Ask
+from flatweights.ray.core._deadline import NEVER, Deadline
+from flatweights.ray.core._peer import Peer
 
 
 class Waiting:
@@ -30,16 +28,16 @@ class Waiting:
 
     def __init__(self) -> None:
         """Begin without members."""
-        self.asking: list[Seat] = []
-        self.lacking: list[Seat] = []
-        self.behind: list[Seat] = []
+        self.asking: list[Peer] = []
+        self.lacking: list[Peer] = []
+        self.behind: list[Peer] = []
 
     @property
-    def elsewhere(self) -> list[Seat]:
+    def elsewhere(self) -> list[Peer]:
         """The members that wait for another call than the open one."""
         return self.lacking + self.behind
 
-    def ask(self, seat: Seat) -> None:
+    def ask(self, seat: Peer) -> None:
         """Add a member to the open call, and the root of its broadcast, if that waits for one.
 
         All take a root's weights as they are, and nobody else can send them.
@@ -57,51 +55,46 @@ class Waiting:
 
     def deadline(self) -> Deadline:
         """Return the end of the open call: the earliest deadline of its asks."""
-        return min(map(_deadline_of, self.asking), key=_end_of, default=_NEVER)
+        return min((seat.deadline for seat in self.asking), key=_end_of, default=NEVER)
 
     def ends(self) -> list[float]:
-        """Return the times, by `time.monotonic`, at which the time of a member is up."""
-        ends = [self.deadline().end, *[_deadline_of(seat).end for seat in self.behind]]
+        """Return the times at which the time of a member is up."""
+        ends = [self.deadline().end, *[seat.deadline.end for seat in self.behind]]
         return [end for end in ends if end is not None]
 
-    def overdue(self) -> list[Seat]:
+    def overdue(self, now: float) -> list[Peer]:
         """Return the late members whose time is up."""
-        return [seat for seat in self.behind if seconds_left(_deadline_of(seat).end) == 0.0]
+        return [seat for seat in self.behind if seat.deadline.is_over(now)]
 
-    def late_for(self, first: Ask) -> list[Seat]:
+    def late_for(self, first: Ask) -> list[Peer]:
         """Return the late members that the outcome of the call of ``first`` answers."""
         return [seat for seat in self.behind if seat.ask.kind == first.kind]
 
-    def healed_by(self, first: Ask) -> list[Seat]:
+    def healed_by(self, first: Ask) -> list[Peer]:
         """Return the members that get the state that they lack from the call of ``first``."""
         return [seat for seat in self.lacking if seat.ask.kind == first.kind]
 
-    def missed_by(self, first: Ask) -> list[Seat]:
+    def missed_by(self, first: Ask) -> list[Peer]:
         """Return the members that wait for another call with the state of ``first``."""
         asks = [(seat, seat.ask) for seat in self.lacking]
         return [seat for seat, ask in asks if ask.state == first.state and ask.kind != first.kind]
 
-    def close_call(self) -> list[Seat]:
+    def close_call(self) -> list[Peer]:
         """Take out the members of the open call, and return them."""
         asking, self.asking = self.asking, []
         return asking
 
-    def open_late_call(self) -> list[Seat]:
+    def open_late_call(self) -> list[Peer]:
         """Make the late members those of the open call, since it has none; return them."""
         self.asking, self.behind = self.behind, []
         return [*self.asking]
 
-    def drop(self, seats: Iterable[Seat]) -> None:
+    def drop(self, seats: Iterable[Peer]) -> None:
         """Take out ``seats``, as far as they wait."""
         for seat in seats:
             for waiting in (self.asking, self.lacking, self.behind):
                 if seat in waiting:
                     waiting.remove(seat)
-
-
-def _deadline_of(seat: Seat) -> Deadline:
-    assert seat.answer is not None
-    return seat.answer.deadline
 
 
 def _end_of(deadline: Deadline) -> float:

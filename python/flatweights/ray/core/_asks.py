@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights._average import Nonfinite
-from flatweights.ray.lanes._gpu_windows import Placed
 
 _MOST_LAYOUTS = 64  # layouts that need not be sent again
 
@@ -50,6 +49,20 @@ class LacksStateError(RuntimeError):
 
 class ElsewhereError(LacksStateError):
     """The others made another call with a state: they may be at another place in the training."""
+
+
+class Placed(NamedTuple):
+    """Where weights are on a GPU.
+
+    Attributes:
+        owner: The number of the seat whose window it is.
+        window: The index of the window among those of its owner.
+        generation: The number of windows that have had this index.
+    """
+
+    owner: int
+    window: int
+    generation: int
 
 
 class OnGpu(NamedTuple):

@@ -15,12 +15,10 @@ last outcome.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from flatweights.ray._result import Packed
-from flatweights.ray.members._asks import Ask, Kind, LacksStateError
-from flatweights.ray.members._gpu_rounds import Stayed
-from flatweights.ray.members._seats import Seat
+from flatweights.ray.core._asks import Ask, Kind, LacksStateError
+from flatweights.ray.core._peer import Peer
 
 _KEPT = 8  # kinds of call of which the last outcome is kept
 _KEPT_SMALL = 64  # kinds of which it is kept after that, if it is small
@@ -35,16 +33,33 @@ class Kept(NamedTuple):
 
     Attributes:
         number: Its number.
-        body: The outcome.
-        weights: Its weights, on the host or in a window of a GPU; None, if members have gathered
-            objects, which are in the body.
+        nbytes: Its bytes.
+        gpu: The GPU on which its weights are; None, if they are on the host.
         previous: The number of the call with the same state before it; 0 without a state.
     """
 
     number: int
-    body: bytes
-    weights: Packed | Stayed | None
+    nbytes: int
+    gpu: bytes | None
     previous: int
+
+    def reaches(self, peer: Peer) -> bool:
+        """Whether a member can read it, where its variables are now."""
+        if self.gpu is None:
+            return True
+        return peer.has_lane and peer.ask.gpu is not None and peer.ask.gpu.uuid == self.gpu
+
+
+class Changes(NamedTuple):
+    """The numbers of outcomes that are kept in another way from now on.
+
+    Attributes:
+        released: Those that are not kept any more.
+        moved: Those to be copied out of memory that members map, of which there is little.
+    """
+
+    released: list[int]
+    moved: list[int]
 
 
 class Made(NamedTuple):
@@ -73,8 +88,10 @@ class Past:
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
         self._twins: set[str] = set()  # the keys of asks that are twins
 
-    def answer_for(self, seat: Seat) -> Kept | None:
+    def answer_for(self, seat: Peer) -> Kept | None:
         """Return the outcome that answers the ask of ``seat`` at once; None if it has to wait.
+
+        If it gets that outcome, `give` notes it.
 
         Raises:
             LacksStateError: If that outcome, or the next, would not bring its state to that of the
@@ -95,15 +112,20 @@ class Past:
             before = self._states.get(ask.state, 0) if kept is None else kept.previous
             if seat.states.get(ask.state, 0) < before:
                 raise LacksStateError(f"rank {seat.rank} has missed calls with a state")
-            if kept is not None:
-                seat.states[ask.state] = kept.number
         elif is_twin and (kept is not None or self.is_behind(seat) or self._was_late(seat)):
             raise _twin_error(seat)
-        if kept is not None:
-            self._note(seat)
         return kept
 
-    def astray(self, seats: Sequence[Seat]) -> list[tuple[Seat, RuntimeError]]:
+    def give(self, kept: Kept, seat: Peer) -> None:
+        """Note that ``seat``, which is late, gets an outcome of its kind of call."""
+        if seat.ask.state is not None:
+            seat.states[seat.ask.state] = kept.number
+        made = self._made.get(seat.ask.kind)
+        if made is not None:
+            made.seats.add(seat.number)
+            made.late.add(seat.number)
+
+    def astray(self, seats: Sequence[Peer]) -> list[tuple[Peer, RuntimeError]]:
         """Return the members of the open call that may be at the other twin's, with their errors.
 
         They have asked before the twins were noticed.
@@ -114,7 +136,7 @@ class Past:
             if not self._twins.isdisjoint(seat.ask.keys) and self._was_late(seat)
         ]
 
-    def is_behind(self, seat: Seat) -> bool:
+    def is_behind(self, seat: Peer) -> bool:
         """Whether ``seat`` lacks the last outcome of its kind of call, and gets the next one.
 
         Its weights do not count in that call: they are from before the outcome that it lacks. With
@@ -128,69 +150,58 @@ class Past:
             return made.number > seat.has
         return seat.number not in made.seats
 
-    def last_for(self, seat: Seat) -> Kept | None:
+    def last_for(self, seat: Peer) -> Kept | None:
         """Return the last outcome of the call that ``seat`` asks for; None if it is not kept."""
-        kept = self._last(seat.ask.kind)
-        if kept is not None:
-            self._note(seat)
-        return kept
+        return self._last(seat.ask.kind)
 
     def keep(
-        self,
-        ask: Ask,
-        number: int,
-        body: bytes,
-        weights: Packed | Stayed | None,
-        seats: Sequence[Seat],
-        late: Sequence[Seat] = (),
-    ) -> None:
-        """Keep the outcome of the call of ``ask``.
+        self, ask: Ask, made: Kept, seats: Sequence[Peer], late: Sequence[Peer] = ()
+    ) -> Changes:
+        """Keep an outcome of the call of ``ask``, and not the last one of its kind.
 
         The ``seats`` get it, and with it the state; so do those that are ``late`` for it.
         """
-        previous = 0 if ask.state is None else self._states.get(ask.state, 0)
-        self._small.pop(ask.kind, None)
-        oldest = _put_last(self._kept, ask.kind, Kept(number, body, weights, previous), _KEPT)
+        changes = Changes([], [])
+        kind = ask.kind
+        for kept in (self._kept.pop(kind, None), self._small.pop(kind, None)):
+            if kept is not None:
+                changes.released.append(kept.number)
+        oldest = _put_last(self._kept, kind, made, _KEPT)
+        if oldest is not None and oldest[1].gpu is None and oldest[1].nbytes <= _SMALL:
+            changes.moved.append(oldest[1].number)
+            oldest = _put_last(self._small, *oldest, _KEPT_SMALL)
         if oldest is not None:
-            kind, kept = oldest
-            own = kept.weights
-            if isinstance(own, Packed) and own.buffer.nbytes <= _SMALL:
-                own = Packed(own.buffer.copy(), own.layout)  # in no window
-            if own is not kept.weights or (own is None and len(kept.body) <= _SMALL):
-                _put_last(self._small, kind, kept._replace(weights=own), _KEPT_SMALL)
-        before = self._made.get(ask.kind)
+            changes.released.append(oldest[1].number)
+        before = self._made.get(kind)
         ever = set() if before is None else before.late
         ever.update(seat.number for seat in late)
-        made = Made(number, {seat.number for seat in (*seats, *late)}, ever)
-        _put_last(self._made, ask.kind, made, _KINDS)
+        last = Made(made.number, {seat.number for seat in (*seats, *late)}, ever)
+        _put_last(self._made, kind, last, _KINDS)
         if ask.state is not None:
-            self._states[ask.state] = number
+            self._states[ask.state] = made.number
             for seat in seats:
-                seat.states[ask.state] = number
+                seat.states[ask.state] = made.number
+        return changes
 
-    def has(self, stayed: Stayed) -> bool:
-        """Whether an outcome with these weights is kept."""
-        return any(kept.weights is stayed for kept in self._kept.values())
+    def before(self, ask: Ask) -> int:
+        """Return the number of the last call with the state of ``ask``; 0 without one."""
+        return 0 if ask.state is None else self._states.get(ask.state, 0)
 
-    def forget(self, state: str | None) -> None:
+    def forget(self, state: str | None) -> Changes:
         """Forget all calls with a state that no member has any more."""
-        of_kinds: tuple[dict[Kind, Any], ...] = (self._kept, self._small, self._made)
-        for calls in of_kinds:
+        changes = Changes([], [])
+        for calls in (self._kept, self._small):
             for kind in [kind for kind in calls if kind[-1] == state]:
-                del calls[kind]
+                changes.released.append(calls.pop(kind).number)
+        for kind in [kind for kind in self._made if kind[-1] == state]:
+            del self._made[kind]
         self._states.pop(state or "", None)
+        return changes
 
     def _last(self, kind: Kind) -> Kept | None:
         return self._kept.get(kind) or self._small.get(kind)
 
-    def _note(self, seat: Seat) -> None:
-        """Note that ``seat``, which is late, gets the last outcome of its kind of call."""
-        made = self._made.get(seat.ask.kind)
-        if made is not None:
-            made.seats.add(seat.number)
-            made.late.add(seat.number)
-
-    def _was_late(self, seat: Seat) -> bool:
+    def _was_late(self, seat: Peer) -> bool:
         """Whether ``seat`` was ever late for a call like that of its ask, and without a state."""
         made = self._made.get(seat.ask.kind)
         return seat.ask.state is None and made is not None and seat.number in made.late
@@ -208,7 +219,7 @@ def _put_last(
     return oldest, last.pop(oldest)
 
 
-def _twin_error(seat: Seat) -> RuntimeError:
+def _twin_error(seat: Peer) -> RuntimeError:
     return RuntimeError(
         f"rank {seat.rank} was late, or has joined again, and could be given another model's "
         "weights: several models of one layout take turns in this meeting. Give their parts "

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flatweights.ray import _clock
-from flatweights.ray._result import Packed
-from flatweights.ray.members._asks import LacksStateError
-from flatweights.ray.members._seats import Seat
-from flatweights.ray.peers._wait import Deadline
+from flatweights.ray.core._asks import LacksStateError
+from flatweights.ray.core._deadline import Deadline
+from flatweights.ray.core._peer import Peer
 
 
 @dataclass(eq=False)
@@ -27,37 +25,36 @@ class Healing:
         giver: The member that gives its state.
         lacking: The members that have not got it yet.
         deadline: The time after which the giver is too late.
-        state: The state, once it has arrived.
+        is_given: Whether the state has arrived.
         why: The reason for which there will be no state.
         waiting: The members in `lacking` that have asked for it.
     """
 
     number: int
-    giver: Seat
-    lacking: list[Seat]
+    giver: Peer
+    lacking: list[Peer]
     deadline: Deadline
-    state: Packed | None = None
+    is_given: bool = False
     why: Exception | None = None
-    waiting: list[Seat] = field(default_factory=list)
+    waiting: list[Peer] = field(default_factory=list)
 
-    def lose(self, seat: Seat) -> None:
+    def lose(self, peer: Peer) -> None:
         """Note that a member has gone, or asks for something else."""
-        for seats in (self.lacking, self.waiting):
-            if seat in seats:
-                seats.remove(seat)
-        if seat is self.giver and self.state is None:
+        for peers in (self.lacking, self.waiting):
+            if peer in peers:
+                peers.remove(peer)
+        if peer is self.giver and not self.is_given:
             self._fail("is gone")
 
-    def give_up_in_time(self) -> None:
+    def give_up_in_time(self, now: float) -> None:
         """Give up if the giver is too late."""
-        end = self.deadline.end
-        if self.is_waited_for and end is not None and _clock.now() >= end:
+        if self.is_waited_for and self.deadline.is_over(now):
             self._fail("is late")
 
     @property
     def is_waited_for(self) -> bool:
         """Whether the giver has yet to send the state."""
-        return self.state is None and self.why is None
+        return not self.is_given and self.why is None
 
     @property
     def is_known(self) -> bool:

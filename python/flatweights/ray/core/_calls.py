@@ -1,0 +1,611 @@
+"""The calls of a meeting's members: which one is due, who takes part, and what each is told.
+
+- Outcomes are numbered. A member whose outcome is older than the last is late, or has joined again.
+  Its ask is answered at once by the last outcome of a call like it (`Past`), until none is newer.
+  It then takes part in a call if it has the last outcome of that kind of call. If it does not, or
+  if that outcome is no longer kept, it waits for the next one.
+- The open call consists of the asks of members that wait for its outcome (`Waiting`). If one of
+  them dies meanwhile, its ask is dropped. A process that takes its rank is a peer of its own.
+- Nobody waits for a member that has died or left. A call waits for late members only if it needs
+  them.
+- Members that lack the state of a training (`Ask.lacks`) wait for the next call like theirs. Its
+  average does not contain their weights, but they get the state and its outcome; see `Healing`.
+
+`Calls.receive` takes an event, and the time; `Calls.actions` returns what is to be done, in this
+order. A call is reduced in between: `Reduce` says which, and `Reduced` or `Refused` what came of
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from flatweights.ray.core._asks import (
+    Ask,
+    ElsewhereError,
+    LacksStateError,
+    MemberDiedError,
+)
+from flatweights.ray.core._deadline import Deadline
+from flatweights.ray.core._healing import Healing
+from flatweights.ray.core._past import Changes, Kept, Past
+from flatweights.ray.core._peer import Peer, Peers, State, ranks_of
+from flatweights.ray.core._waiting import Waiting
+
+_AGAIN = 2.0  # seconds, at least, in which members send weights again that were on a GPU
+
+
+# Events.
+
+
+class Asked(NamedTuple):
+    """A member asks for a call, or for the state that it lacks."""
+
+    peer: Peer
+
+
+class Gave(NamedTuple):
+    """A giver has sent its state, or has none any more."""
+
+    peer: Peer
+    has_state: bool
+
+
+class Ended(NamedTuple):
+    """A member has left or, with a reason, ended in another way."""
+
+    peer: Peer
+    why: MemberDiedError | None = None
+
+
+class Reduced(NamedTuple):
+    """The call of `Reduce` has a result.
+
+    Attributes:
+        used: The ranks whose weights it consists of.
+        nbytes: The bytes of its outcome.
+        gpu: The GPU on which its weights are; None, if they are on the host.
+    """
+
+    used: Sequence[int]
+    nbytes: int
+    gpu: bytes | None = None
+
+
+class Refused(NamedTuple):
+    """The call of `Reduce` is an error, which all that take part in it raise."""
+
+
+class AskAgain(NamedTuple):
+    """The call of `Reduce` needs weights that are on a GPU, through memory of the host."""
+
+
+class StateCopied(NamedTuple):
+    """The state of `CopyState` was copied; or, with a reason, it could not be."""
+
+    number: int
+    why: Exception | None = None
+
+
+class Tick(NamedTuple):
+    """All that has happened so far was told: what is due now?"""
+
+
+Event: TypeAlias = Asked | Gave | Ended | Reduced | Refused | AskAgain | StateCopied | Tick
+
+
+# Actions.
+
+
+class Reduce(NamedTuple):
+    """Average, relay or gather what the members ask for, and tell what came of it.
+
+    Attributes:
+        peers: The members that take part, in the order of their asks.
+        others: The members that get the outcome without taking part.
+        late: The ranks that are late.
+        lost: By rank, the reasons for which members have ended without leaving.
+        timeout: The seconds after which the late ones were.
+    """
+
+    peers: Sequence[Peer]
+    others: Sequence[Peer]
+    late: Sequence[int]
+    lost: dict[int, MemberDiedError]
+    timeout: float | None
+
+    @property
+    def asks(self) -> dict[int, Ask]:
+        """The asks by rank, in their order."""
+        return {peer.rank: peer.ask for peer in self.peers}
+
+    @property
+    def first(self) -> Ask:
+        """The ask of the lowest rank."""
+        return min(self.peers, key=lambda peer: peer.rank).ask
+
+
+class Send(NamedTuple):
+    """Give members the outcome of the call that was reduced, and keep it.
+
+    Attributes:
+        number: Its number.
+        peers: The members, in the order in which they get it.
+        took_part: The numbers of those whose asks it answers.
+        giver: The number of the member that gives its state; 0 without one.
+        lacking: The members that get that state.
+        readers: All members that read the outcome, with their asks.
+        late: The ranks that were late.
+        named: The ranks that the log calls dead or late.
+    """
+
+    number: int
+    peers: Sequence[Peer]
+    took_part: tuple[int, ...]
+    giver: int
+    lacking: Sequence[Peer]
+    readers: Sequence[tuple[Peer, Ask]]
+    late: tuple[int, ...]
+    named: frozenset[int]
+
+
+class SendKept(NamedTuple):
+    """Give members an outcome that is kept."""
+
+    number: int
+    peers: Sequence[Peer]
+
+
+class Answer(NamedTuple):
+    """Answer asks that are part of no call: by an error, unless it is None."""
+
+    peers: Sequence[Peer]
+    error: Exception | None = None
+
+
+class TimeIsUp(NamedTuple):
+    """Tell members that the ``others`` have not called in time."""
+
+    peers: Sequence[Peer]
+    others: Sequence[int]
+    timeout: float | None
+
+
+class NobodyHas(NamedTuple):
+    """Tell members that nobody is left that has the state of the training."""
+
+    peers: Sequence[Peer]
+
+
+class SendAgain(NamedTuple):
+    """Tell members to send their weights again, through memory of the host."""
+
+    peers: Sequence[Peer]
+
+
+class CopyState(NamedTuple):
+    """Copy the state that has just come, for the healing of this number."""
+
+    number: int
+
+
+class SendState(NamedTuple):
+    """Give members the state of the healing of this number."""
+
+    number: int
+    peers: Sequence[Peer]
+
+
+class Release(NamedTuple):
+    """Forget the state of the healing of this number."""
+
+    number: int
+
+
+class Keep(NamedTuple):
+    """Change which outcomes are kept, and where."""
+
+    changes: Changes
+
+
+class Detach(NamedTuple):
+    """A member is gone: close what leads to it."""
+
+    peer: Peer
+
+
+class Log(NamedTuple):
+    """Write a line to the log."""
+
+    level: int
+    text: str
+    args: tuple[Any, ...] = ()
+
+
+class LogDeath(NamedTuple):
+    """Write to the log that a member has ended, and why."""
+
+    peer: Peer
+
+
+Action: TypeAlias = (
+    Reduce
+    | Send
+    | SendKept
+    | Answer
+    | TimeIsUp
+    | NobodyHas
+    | SendAgain
+    | CopyState
+    | SendState
+    | Release
+    | Keep
+    | Detach
+    | Log
+    | LogDeath
+)
+
+
+class Awaited(NamedTuple):
+    """What is worth waiting for.
+
+    Attributes:
+        asks: The number of asks.
+        end: The time at which something is due even if nothing happens; None, if nothing is.
+    """
+
+    asks: int
+    end: float | None
+
+
+class Calls:
+    """The calls of members.
+
+    Attributes:
+        peers: The members; whoever lets them in adds them.
+        waiting: Those that wait for the outcome of a call.
+        healings: The healings that are not over.
+        number: The number of the last outcome.
+        is_open: Whether the meeting is open: before that, each death is worth a line of the log.
+    """
+
+    def __init__(self, name: str, peers: Peers) -> None:
+        """Begin without calls.
+
+        Args:
+            name: The name of the meeting, for the log.
+            peers: The members.
+        """
+        self.peers = peers
+        self.waiting = Waiting()
+        self.healings: list[Healing] = []
+        self.number = 0
+        self.is_open = False
+        self._name = name
+        self._past = Past()
+        self._again: Deadline | None = None  # of the open call, if its members were asked again
+        self._untold: list[Peer] = []  # deaths that were not logged yet
+        self._away: set[int] = set()  # ranks that the log calls dead or late, until they are back
+        self._reducing: Reduce | None = None
+        self._actions: list[Action] = []
+
+    def receive(self, event: Event, now: float) -> None:
+        """Take an event."""
+        if isinstance(event, Tick):
+            self._go_on(now)
+        elif isinstance(event, Asked):
+            self._hear(event.peer)
+        elif isinstance(event, Gave):
+            self._take_state(event.peer, event.has_state)
+        elif isinstance(event, Ended):
+            self._lose(event.peer, event.why)
+        elif isinstance(event, StateCopied):
+            self._state_copied(event)
+        elif isinstance(event, AskAgain):
+            self._ask_again(now)
+        else:
+            self._close(event if isinstance(event, Reduced) else None, now)
+
+    def actions(self) -> list[Action]:
+        """Return what is to be done, once."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def awaited(self) -> Awaited:
+        """Return what to wait for."""
+        working = self.peers.working()
+        # Late members are answered at once.
+        on_time = all(map(self._is_on_time, working))
+        ends = [healing.deadline.end for healing in self.healings if healing.is_waited_for]
+        ends += self.waiting.ends()
+        return Awaited(
+            max(1, len(working)) if on_time else 1,
+            min((end for end in ends if end is not None), default=None),
+        )
+
+    def _do(self, action: Action) -> None:
+        self._actions.append(action)
+
+    def _warn(self, text: str, *args: object) -> None:
+        self._do(Log(logging.WARNING, f"meeting %r: {text}", (self._name, *args)))
+
+    # What is due.
+
+    def _go_on(self, now: float) -> None:
+        """Do what is due."""
+        self._heal(now)
+        waiting = self.waiting
+        if waiting.behind and not self._count_of_whole():
+            self._end_waiting()
+        self._give_up_waiting(now)
+        if self._is_due(now):
+            self._reduce()
+        elif waiting.lacking and not self._count_of_whole():
+            self._end_healing()
+
+    def _is_on_time(self, peer: Peer) -> bool:
+        """Whether the open call waits for the ask of a member."""
+        return peer.state is State.WORKING and peer.has == self.number
+
+    def _is_due(self, now: float) -> bool:
+        """Whether to close the open call now."""
+        if not self.waiting.asking:
+            return False
+        if self.waiting.deadline().is_over(now):
+            return True
+        if any(map(self._is_on_time, self.peers.present.values())):
+            return False
+        # The other members are late, or join again.
+        return len(self.waiting.asking) == self._count_of_whole() or self._are_enough()
+
+    def _count_of_whole(self) -> int:
+        """Return the number of members that wait for no other call than the open one."""
+        return len(self.peers.present) - len(self.waiting.elsewhere)
+
+    def _are_enough(self) -> bool:
+        """Whether the open call needs no late members."""
+        asks = self.waiting.asks()
+        first = asks[min(asks)]
+        if first.operation == "broadcast":
+            return first.root in asks or first.root not in self.peers.ranks()
+        if first.min_results is None:
+            return len(asks) >= len(self.peers.missed()) - len(self.waiting.elsewhere)
+        return len(asks) >= min(first.min_results, self._count_of_whole())
+
+    def _end_waiting(self) -> None:
+        """Give late members the last outcome of their call, since nobody else will make it.
+
+        If it is no longer kept, they make the call themselves.
+        """
+        for peer in self.waiting.open_late_call():
+            kept = self._past.last_for(peer)
+            if kept is not None and kept.reaches(peer):
+                self.waiting.drop([peer])
+                self._send_kept(kept, peer)
+
+    def _give_up_waiting(self, now: float) -> None:
+        """Raise in members whose time is up before the others make a call like theirs."""
+        for peer in self.waiting.overdue(now):
+            others = [rank for rank in self.peers.ranks() if rank != peer.rank]
+            timeout = peer.ask.timeout
+            self._settle([peer])
+            self._do(TimeIsUp([peer], others, timeout))
+
+    def _end_healing(self) -> None:
+        """Raise in all members, because no member with the state is left.
+
+        Members that set `Member.lacks_state` to False then begin anew, from a checkpoint.
+        """
+        peers = [*self.waiting.lacking]
+        for peer in peers:
+            self._do(Keep(self._past.forget(peer.ask.state)))
+        self._settle(peers)
+        self._do(NobodyHas(peers))
+
+    # What members ask.
+
+    def _hear(self, peer: Peer) -> None:
+        """Take an ask: answer it at once, or let the member wait."""
+        ask = peer.ask
+        if ask.operation == "heal":
+            self._await_state(peer)
+            return
+        for healing in self.healings:
+            healing.lose(peer)  # it neither asks for the state nor gives it
+        try:
+            kept = self._past.answer_for(peer)
+        except RuntimeError as error:
+            self._answer([peer], error)
+            return
+        if ask.twins:
+            for other, why in self._past.astray(self.waiting.asking):
+                self._answer([other], why)
+        if kept is not None and kept.reaches(peer):
+            self._send_kept(kept, peer)
+        elif kept is not None and ask.state is not None:
+            self._answer([peer], LacksStateError("the outcome is on a GPU that it does not use"))
+        elif kept is not None:
+            self.waiting.behind.append(peer)
+        elif ask.lacks:
+            self.waiting.lacking.append(peer)
+        elif self._past.is_behind(peer):
+            self.waiting.behind.append(peer)
+            text = "rank %d was late for %s, and waits for the next such call"
+            self._warn(text, peer.rank, ask)
+        else:
+            self.waiting.ask(peer)
+            if self._again is not None:
+                peer.deadline = self._again
+            self._tell_deaths()
+
+    def _settle(self, peers: Iterable[Peer], number: int | None = None) -> None:
+        """Note that members get outcome ``number`` or, if it is None, none that is newer."""
+        peers = [*peers]
+        self.waiting.drop(peers)
+        for peer in peers:
+            peer.told(peer.has if number is None else number)
+
+    def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
+        """Answer asks that are part of no call."""
+        self._settle(peers)
+        self._do(Answer(peers, error))
+
+    def _send_kept(self, kept: Kept, peer: Peer) -> None:
+        self._past.give(kept, peer)
+        self._settle([peer], kept.number)
+        self._do(SendKept(kept.number, [peer]))
+
+    # The open call.
+
+    def _reduce(self) -> None:
+        waiting = self.waiting
+        asks, timeout = waiting.asks(), waiting.deadline().timeout
+        first = asks[min(asks)]
+        late = self.peers.missed() - {*asks} - {*ranks_of(waiting.elsewhere)}
+        others = [*waiting.healed_by(first), *waiting.late_for(first)]
+        self._reducing = Reduce([*waiting.asking], others, sorted(late), self.peers.lost(), timeout)
+        self._do(self._reducing)
+
+    def _ask_again(self, now: float) -> None:
+        """Have members whose weights are on a GPU send them through memory of the host.
+
+        The call stays open until they have, or their time is up.
+        """
+        asking = self.waiting.asking
+        again = [peer for peer in asking if peer.ask.is_in_window]
+        timeout, end = self.waiting.deadline()
+        self._again = Deadline(timeout, end and max(end, now + _AGAIN))
+        self._settle(again)
+        for peer in asking:
+            peer.deadline = self._again
+        self._do(SendAgain(again))
+
+    def _close(self, result: Reduced | None, now: float) -> None:
+        """Close the open call, which has a result or is an error."""
+        call, waiting, past = self._reducing, self.waiting, self._past
+        assert call is not None
+        self._reducing = self._again = None
+        first, asks = call.first, call.asks
+        self.number += 1
+        number, asking = self.number, waiting.close_call()
+        lacking, missed = waiting.healed_by(first), waiting.missed_by(first)
+        served = [] if result is None else waiting.late_for(first)
+        giver = 0
+        healed: list[Peer] = []
+        late: tuple[int, ...] = ()
+        readers = [(peer, peer.ask) for peer in (*asking, *lacking, *served)]
+        if result is not None:
+            if lacking:
+                giver = self._begin_healing(number, result.used, asking, lacking, call, now)
+                healed = lacking
+            late = tuple(sorted({*call.late, *ranks_of([*missed, *waiting.behind])}))
+            made = Kept(number, result.nbytes, result.gpu, past.before(first))
+            changes = past.keep(first, made, [*asking, *lacking], served)
+            self._do(Keep(changes))
+        took_part = tuple(peer.number for peer in asking)
+        # The last member to ask may still be awake. It gets the outcome first, and goes on while
+        # the others wake up.
+        told = [*reversed(asking), *healed, *served]
+        self._answer(missed, ElsewhereError(f"the others have called {first}"))
+        self._settle(told, number)
+        named = frozenset(self._away)
+        back = sorted(self._away & asks.keys())
+        self._away -= {*back}
+        send = Send(number, told, took_part, giver, healed, readers, late, named - {*back})
+        self._do(send)
+        for rank in back:  # no member waits for the log
+            self._warn("rank %d is back", rank)
+        if result is not None and first.operation != "broadcast":
+            self._away |= {*late}
+
+    def _begin_healing(
+        self,
+        number: int,
+        used: Sequence[int],
+        asking: Sequence[Peer],
+        lacking: Sequence[Peer],
+        call: Reduce,
+        now: float,
+    ) -> int:
+        """Choose the giver among the averaged members; return its number."""
+        giver = min((peer for peer in asking if peer.rank in used), key=lambda peer: peer.rank)
+        self._end_healings()
+        until = Deadline.after(call.timeout, now)
+        self.healings.append(Healing(number, giver, [*lacking], until))
+        return giver.number
+
+    # Healing.
+
+    def _await_state(self, peer: Peer) -> None:
+        """Note that a member waits for the state."""
+        healing = next((one for one in self.healings if peer in one.lacking), None)
+        if healing is None:
+            self._answer([peer], LacksStateError("nobody gives the state"))
+        else:
+            healing.waiting.append(peer)
+
+    def _take_state(self, peer: Peer, has_state: bool) -> None:
+        """Have the state of a giver copied, if members wait for it; the giver goes on meanwhile."""
+        healing = next((one for one in self.healings if one.giver is peer), None)
+        self._answer([peer])
+        if healing is not None and healing.is_waited_for and has_state:
+            self._do(CopyState(healing.number))
+
+    def _state_copied(self, event: StateCopied) -> None:
+        for healing in self.healings:
+            if healing.number == event.number and event.why is None:
+                healing.is_given = True
+            elif healing.number == event.number and event.why is not None:
+                healing.fail(event.why)
+
+    def _heal(self, now: float) -> None:
+        """Answer members that wait for a state, if it is known; give up on late givers."""
+        for healing in self.healings:
+            healing.give_up_in_time(now)
+            if not healing.is_known:
+                continue
+            peers, healing.waiting = healing.waiting, []
+            healing.lacking = [peer for peer in healing.lacking if peer not in peers]
+            if not healing.is_given:
+                self._answer(peers, healing.why)
+                continue
+            self._settle(peers, healing.number)
+            self._do(SendState(healing.number, peers))
+            for peer in peers:
+                self._away.discard(peer.rank)
+                text = "rank %d is healed, with the state of rank %d"
+                self._warn(text, peer.rank, healing.giver.rank)
+
+    def _end_healings(self) -> None:
+        """Forget healings that nobody needs any more."""
+        for healing in self.healings:
+            if not healing.lacking:
+                self._do(Release(healing.number))
+        self.healings = [healing for healing in self.healings if healing.lacking]
+
+    # Ends.
+
+    def _lose(self, peer: Peer, why: MemberDiedError | None) -> None:
+        """Wait for nothing more of a member that has left or is dead."""
+        if not peer.is_present:
+            return
+        self.waiting.drop([peer])
+        peer.ends(why)
+        self.peers.drop(peer)
+        for healing in self.healings:
+            healing.lose(peer)
+        self._do(Detach(peer))
+        if why is not None:
+            self._untold.append(peer)
+            self._tell_deaths()
+
+    def _tell_deaths(self) -> None:
+        """Log deaths, but only once a member waits: at the end of a training they do not matter."""
+        if self.waiting.asking or not self.is_open:
+            for peer in self._untold:
+                self._do(LogDeath(peer))
+                if peer.has_joined:
+                    self._away.add(peer.rank)
+            self._untold.clear()

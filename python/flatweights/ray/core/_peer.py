@@ -1,0 +1,155 @@
+"""One member as the calls see it: its states, what it has, and what it asks.
+
+A peer is one process, not a rank: a process that takes the rank of a dead one is a peer of its own,
+and an ask belongs to the peer that made it. The states of a peer:
+
+| state | the member | what ends it |
+| --- | --- | --- |
+| `ENTERING` | has a ticket, and is making its lane | `ready`: `READY` |
+| `READY` | waits for its first outcome | `told`: `WORKING` |
+| `WORKING` | has the outcome `has`, and has not asked again | `asks`: `ASKING` |
+| `ASKING` | has asked, and waits for the outcome | `told`: `WORKING` |
+| `LEFT` | has said that it leaves | nothing |
+| `DEAD` | has ended in another way | nothing |
+
+From each of the first four, `ends` leads to `LEFT` or `DEAD`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from flatweights.ray.core._asks import Ask, MemberDiedError
+from flatweights.ray.core._deadline import NEVER, Deadline
+
+
+class State(enum.Enum):
+    """The state of a member; see the table above."""
+
+    ENTERING = enum.auto()
+    READY = enum.auto()
+    WORKING = enum.auto()
+    ASKING = enum.auto()
+    LEFT = enum.auto()
+    DEAD = enum.auto()
+
+
+@dataclass(eq=False)
+class Peer:
+    """One member.
+
+    Attributes:
+        rank: Its rank.
+        who: The name of the process in errors.
+        token: The token by which it is recognised.
+        number: A number that no other process of the meeting has, from 1.
+        before: Until it has joined, the last process of its rank that had.
+        has_joined: Whether it was there when the meeting opened, or has asked since.
+        has_lane: Whether its weights come through memory that it shares with the host.
+        state: Its state.
+        has: The largest number of the outcomes that it got; 0 after the first outcome.
+        states: By layout of a state, the number of the last call whose outcome it has.
+        deadline: While it is `ASKING`, the time after which others that have not asked are late.
+        why: The error that describes its end, if it ended without leaving.
+    """
+
+    rank: int
+    who: str
+    token: bytes
+    number: int = 0
+    before: Peer | None = None
+    has_joined: bool = False
+    has_lane: bool = False
+    state: State = State.ENTERING
+    has: int = 0
+    states: dict[str, int] = field(default_factory=dict)
+    deadline: Deadline = NEVER
+    why: MemberDiedError | None = None
+    _ask: Ask | None = None
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it takes part: it is alive, and has not left."""
+        return self.state not in (State.LEFT, State.DEAD)
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether others may need it: it has joined, or takes the place of one that has died."""
+        return self.has_joined or (self.before is not None and self.before.why is not None)
+
+    @property
+    def ask(self) -> Ask:
+        """Its ask, while it is `ASKING`."""
+        assert self._ask is not None
+        return self._ask
+
+    def ready(self) -> None:
+        """Note that it can be told its first outcome."""
+        self.state = State.READY
+
+    def join(self) -> None:
+        """Note that it is a member from now on: if it dies, the others miss it."""
+        self.has_joined, self.before = True, None
+
+    def asks(self, ask: Ask, now: float) -> None:
+        """Note what it asks."""
+        self._ask, self.deadline = ask, Deadline.after(ask.timeout, now)
+        self.state = State.ASKING
+        self.join()
+
+    def told(self, number: int) -> None:
+        """Note that it gets outcome ``number``."""
+        self.has, self.state, self._ask = max(self.has, number), State.WORKING, None
+
+    def ends(self, why: MemberDiedError | None) -> None:
+        """Note that it has left or, with a reason, ended in another way."""
+        self.state, self.why, self._ask = State.DEAD if why else State.LEFT, why, None
+
+
+class Peers:
+    """The members of a meeting, with those that are coming in.
+
+    Attributes:
+        newest: By rank, the newest process that has joined, and may have ended, or is coming in.
+        present: The present ones.
+    """
+
+    def __init__(self) -> None:
+        """Begin without members."""
+        self.newest: dict[int, Peer] = {}
+        self.present: dict[int, Peer] = {}  # by number
+
+    def add(self, peer: Peer) -> None:
+        """Add one that is coming in."""
+        self.newest[peer.rank] = self.present[peer.number] = peer
+
+    def drop(self, peer: Peer) -> None:
+        """Drop one that has left or died; one that has not joined leaves no trace."""
+        del self.present[peer.number]
+        if not peer.has_joined:
+            del self.newest[peer.rank]
+            if peer.before is not None:
+                self.newest[peer.rank] = peer.before
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks of the present members."""
+        return tuple(sorted(peer.rank for peer in self.present.values()))
+
+    def missed(self) -> set[int]:
+        """Return the ranks of the present members, without those that may yet give up to join."""
+        return {peer.rank for peer in self.present.values() if peer.is_missed}
+
+    def lost(self) -> dict[int, MemberDiedError]:
+        """Return, by rank, the reasons for which members have ended without leaving."""
+        return {k: peer.why for k, peer in self.newest.items() if peer.why is not None}
+
+    def working(self) -> list[Peer]:
+        """Return the members that have not asked again."""
+        return [peer for peer in self.present.values() if peer.state is State.WORKING]
+
+
+def ranks_of(peers: Iterable[Peer]) -> list[int]:
+    """Return the ranks of ``peers``, in order."""
+    return sorted(peer.rank for peer in peers)
