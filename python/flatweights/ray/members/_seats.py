@@ -188,7 +188,7 @@ def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: i
     heard: dict[Seat, None] = {}
     while True:
         for seat in seats:
-            if seat not in heard and seat.look():
+            if seat.look():  # also one that has asked, and has died since
                 heard[seat] = None
         left = SLICE if end is None else min(SLICE, end - _clock.now())
         if len(heard) >= enough or left <= 0 or news or any(map(_is_urgent, heard)):
