@@ -310,7 +310,8 @@ def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]
 
     def wake() -> None:
         slept.set()
-        meeting.wait_until(lambda inside: inside.calls.waiting.lacking)  # it is healed in this epoch
+        # It is healed in this epoch.
+        meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
 
     first.at[4, 2] = wake
     first.at[4, 19] = lambda: meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
@@ -642,7 +643,9 @@ def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> No
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                meeting.wait_until(lambda inside: inside.calls.waiting.lacking or inside.calls.healings)
+                meeting.wait_until(
+                    lambda inside: inside.calls.waiting.lacking or inside.calls.healings
+                )
             step(data[member.rank, done])
         member.average({"the end": np.zeros(1)}, min_results=1)
         return [np.asarray(one) for one in [weights, *optimizer.variables]]
@@ -675,7 +678,9 @@ def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                meeting.wait_until(lambda inside: inside.calls.waiting.lacking or inside.calls.healings)
+                meeting.wait_until(
+                    lambda inside: inside.calls.waiting.lacking or inside.calls.healings
+                )
             for target, (optimizer, one) in enumerate(zip(optimizers, weights, strict=True)):
                 optimizer.apply([2 * (one.value - float(target))], [one])
         return [np.asarray(one) for k in range(2) for one in [weights[k], *optimizers[k].variables]]

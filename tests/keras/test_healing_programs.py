@@ -141,7 +141,8 @@ class Run:
         while True:
             with self._lock:
                 away = {*self.away} - {rank}
-            if away <= meeting.news.ask(lambda: {seat.rank for seat in meeting.calls.waiting.lacking}):
+            lacking = meeting.news.ask(lambda: [*meeting.calls.waiting.lacking])
+            if away <= {seat.rank for seat in lacking}:
                 return
             time.sleep(0.005)
 

@@ -140,7 +140,8 @@ def test_a_host_does_not_wait_once_the_last_member_has_died(
     meeting = Meeting("over", Terms.of(1), "here", None)
     [(entry, _)] = seated(meeting, 0)
     seat, waits = meeting.door.present[entry.token], list[Any]()
-    monkeypatch.setattr(meeting, "_welcome", lambda: meeting._lose(seat, MemberDiedError("it died")))
+    died = MemberDiedError("it died")
+    monkeypatch.setattr(meeting, "_welcome", lambda: meeting._lose(seat, died))
     monkeypatch.setattr(meeting._lanes, "wait", lambda *args: waits.append(args))
     meeting.run()
     assert not waits
