@@ -103,28 +103,22 @@ class Reduce(NamedTuple):
     """Average, relay or gather what the members ask for, and tell what came of it.
 
     Attributes:
-        peers: The members that take part, in the order of their asks.
+        first: The ask of the lowest rank.
+        asks: The asks by rank, in their order.
+        peers: The members that take part, likewise.
         others: The members that get the outcome without taking part.
         late: The ranks that are late.
         lost: By rank, the reasons for which members have ended without leaving.
         timeout: The seconds after which the late ones were.
     """
 
+    first: Ask
+    asks: dict[int, Ask]
     peers: Sequence[Peer]
     others: Sequence[Peer]
     late: Sequence[int]
     lost: dict[int, MemberDiedError]
     timeout: float | None
-
-    @property
-    def asks(self) -> dict[int, Ask]:
-        """The asks by rank, in their order."""
-        return {peer.rank: peer.ask for peer in self.peers}
-
-    @property
-    def first(self) -> Ask:
-        """The ask of the lowest rank."""
-        return min(self.peers, key=lambda peer: peer.rank).ask
 
 
 class Send(NamedTuple):
@@ -136,7 +130,8 @@ class Send(NamedTuple):
         took_part: The numbers of those whose asks it answers.
         giver: The number of the member that gives its state; 0 without one.
         lacking: The members that get that state.
-        readers: All members that read the outcome, with their asks.
+        readers: If the weights of the first are on a GPU, all members that read the outcome, with
+            their asks.
         late: The ranks that were late.
         named: The ranks that the log calls dead or late.
     """
@@ -293,20 +288,25 @@ class Calls:
 
     def receive(self, event: Event, now: float) -> None:
         """Take an event."""
-        if isinstance(event, Tick):
-            self._go_on(now)
-        elif isinstance(event, Asked):
+        if isinstance(event, Asked):
             self._hear(event.peer)
+        elif isinstance(event, Tick):
+            self._go_on(now)
+        elif isinstance(event, (Reduced, Refused)):
+            self._close(event if isinstance(event, Reduced) else None, now)
         elif isinstance(event, Gave):
             self._take_state(event.peer, event.has_state)
         elif isinstance(event, Ended):
             self._lose(event.peer, event.why)
         elif isinstance(event, StateCopied):
             self._state_copied(event)
-        elif isinstance(event, AskAgain):
-            self._ask_again(now)
         else:
-            self._close(event if isinstance(event, Reduced) else None, now)
+            self._ask_again(now)
+
+    @property
+    def has_actions(self) -> bool:
+        """Whether something is to be done."""
+        return bool(self._actions)
 
     def actions(self) -> list[Action]:
         """Return what is to be done, once."""
@@ -465,7 +465,9 @@ class Calls:
         first = asks[min(asks)]
         late = self.peers.missed() - {*asks} - {*ranks_of(waiting.elsewhere)}
         others = [*waiting.healed_by(first), *waiting.late_for(first)]
-        self._reducing = Reduce([*waiting.asking], others, sorted(late), self.peers.lost(), timeout)
+        self._reducing = Reduce(
+            first, asks, [*waiting.asking], others, sorted(late), self.peers.lost(), timeout
+        )
         self._do(self._reducing)
 
     def _ask_again(self, now: float) -> None:
@@ -495,7 +497,9 @@ class Calls:
         giver = 0
         healed: list[Peer] = []
         late: tuple[int, ...] = ()
-        readers = [(peer, peer.ask) for peer in (*asking, *lacking, *served)]
+        readers: list[tuple[Peer, Ask]] = []
+        if first.gpu is not None:
+            readers = [(peer, peer.ask) for peer in (*asking, *lacking, *served)]
         if result is not None:
             if lacking:
                 giver = self._begin_healing(number, result.used, asking, lacking, call, now)
@@ -508,12 +512,15 @@ class Calls:
         # The last member to ask may still be awake. It gets the outcome first, and goes on while
         # the others wake up.
         told = [*reversed(asking), *healed, *served]
-        self._answer(missed, ElsewhereError(f"the others have called {first}"))
-        self._settle(told, number)
-        named = frozenset(self._away)
+        if missed:
+            self._answer(missed, ElsewhereError(f"the others have called {first}"))
+        waiting.drop([*healed, *served])
+        for peer in told:
+            peer.told(number)
         back = sorted(self._away & asks.keys())
         self._away -= {*back}
-        send = Send(number, told, took_part, giver, healed, readers, late, named - {*back})
+        named = frozenset(self._away)
+        send = Send(number, told, took_part, giver, healed, readers, late, named)
         self._do(send)
         for rank in back:  # no member waits for the log
             self._warn("rank %d is back", rank)

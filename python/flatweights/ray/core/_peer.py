@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from flatweights.ray.core._asks import Ask, MemberDiedError
 from flatweights.ray.core._deadline import NEVER, Deadline
 
+_NOTHING = Ask("leave")
+
 
 class State(enum.Enum):
     """The state of a member; see the table above."""
@@ -51,7 +53,8 @@ class Peer:
         state: Its state.
         has: The largest number of the outcomes that it got; 0 after the first outcome.
         states: By layout of a state, the number of the last call whose outcome it has.
-        deadline: While it is `ASKING`, the time after which others that have not asked are late.
+        ask: Its ask, while it is `ASKING`.
+        deadline: The time after which others that have not asked, too, are late.
         why: The error that describes its end, if it ended without leaving.
     """
 
@@ -65,9 +68,9 @@ class Peer:
     state: State = State.ENTERING
     has: int = 0
     states: dict[str, int] = field(default_factory=dict)
+    ask: Ask = _NOTHING
     deadline: Deadline = NEVER
     why: MemberDiedError | None = None
-    _ask: Ask | None = None
 
     @property
     def is_present(self) -> bool:
@@ -79,12 +82,6 @@ class Peer:
         """Whether others may need it: it has joined, or takes the place of one that has died."""
         return self.has_joined or (self.before is not None and self.before.why is not None)
 
-    @property
-    def ask(self) -> Ask:
-        """Its ask, while it is `ASKING`."""
-        assert self._ask is not None
-        return self._ask
-
     def ready(self) -> None:
         """Note that it can be told its first outcome."""
         self.state = State.READY
@@ -95,17 +92,19 @@ class Peer:
 
     def asks(self, ask: Ask, now: float) -> None:
         """Note what it asks."""
-        self._ask, self.deadline = ask, Deadline.after(ask.timeout, now)
+        self.ask, self.deadline = ask, Deadline.after(ask.timeout, now)
         self.state = State.ASKING
         self.join()
 
     def told(self, number: int) -> None:
         """Note that it gets outcome ``number``."""
-        self.has, self.state, self._ask = max(self.has, number), State.WORKING, None
+        if number > self.has:
+            self.has = number
+        self.state, self.ask = State.WORKING, _NOTHING
 
     def ends(self, why: MemberDiedError | None) -> None:
         """Note that it has left or, with a reason, ended in another way."""
-        self.state, self.why, self._ask = State.DEAD if why else State.LEFT, why, None
+        self.state, self.why, self.ask = State.DEAD if why else State.LEFT, why, _NOTHING
 
 
 class Peers:

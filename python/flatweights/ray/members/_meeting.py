@@ -190,8 +190,8 @@ class Meeting:
         """Tell the core what has happened, and do what it says; return whether it closed a call."""
         self.calls.receive(event, _clock.now())
         has_closed = False
-        while actions := self.calls.actions():
-            for action in actions:
+        while self.calls.has_actions:
+            for action in self.calls.actions():
                 has_closed = self._do(action) or has_closed
         return has_closed
 
@@ -200,7 +200,9 @@ class Meeting:
         if isinstance(action, Reduce):
             self._close_call(action)
             return True
-        if isinstance(action, SendKept):
+        if isinstance(action, Keep):
+            self._keep(action.changes)
+        elif isinstance(action, SendKept):
             kept = self._kept[action.number]
             self._post(action.number, kept.body, kept.weights, _seats(action.peers))
         elif isinstance(action, Answer):
@@ -222,8 +224,6 @@ class Meeting:
             self._post(-action.number, pickle.dumps(tuple(outcome)), state, _seats(action.peers))
         elif isinstance(action, Release):
             self._states.pop(action.number, None)
-        elif isinstance(action, Keep):
-            self._keep(action.changes)
         elif isinstance(action, Detach):
             self._forget(*_seats([action.peer]))
         elif isinstance(action, LogDeath):
