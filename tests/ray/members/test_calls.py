@@ -75,6 +75,7 @@ class TheMeeting:
         """Give the call that is due a result; return who gets it."""
         (call,) = only(Reduce, self.done)
         self.tell(Reduced(sorted(call.asks), 8) if result is None else result)
+        send: Send
         (send,) = only(Send, self.done)
         return send
 
