@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import json
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
+from itertools import filterfalse
 from typing import Any, TypeVar
 
 import keras
@@ -21,7 +20,13 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from flatweights import Layout
 from flatweights._average import Nonfinite, check_nonfinite
 from flatweights._core import CalledTensors, DeviceWindow, PeerDeviceWindow
-from flatweights.keras._hooks import callbacks_beside
+from flatweights.keras._hooks import (
+    Fit,
+    callbacks_beside,
+    replace_clipping,
+    running_fit,
+    variables_of,
+)
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import Progress, State, keepers_among
@@ -34,7 +39,6 @@ from flatweights.tensorflow._python_op import compute_in_python, device_of
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
 _DIGEST = 16  # bytes
-_FIT = inspect.unwrap(keras.Model.fit).__code__
 
 
 def average_gradients(
@@ -150,7 +154,8 @@ class Averaging:
         self._params: Any = None  # of the last `fit` that has begun, by which it is recognised
         self._begun: Any = None  # the model of a `fit` that has begun, until its first epoch
         self._model: Callable[[], Any] = lambda: None  # that of the last `fit`: it names variables
-        self._steps_before = int(optimizer.iterations)  # without averages
+        # Steps after which nothing has to have been averaged.
+        self._steps_before: float = int(optimizer.iterations)
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
         self._states: dict[tuple[tuple[int, ...], tuple[str, ...]], State] = {}
@@ -166,11 +171,10 @@ class Averaging:
         methods["finalize_variable_values"] = self._end
         # Wrappers decide whether to call the inner optimizer's `apply`, and with which gradients,
         # so they must see averages.
-        inner = hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "_inner_optimizers")
+        inner = hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
         if optimizer.gradient_accumulation_steps and not inner:
-            self._step: Callable[[Any, Any], None] = optimizer._backend_apply_gradients
-            methods["apply"] = self._apply_own
-            methods["_backend_apply_gradients"] = self._accumulate
+            methods["apply"] = self._accumulate
+            replace_clipping(optimizer, self._average_accumulated)
 
     def begin_fit(self, callback: Any) -> None:
         """Give all members the same start; make the model raise the errors of steps."""
@@ -226,7 +230,7 @@ class Averaging:
         def train(iterator: Any) -> Any:
             self._errors.clear()
             if self.progress is None:  # perhaps another fit
-                self._check_callbacks(_fit_frame())
+                self._check_fit(running_fit())
             try:
                 return function(iterator)
             except tf.errors.OpError:
@@ -240,27 +244,19 @@ class Averaging:
         vars(train)["raises_causes"] = True
         return train
 
-    def _apply_own(self, grads: Any, trainable_variables: Any = None) -> None:
+    def _accumulate(self, grads: Any, trainable_variables: Any = None) -> None:
         """Apply gradients that are averaged after they have been accumulated."""
         grads, variables = self._begin(grads, trainable_variables)
+        pairs = zip(grads, variables, strict=True)
+        self._accumulated = [variable for grad, variable in pairs if _is_averaged(grad, variable)]
         self._apply(grads, None if trainable_variables is None else variables)
 
-    def _accumulate(self, grads: list[Any], variables: list[Any]) -> None:
-        """Accumulate gradients; if a step is due, clip the average of the accumulated ones."""
-        methods = vars(self._optimizer)
-        clip = self._optimizer._clip_gradients
-
-        def clip_averages(sums: list[Any]) -> Any:
-            averages = self._average(sums, variables)
-            if self.lease.min_results is not None:
-                self._touch(variables, averages)
-            return clip(averages)
-
-        methods["_clip_gradients"] = clip_averages
-        try:
-            self._step(grads, variables)
-        finally:
-            del methods["_clip_gradients"]
+    def _average_accumulated(self, sums: list[Any]) -> list[Any]:
+        """Return the averages of accumulated gradients, in a step that applies them."""
+        averages = self._average(sums, self._accumulated)
+        if self.lease.min_results is not None:
+            self._touch(self._accumulated, averages)
+        return averages
 
     def _touch(self, variables: list[Any], averages: list[Any]) -> None:
         """Make all later operations on the state wait for the averages, which may heal it.
@@ -268,10 +264,9 @@ class Averaging:
         TensorFlow orders operations by the variables that they write, and does not know that the
         average writes these. Without this, operations outside of this branch would not wait.
         """
-        own = {id(one) for one in _accumulators(self._optimizer)}
-        slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
+        slots = self._optimizer.variables
         with tf.control_dependencies(averages):
-            for variable in map(inner_variable, (*variables, *slots)):
+            for variable in map(inner_variable, (*variables, *filterfalse(_accumulates, slots))):
                 variable.assign(variable.read_value())
 
     def _apply_averages(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -304,14 +299,14 @@ class Averaging:
         optimizer = self._optimizer
         _check_strategy(optimizer)
         if trainable_variables is None:
-            trainable_variables = optimizer._trainable_variables
+            trainable_variables = variables_of(optimizer)
         variables = list(trainable_variables)
-        frame = _fit_frame()
-        if frame is not None:
-            self._know(frame.f_locals["self"])
-        if frame is not None and not self._is_started:
-            self._callbacks = getattr(frame.f_locals.get("callbacks"), "callbacks", None)
-        self._check_callbacks(frame)
+        fit = running_fit()
+        if fit is not None:
+            self._know(fit.model)
+            if not self._is_started:
+                self._callbacks = fit.callbacks
+            self._check_fit(fit)
         if graph is not None:
             _check_known(optimizer, variables)
         if graph is None:
@@ -334,10 +329,10 @@ class Averaging:
             self._exchanges.clear()
             self._states.clear()
 
-    def _check_callbacks(self, frame: FrameType | None) -> None:
-        """Raise if ``frame`` is of a `fit` whose members may come back, without our callbacks."""
-        if self.lease.min_results is not None and self.progress is None and frame is not None:
-            if averaging_of(frame.f_locals["self"]) is not self:
+    def _check_fit(self, fit: Fit | None) -> None:
+        """Raise if ``fit`` is one whose members may come back, without our callbacks."""
+        if self.lease.min_results is not None and self.progress is None and fit is not None:
+            if averaging_of(fit.model) is not self:
                 raise ValueError(
                     "average_gradients(min_results=): expected the optimizer that the model was "
                     "compiled with, got another one. Members that come back are healed for one "
@@ -357,7 +352,7 @@ class Averaging:
             )
         if not self._optimizer.built:
             self._make(variables)
-        if _fit_frame() is None:  # of a loop of the user's own, perhaps after a fit
+        if running_fit() is None:  # of a loop of the user's own, perhaps after a fit
             self.progress = None
             self._know(None)  # nor does a member know the model that joins in this loop
         if tf.executing_eagerly():
@@ -446,7 +441,7 @@ class Averaging:
         A step may have only some of the optimizer's variables; these keep the names that they have
         among all.
         """
-        every = {id(one): one for one in self._optimizer._trainable_variables}
+        every = {id(one): one for one in variables_of(self._optimizer)}
         every |= {id(one): one for one in variables}
         names = named_variables([*every.values()], self._model())
         by_id = dict(zip(every, names, strict=True))
@@ -454,7 +449,7 @@ class Averaging:
 
     def _variables_with_slots(self, variables: Sequence[Any]) -> TensorFlowVariables:
         """Return ``variables`` and the optimizer's slots, in the same order in all members."""
-        own = _accumulators(self._optimizer)  # each member's own
+        own = filter(_accumulates, self._optimizer.variables)  # each member's own
         return with_slots(self._named(variables), self._optimizer, without=own)
 
     def _state_of(self, variables: Sequence[Any], keepers: Sequence[str] = ()) -> State:
@@ -507,6 +502,7 @@ class Averaging:
                 grads.pass_on(exchange.layout.core)
         except BaseException as error:
             self._is_started = False  # all members start again in the next fit
+            self._steps_before = np.inf
             self._errors.append(error)
             raise
         finally:
@@ -523,30 +519,25 @@ class Averaging:
 
     def _end(self, var_list: Any) -> None:
         """Wait at the end of `fit` until all members have reached it."""
+        was_started, self._is_started = self._is_started, False
+        steps, before = int(self._optimizer.iterations), self._steps_before
+        self._steps_before = steps
         if self.progress is not None:
-            self._is_started = False
             self.progress.end()
             self.progress = None
-        elif self._is_started:
-            self._is_started = False
+        elif was_started:
             end = {"the end of training": np.zeros(1)}
             with calls_are_equal(self.lease.take(), "end"):
                 self.lease.take().average(
                     end, timeout=self.lease.timeout, min_results=self.lease.min_results
                 )
-        elif self._has_trained_alone():
+        elif steps > before:
             raise RuntimeError(
                 "average_gradients: this fit has averaged nothing, since Keras had traced its step "
                 "before. Call average_gradients before compile, or compile the model again"
             )
         self._finalize(var_list)
         self.lease.end()
-
-    def _has_trained_alone(self) -> bool:
-        """Whether the `fit` that ends has made steps, though none of them was averaged."""
-        frame = _fit_frame()
-        has_epochs = frame is not None and "epoch" in frame.f_locals  # not resumed at its end
-        return has_epochs and int(self._optimizer.iterations) > self._steps_before
 
 
 class _Exchange:
@@ -601,14 +592,6 @@ def _digest(values: Any) -> bytes:
     return hashlib.blake2b(values, digest_size=_DIGEST).digest()
 
 
-def _fit_frame() -> FrameType | None:
-    """Return the frame of the `fit` of a model that calls this, or traces it; None without one."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _FIT:
-        frame = frame.f_back
-    return frame
-
-
 def _own_name(optimizer: Any) -> str:
     """Return the name that a user gave to ``optimizer``; empty, if Keras has named it."""
     name, kind = str(optimizer.name), type(optimizer).__name__
@@ -617,12 +600,9 @@ def _own_name(optimizer: Any) -> str:
     return name if is_own else "" if inner is None else _own_name(inner)
 
 
-def _accumulators(optimizer: Any) -> list[Any]:
-    """Return the variables in which ``optimizer`` adds up gradients."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    inners = [*getattr(optimizer, "_inner_optimizers", ()), *([] if inner is None else [inner])]
-    own = list(getattr(optimizer, "_accumulated_gradients", ()))
-    return own + [one for each in inners for one in _accumulators(each)]
+def _accumulates(slot: Any) -> bool:
+    """Whether ``slot`` is one in which an optimizer adds up gradients."""
+    return str(slot.name).endswith("gradient_accumulator")
 
 
 def _check_in_time(result: Round, what: str) -> None:
@@ -650,7 +630,7 @@ def _check_strategy(optimizer: Any) -> None:
 
 def _check_known(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raise if ``optimizer`` was built without some of ``variables``."""
-    known = {id(one) for one in optimizer._trainable_variables} if optimizer.built else set()
+    known = {id(one) for one in variables_of(optimizer)} if optimizer.built else set()
     unknown = [one.path for one in variables if known and id(one) not in known]
     if unknown:
         raise ValueError(

@@ -1,19 +1,56 @@
-"""What this package knows of Keras beyond its documentation."""
+"""What this package knows of Keras beyond its documentation: eight names, each with its reason.
+
+No other file uses one. tests/keras/test_hooks.py has a test for each, with the versions of Keras
+that have it. So if a new Keras changes one, that test fails, and only this file needs to change.
+"""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
 
 import keras
 
 _FIT = inspect.unwrap(keras.Model.fit).__code__
 
+# Whether `keras.callbacks.SwapEMAWeights` has swapped the weights. A member that is healed gets the
+# weights of another as they are, swapped or not, and must know it.
+SWAPPED = "_ema_weights_in_model"
+
+
+class Fit(NamedTuple):
+    """A `fit` that runs.
+
+    Attributes:
+        model: Its model.
+        callbacks: Its callbacks; None before their list is made.
+    """
+
+    model: Any
+    callbacks: list[Any] | None
+
+
+def running_fit() -> Fit | None:
+    """Return the `fit` that calls this function, or traces its caller; None without one.
+
+    An optimizer learns only gradients and variables from Keras. Without a callback of ours, two
+    local variables of `fit`, ``self`` and ``callbacks``, tell the names of the variables, and the
+    callbacks in which members may differ.
+    """
+    for frame in _callers():
+        if frame.f_code is _FIT:
+            made = frame.f_locals.get("callbacks")
+            is_made = isinstance(made, keras.callbacks.CallbackList)
+            return Fit(frame.f_locals["self"], made.callbacks if is_made else None)
+    return None
+
 
 def callbacks_beside(callback: Any) -> list[Any]:
     """Return all callbacks of the `fit` that calls ``callback.on_train_begin``, in their order.
 
-    Keras gives a callback no access to the others. But `fit` calls all of them by a
+    Keras gives a callback no access to the others. But it calls all of them by a
     `keras.callbacks.CallbackList`, whose method is a caller of this function.
 
     Returns:
@@ -22,9 +59,8 @@ def callbacks_beside(callback: Any) -> list[Any]:
     Raises:
         RuntimeError: If `fit` calls it in another way.
     """
-    frame = inspect.currentframe()
     is_listed = False
-    while frame is not None and frame.f_code is not _FIT:
+    for frame in _callers():
         if frame.f_code.co_name == "on_train_begin" and frame.f_code.co_argcount:
             caller = frame.f_locals.get(frame.f_code.co_varnames[0])
             if isinstance(caller, keras.callbacks.CallbackList):
@@ -32,10 +68,64 @@ def callbacks_beside(callback: Any) -> list[Any]:
                 if any(one is callback for one in caller.callbacks):
                     callbacks: list[Any] = caller.callbacks
                     return callbacks
-        frame = frame.f_back
-    if frame is not None and not is_listed:
-        raise RuntimeError(
-            f"{type(callback).__name__}: expected that keras.Model.fit calls callbacks by a "
-            f"keras.callbacks.CallbackList, but that of Keras {keras.__version__} does not"
-        )
+        if frame.f_code is _FIT and not is_listed:
+            raise RuntimeError(
+                f"{type(callback).__name__}: expected that keras.Model.fit calls callbacks by a "
+                f"keras.callbacks.CallbackList, but that of Keras {keras.__version__} does not"
+            )
     return [callback]
+
+
+def _callers() -> Iterator[FrameType]:
+    """Yield the frames of the callers, up to that of the innermost `fit`."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = None if frame.f_code is _FIT else frame.f_back
+
+
+def begin_at(model: Any, epoch: int | None) -> None:
+    """Make the `fit` that begins start at ``epoch``; None: at its own ``initial_epoch``.
+
+    A member that joins a training under way starts where the others are. Keras lets a callback
+    decide that only in this way, which `keras.callbacks.BackupAndRestore` uses.
+    """
+    model._initial_epoch = epoch
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """Return the variables that ``optimizer`` was built with; none before.
+
+    A loaded optimizer was built without our knowledge, and ``apply(grads)`` means all of these.
+    """
+    variables: list[Any] = optimizer._trainable_variables
+    return variables
+
+
+def replace_clipping(optimizer: Any, averaged: Callable[[list[Any]], list[Any]]) -> None:
+    """Make ``optimizer`` clip what ``averaged`` returns for gradients, instead of these.
+
+    With ``gradient_accumulation_steps``, it is the only method that Keras calls with accumulated
+    gradients before it applies them, and only in the steps that do.
+    """
+    clip = optimizer._clip_gradients
+    vars(optimizer)["_clip_gradients"] = lambda grads: clip(averaged(grads))
+
+
+def losses_of_outputs(model: Any) -> list[Any]:
+    """Return the metrics of the losses of a model's outputs, which are among its metrics.
+
+    They count samples or batches, depending on what TensorFlow knows of the batches' shape, so
+    their counts are no weights. Keras marks them in no other way.
+    """
+    return list(getattr(getattr(model, "_compile_loss", None), "metrics", []))
+
+
+def know_direction(callback: Any) -> None:
+    """Make a callback that compares a metric decide now which values of it are better.
+
+    It would do so at the end of its first epoch, and forget the best value then (before Keras 3.8),
+    which a healed member has from the others.
+    """
+    if getattr(callback, "monitor_op", callback) is None:
+        callback._set_monitor_op()

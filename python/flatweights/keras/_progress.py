@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import dropwhile, takewhile
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 import keras
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from flatweights import Layout
 from flatweights._core import move_parts
+from flatweights.keras._hooks import SWAPPED, begin_at, know_direction
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.ray import ElsewhereError, Member, Round, is_replaceable
 from flatweights.tensorflow import TensorFlowVariables
@@ -41,7 +41,6 @@ _DECIDING: tuple[type[Any], ...] = (
 )
 # Whether the model has the moving averages, and their slots the weights, travels with both.
 _SWAPPING = keras.callbacks.SwapEMAWeights
-_SWAPPED = "_ema_weights_in_model"
 _BEST = "best_weights"
 _COUNTS = frozenset(
     (
@@ -161,14 +160,14 @@ class Progress:
     """
 
     def __init__(
-        self, lease: MemberLease, callback: Any, callbacks: Sequence[Any], state: State
+        self, lease: MemberLease, callback: Any, callbacks: list[Any], state: State
     ) -> None:
         """Begin, before the first epoch.
 
         Args:
             lease: The member.
             callback: One of the callbacks of the `fit`.
-            callbacks: All callbacks of the `fit`.
+            callbacks: All callbacks of the `fit`, in the list by which Keras calls them.
             state: The state that heals a member.
         """
         self.params: dict[str, Any] = callback.params
@@ -176,7 +175,8 @@ class Progress:
         self._lease = lease
         self._model = callback.model
         self._state = state
-        self._callbacks = callbacks
+        self._list = callbacks  # of which some are missing at the end of an epoch that is skipped
+        self._callbacks = [*callbacks]
         self._named = dict(zip(names_of(callbacks), callbacks, strict=True))
         self._epoch = -1
         self._others = -1  # the epoch in which the others were when this member was healed
@@ -193,7 +193,7 @@ class Progress:
         self._meet()
         self.has_joined = True
         self._epoch = self._state.place.epoch
-        self._model._initial_epoch = self.params["epochs"] if self.is_over else self._epoch
+        begin_at(self._model, self.params["epochs"] if self.is_over else self._epoch)
         self.is_apart = False
         self._joined = self._state.layout.new_buffer()
         self._state.gather_into(self._joined)
@@ -215,9 +215,10 @@ class Progress:
     def begin_epoch(self, epoch: int) -> None:
         """Meet the others; all callbacks of a `fit` call it."""
         if self.has_joined:
-            self._model._initial_epoch = None  # Keras has read it; no later `fit` may begin there
+            begin_at(self._model, None)  # Keras has read it; no later `fit` may begin there
             if self._pending is not None:  # `AverageWeights` has set its counts to zero
                 self._take_counts(self._pending, but=_SWAPPING)
+        self._show()
         if epoch == self._epoch:
             return
         self._epoch, self._done, self._ahead = epoch, 0, 0
@@ -264,16 +265,20 @@ class Progress:
         if self._pending is None:
             return
         for one in self._callbacks:
-            if getattr(one, "monitor_op", one) is None:  # set at the end of the first epoch
-                one._set_monitor_op()
+            know_direction(one)
         self._take_counts(self._pending, _DECIDING)  # other callbacks have counted since
         self._pending = None
 
     def pass_by(self, callback: Any) -> None:
         """Hide the end of this epoch from the deciding callbacks after ``callback``."""
-        for one in dropwhile(lambda other: other is not callback, self._callbacks):
-            if isinstance(one, _DECIDING):
-                vars(one)["on_epoch_end"] = functools.partial(_ignore_once, one)
+        after = next(k for k, one in enumerate(self._list) if one is callback)
+        seen = [one for one in self._list[after:] if not isinstance(one, _DECIDING)]
+        self._list[after:] = seen  # by which Keras goes on, after ``callback``
+
+    def _show(self) -> None:
+        """Let all callbacks see the next epoch, or the end."""
+        if len(self._list) < len(self._callbacks):
+            self._list[:] = self._callbacks
 
     @property
     def state(self) -> State:
@@ -319,6 +324,7 @@ class Progress:
 
     def end(self) -> None:
         """Meet the others at the end; wait a while for those that are late or being replaced."""
+        self._show()
         if self._joined is not None:  # there was no epoch
             self._state.scatter(self._joined)
             self._joined = None
@@ -331,7 +337,7 @@ class Progress:
                 pause = min(2 * pause, 1.0)
         if self._pending is not None:  # healed after the last epoch, or before any
             self._take_counts(self._pending, but=_SWAPPING)
-        self._model._initial_epoch = None
+        begin_at(self._model, None)
         self.is_apart = False
 
     def _meet(self, ends: bool = False) -> bool:
@@ -424,10 +430,5 @@ def _counts_of(callback: Any) -> dict[str, Any]:
     names = getattr(callback, "counted", None)
     if names is None:
         names = _COUNTS if isinstance(callback, _DECIDING) else ()
-        names = {_SWAPPED} if isinstance(callback, _SWAPPING) else names
+        names = {SWAPPED} if isinstance(callback, _SWAPPING) else names
     return {name: value for name, value in vars(callback).items() if name in names}
-
-
-def _ignore_once(callback: Any, epoch: int, logs: Any = None) -> None:
-    """Replace the `on_epoch_end` of ``callback`` for one call."""
-    del vars(callback)["on_epoch_end"]

@@ -5,6 +5,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from flatweights.keras._hooks import losses_of_outputs
+
 
 class Samples:
     """Counts the samples of an epoch, as the weight that Keras gives to the mean of the loss.
@@ -82,10 +84,7 @@ class Samples:
         if not self._by_log:
             return {}
         named: dict[str, Any] = {}
-        # The losses of several outputs count samples or batches, depending on what TensorFlow knows
-        # of the batches' shape.
-        losses = getattr(getattr(self._model, "_compile_loss", None), "metrics", [])
-        apart = {id(metric) for metric in losses}
+        apart = {id(metric) for metric in losses_of_outputs(self._model)}
         for metric in self._model.metrics:
             compiled = getattr(metric, "metrics", None)  # one metric has all that `compile` got
             values = metric.result() if compiled else None

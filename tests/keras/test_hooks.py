@@ -1,0 +1,226 @@
+"""The names of Keras that are not documented, and that `_hooks.py` alone uses.
+
+Each test drives one of them by the installed Keras. `HOOKS` has the versions of Keras whose source
+was read for it: a failure with a later one tells which name it has changed.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import flatweights.keras
+from flatweights.keras import _hooks
+
+PACKAGE = Path(flatweights.keras.__file__).parent
+# The names, and the first and the last version of Keras in which each is what `_hooks.py` expects.
+HOOKS = {
+    "fit: callbacks, self": ("3.5", "3.15"),
+    "CallbackList.on_train_begin: self": ("3.5", "3.15"),
+    "Model._initial_epoch": ("3.5", "3.15"),
+    "Model._compile_loss": ("3.5", "3.15"),
+    "Optimizer._trainable_variables": ("3.5", "3.15"),
+    "Optimizer._clip_gradients": ("3.5", "3.15"),
+    "EarlyStopping._set_monitor_op": ("3.5", "3.15"),  # of MonitorCallback since 3.12
+    "SwapEMAWeights._ema_weights_in_model": ("3.5", "3.15"),
+}
+
+
+def private_names(file: Path, own: set[str]) -> Iterator[str]:
+    """Yield the attributes that begin with ``_``, which are not of this package's classes."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        name = node.attr if isinstance(node, ast.Attribute) else None
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value if node.value.isidentifier() else None
+        if name is not None and re.match("_[^_]", name) and name not in own:
+            yield name
+
+
+def own_names(file: Path) -> Iterator[str]:
+    """Yield the names that the classes and the functions of a file define."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def test_no_other_file_has_a_private_name_of_keras() -> None:
+    files = [file for file in PACKAGE.glob("*.py") if file.name != "_hooks.py"]
+    assert len(files) > 8
+    own = {name for file in files for name in own_names(file)}
+    own |= {"_replace"}  # of named tuples
+    named = {file.name: set(private_names(file, own)) for file in files}
+    assert {file: names for file, names in named.items() if names} == {}
+    frames = re.compile(r"\bgc\b|currentframe|f_locals|f_back|tb_frame")
+    assert [file.name for file in files if frames.search(file.read_text())] == []
+
+
+def test_there_are_at_most_eight_and_each_has_a_test() -> None:
+    private = set(private_names(PACKAGE / "_hooks.py", set()))
+    assert private == {
+        "_" + name for _, dot, name in (hook.partition("._") for hook in HOOKS) if dot
+    }
+    assert len(HOOKS) <= 8
+
+
+def installed_is_known(hook: str) -> str:
+    """Return the beginning of the message of a test of ``hook`` that fails."""
+    first, last = HOOKS[hook]
+    return f"{hook}: as in Keras {first} to {last}; this is {keras.__version__}"
+
+
+class Spy(keras.callbacks.Callback):  # type: ignore[misc]
+    """Notes what hooks return in a `fit`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside: list[Any] = []
+        self.epochs: list[int] = []
+        self.begins_at: int | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.beside = _hooks.callbacks_beside(self)
+        self.before = _hooks.running_fit()
+        if self.begins_at is not None:
+            _hooks.begin_at(self.model, self.begins_at)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append(epoch)
+
+
+def network(**options: Any) -> Any:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(options.pop("optimizer", "sgd"), "mse", **options)
+    return model
+
+
+DATA = np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)
+
+
+def test_a_callback_finds_those_of_its_fit() -> None:
+    spy, other, model = Spy(), keras.callbacks.Callback(), network()
+    history = model.fit(*DATA, verbose=0, callbacks=[[other], spy])
+    why = installed_is_known("CallbackList.on_train_begin: self")
+    assert spy.beside == [other, spy, history], why
+    spy.on_train_begin()
+    assert spy.beside == [spy]
+
+
+def test_a_fit_that_calls_callbacks_in_another_way_is_refused_by_name() -> None:
+    class Model(keras.Sequential):  # type: ignore[misc]
+        """Such as that of a Keras whose `fit` would call each callback by itself."""
+
+        def make_train_function(self, force: bool = False) -> Any:
+            spy.on_train_begin()
+            return super().make_train_function(force)
+
+    spy, model = Spy(), Model([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match=f"Spy: expected that .* Keras {keras.__version__} does"):
+        model.fit(*DATA, verbose=0)
+
+
+def test_an_optimizer_finds_its_fit() -> None:
+    seen: list[Any] = []
+
+    class Noting(keras.optimizers.SGD):  # type: ignore[misc]
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            seen.append(_hooks.running_fit())
+            super().apply(grads, trainable_variables)
+
+    spy, model = Spy(), network(optimizer=Noting())
+    history = model.fit(*DATA, verbose=0, callbacks=[spy])
+    assert seen
+    for fit in (*seen, spy.before):
+        assert fit == (model, [spy, history]), installed_is_known("fit: callbacks, self")
+    seen.clear()
+    model.optimizer.apply([tf.zeros((2, 1)), tf.zeros(1)], model.trainable_variables)
+    assert seen == [None]
+
+
+def test_a_fit_begins_at_the_epoch_that_it_is_told() -> None:
+    spy, model = Spy(), network()
+    for begins_at, epochs in ((2, [2, 3]), (None, [0, 1, 2, 3]), (4, [])):
+        spy.begins_at = begins_at
+        spy.epochs = []
+        model.fit(*DATA, epochs=4, verbose=0, callbacks=[spy])
+        assert spy.epochs == epochs, installed_is_known("Model._initial_epoch")
+        _hooks.begin_at(model, None)
+
+
+def test_an_optimizer_knows_its_variables() -> None:
+    why = installed_is_known("Optimizer._trainable_variables")
+    for kind in (keras.optimizers.SGD, keras.optimizers.Adam):
+        variables = [keras.Variable([1.0]), keras.Variable([2.0])]
+        for optimizer in (kind(), keras.optimizers.LossScaleOptimizer(kind())):
+            assert _hooks.variables_of(optimizer) == [], why
+            optimizer.build(variables)
+            pairs = zip(_hooks.variables_of(optimizer), variables, strict=True)
+            assert all(one is other for one, other in pairs), why
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_accumulated_gradients_are_replaced_before_they_are_clipped(in_graph: bool) -> None:
+    variable = keras.Variable([0.0])
+    optimizer = keras.optimizers.SGD(1.0, clipvalue=3.0, gradient_accumulation_steps=2)
+    optimizer.build([variable])
+    _hooks.replace_clipping(optimizer, lambda sums: [2 * one for one in sums])
+
+    def step(gradient: Any) -> None:
+        optimizer.apply([gradient], [variable])
+
+    step = tf.function(step) if in_graph else step
+    values = []
+    for gradient in (0.5, 1.5, 10.0, 20.0):
+        step(tf.constant([gradient]))
+        values.append(float(variable[0]))
+    assert values == [0, -2, -2, -5], installed_is_known("Optimizer._clip_gradients")
+
+
+def test_the_losses_of_outputs_are_told_from_other_metrics() -> None:
+    inputs = keras.Input((2,))
+    outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
+    model = keras.Model(inputs, outputs)
+    assert _hooks.losses_of_outputs(model) == []
+    model.compile("sgd", ["mse", "mse"], metrics=[["mae"], ["mae"]])
+    model.fit(DATA[0], [DATA[1], DATA[1]], verbose=0)
+    names = {metric.name for metric in _hooks.losses_of_outputs(model)}
+    assert names == {"a_loss", "b_loss"}, installed_is_known("Model._compile_loss")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras reads a learning rate
+@pytest.mark.parametrize("kind", [keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau])
+def test_a_callback_keeps_the_best_value_that_it_was_given(kind: Any) -> None:
+    callback, model = kind("loss"), network()
+    callback.set_model(model)
+    callback.on_train_begin()
+    _hooks.know_direction(callback)
+    vars(callback).update(best=0.25)
+    callback.on_epoch_end(0, {"loss": 0.5})
+    assert (callback.best, callback.wait) == (0.25, 1), installed_is_known(
+        "EarlyStopping._set_monitor_op"
+    )
+
+
+def test_it_is_known_whether_the_moving_averages_are_in_the_model() -> None:
+    swaps = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    told: list[Any] = []
+
+    class Looks(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            told.append(vars(swaps).get(_hooks.SWAPPED))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            told.append(vars(swaps).get(_hooks.SWAPPED))
+
+    model = network(optimizer=keras.optimizers.SGD(use_ema=True))
+    model.fit(*DATA, batch_size=8, epochs=2, verbose=0, callbacks=[swaps, Looks()])
+    why = installed_is_known("SwapEMAWeights._ema_weights_in_model")
+    assert told == [False, True, False, True], why
