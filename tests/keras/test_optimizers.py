@@ -106,6 +106,31 @@ def test_under_the_policy_of_half_precision_the_loss_is_scaled(
         keras.config.set_dtype_policy("float32")
 
 
+def test_under_the_policy_of_the_model_it_is_told_how_to_scale(
+    member: flatweights.ray.Member,
+) -> None:
+    class Half(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(dtype="mixed_float16")
+            self.dense = keras.layers.Dense(1, dtype="mixed_float16")
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+    model = Half()
+    model(images("dense")[0])
+    model.compile(average_gradients(keras.optimizers.SGD(0.1), member=member), "mse")
+    for callbacks in ([AverageLogs()], [AverageWeights()], []):
+        with pytest.raises(
+            (ValueError, RuntimeError), match=r"average_gradients\(keras.optimizers.LossScaleOptim"
+        ):
+            model.fit(*images("dense"), verbose=0, callbacks=callbacks)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(average_gradients(scaled, member=member), "mse")
+    model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs()])
+    assert model.optimizer is scaled
+
+
 def test_an_overflow_halves_the_scale_and_skips_the_step(member: flatweights.ray.Member) -> None:
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
     average_gradients(optimizer, member=member)

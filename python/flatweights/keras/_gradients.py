@@ -578,8 +578,20 @@ class _Exchange:
 
 
 def averaging_of(model: Any) -> Averaging | None:
-    """Return the `Averaging` of the optimizer of ``model``; None without one."""
-    return averaging_of_optimizer(getattr(model, "optimizer", None))
+    """Return the `Averaging` of the optimizer of ``model``; None without one.
+
+    Raises:
+        ValueError: If another optimizer is around that one.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if averaging_of_optimizer(getattr(optimizer, "inner_optimizer", None)) is not None:
+        raise ValueError(
+            f"average_gradients: expected the optimizer of the model, got the one inside of its "
+            f"{type(optimizer).__name__}. Under the model's own policy mixed_float16, compile puts "
+            "the optimizer into a LossScaleOptimizer. Pass this to compile: average_gradients("
+            "keras.optimizers.LossScaleOptimizer(optimizer))"
+        )
+    return averaging_of_optimizer(optimizer)
 
 
 def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
