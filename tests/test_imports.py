@@ -84,3 +84,8 @@ def test_rooms_of_ray_import_only_those_below(room: str, below: set[str]) -> Non
             parts = name.split(".")
             if parts[:2] == ["flatweights", "ray"] and not parts[2].startswith("_"):
                 assert parts[2] in below | {room}, f"{room}/{file.name} imports {name}"
+
+
+def test_the_states_of_a_fit_know_no_keras_no_clock_and_no_member() -> None:
+    modules = {name.partition(".")[0] for name in imports(PACKAGE / "keras" / "_fit_states.py")}
+    assert modules == {"__future__", "collections", "dataclasses", "enum", "typing"}

@@ -173,7 +173,7 @@ def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
     check_alike([state for _, state in ended])
 
 
-@pytest.mark.parametrize("epoch", [None, 1])
+@pytest.mark.parametrize("epoch", [None, 1, EPOCHS])
 def test_a_replaced_member_keeps_no_weights_that_a_callback_restores(
     epoch: int | None, pool: ThreadPoolExecutor
 ) -> None:

@@ -101,12 +101,10 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         progress = self._progress
         if progress is None:
             return call(self._member, None)
-        result = progress.average(call, at=at)
-        if not progress.is_apart:
-            return result
-        if at == "epoch":
-            progress.pass_by(self)
-        return None
+        result = progress.average(call, in_step=False)
+        if at == "epoch":  # what callbacks after this one see
+            progress.end_epoch(self)
+        return None if progress.is_apart else result
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Read the number of samples of the training before the validation resets it."""

@@ -216,7 +216,6 @@ class Averaging:
         if model is None:
             return
         if self.progress is not None and self.progress.has_joined:
-            self.progress.begin(epoch)
             return
         self._is_started = False
         self._start(model.trainable_variables, in_step=False, epoch=epoch)
@@ -491,7 +490,7 @@ class Averaging:
             exchange.grads = grads
             with calls_are_equal(self.lease.take(), "step"):
                 if progress is not None:
-                    result = progress.average(functools.partial(self._call, exchange), at="step")
+                    result = progress.average(functools.partial(self._call, exchange), in_step=True)
                 elif self.lease.min_results is not None:
                     state = self._state_of(exchange.variables)
                     result = self._call(exchange, self.lease.take(), state)

@@ -41,7 +41,7 @@ def running_fit() -> Fit | None:
     """
     for frame in _callers():
         if frame.f_code is _FIT:
-            made = frame.f_locals.get("callbacks")
+            made: Any = frame.f_locals.get("callbacks")
             is_made = isinstance(made, keras.callbacks.CallbackList)
             return Fit(frame.f_locals["self"], made.callbacks if is_made else None)
     return None

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -16,6 +16,21 @@ from numpy.typing import NDArray
 
 from flatweights import Layout
 from flatweights._core import move_parts
+from flatweights.keras._fit_states import (
+    Action,
+    BatchEnds,
+    Elsewhere,
+    EpochBegins,
+    EpochEnds,
+    Event,
+    FitEnds,
+    FitState,
+    Healed,
+    Joins,
+    Met,
+    Phase,
+    move,
+)
 from flatweights.keras._hooks import SWAPPED, begin_at, know_direction
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.ray import ElsewhereError, Member, Round, is_replaceable
@@ -144,18 +159,14 @@ class State:
 
 
 class Progress:
-    """One `fit` of one member, while other members may be at other places of their `fit`.
+    """One `fit` of one member, while other members may be at other places of theirs.
 
-    All members meet at the beginning of each epoch, and at the end. A member that lacks the state
-    is healed there, or in another call of the `fit`. If it is then at another place than the
-    others, it stays apart: its steps average nothing, and its epochs end with their first batch. So
-    it skips the epochs that the others have begun already, and meets them at the beginning of the
-    next one. Callbacks that decide by their counts do not see the skipped epochs.
+    It tells events to `_fit_states`, and does what follows. A member that is not where the others
+    are takes part in no calls except meetings: its steps average nothing, and its epochs end with
+    their first batch. Callbacks that decide by their counts do not see these epochs.
 
     Attributes:
         params: The parameters of the `fit`, by which its callbacks are recognised.
-        is_apart: Whether the member takes part in no calls except the meetings of epochs.
-        is_over: Whether the others have ended their training.
         has_joined: Whether the training was under way when this `fit` began.
     """
 
@@ -171,207 +182,172 @@ class Progress:
             state: The state that heals a member.
         """
         self.params: dict[str, Any] = callback.params
-        self.is_apart = self.is_over = self.has_joined = False
+        self.has_joined = False
         self._lease = lease
         self._model = callback.model
         self._state = state
         self._list = callbacks  # of which some are missing at the end of an epoch that is skipped
         self._callbacks = [*callbacks]
         self._named = dict(zip(names_of(callbacks), callbacks, strict=True))
-        self._epoch = -1
-        self._others = -1  # the epoch in which the others were when this member was healed
-        self._is_before = False  # whether the others were at the beginning of that epoch
-        self._done = 0  # finished batches of this epoch
-        self._ahead = 0  # batches by which the others are ahead: they end the epoch sooner
-        self._breaks = False  # whether this epoch was cut short
-        self._pending: Place | None = None  # callbacks continue from its counts
-        self._held: NDArray[np.uint8] | None = None  # the state to keep while this member is apart
-        self._joined: NDArray[np.uint8] | None = None  # the state that `join` got, until `begin`
+        by_one = callback.model.steps_per_execution == 1
+        self._now = FitState(steps=self.params.get("steps") if by_one else None)
+        self._last: Any = None  # the callback that has told the end of the epoch
+        self._pending: Place | None = None  # deciding callbacks go on from its counts
+        self._copy: NDArray[np.uint8] | None = None  # of the state
+        self._until, self._pause = 0.0, 0.0  # while the end waits for others
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the member takes part in no calls except the meetings of epochs."""
+        return self._now.phase.skips
 
     def join(self) -> None:
         """Wait until the others begin an epoch or end; get healed, and make `fit` begin there."""
-        self._meet()
         self.has_joined = True
-        self._epoch = self._state.place.epoch
-        begin_at(self._model, self.params["epochs"] if self.is_over else self._epoch)
-        self.is_apart = False
-        self._joined = self._state.layout.new_buffer()
-        self._state.gather_into(self._joined)
-
-    def begin(self, epoch: int) -> None:
-        """Before the first epoch, take the state that `join` got: a callback may have set another.
-
-        `keras.callbacks.BackupAndRestore` sets weights of an earlier epoch, and then begins there.
-
-        Args:
-            epoch: The epoch.
-        """
-        if self._joined is not None and epoch == self._epoch:
-            self._state.scatter(self._joined)
-        elif self._joined is not None:
-            self._lease.take().lacks_state = True
-        self._joined = None
+        self._tell(Joins())
 
     def begin_epoch(self, epoch: int) -> None:
         """Meet the others; all callbacks of a `fit` call it."""
         if self.has_joined:
             begin_at(self._model, None)  # Keras has read it; no later `fit` may begin there
-            if self._pending is not None:  # `AverageWeights` has set its counts to zero
-                self._take_counts(self._pending, but=_SWAPPING)
         self._show()
-        if epoch == self._epoch:
-            return
-        self._epoch, self._done, self._ahead = epoch, 0, 0
-        if self.is_apart and epoch <= self._others:
-            if epoch == self._others and self._is_before:  # this member can take part from now on
-                self.is_apart, self._held = False, None
-            return
-        self._held = None
-        self._meet()
-        while self.is_apart and self._others < epoch:
-            self._meet()
-        if self.is_over:  # this epoch is beyond the end of the others' training
-            self.is_apart = True
-        if self.is_apart:
-            self._held = self._state.layout.new_buffer()
-            self._state.gather_into(self._held)
+        self._tell(EpochBegins(epoch))
 
     def end_batch(self, batch: int) -> None:
         """End the epoch if this member is apart, or after the last step of the others."""
-        self._done = batch + 1
-        is_last = self._ahead > 0 and self._done + self._ahead >= self.params["steps"]
-        if self.is_apart or is_last:
-            self._breaks = self._model.stop_training = True
-        if self._held is not None:
-            self._state.scatter(self._held)
-            self._take_counts(self._state.place, _SWAPPING)
+        self._tell(BatchEnds(batch))
 
     def end_epoch(self, callback: Any) -> None:
         """Let `fit` go on, unless it is over; callbacks go on from the counts of the others.
 
         Args:
-            callback: The callback that makes this call.
+            callback: The callback that makes this call: those after it are about to see the epoch.
         """
-        if self.is_apart:
-            self.pass_by(callback)
-        else:
-            self._count_on()
-        if self._breaks:
-            self._breaks = False
-            self._model.stop_training = self.is_over
+        self._last = callback
+        self._tell(EpochEnds())
 
-    def _count_on(self) -> None:
-        """If this member was healed, let Keras' callbacks go on from the giver's counts."""
-        if self._pending is None:
-            return
-        for one in self._callbacks:
-            know_direction(one)
-        self._take_counts(self._pending, _DECIDING)  # other callbacks have counted since
-        self._pending = None
-
-    def pass_by(self, callback: Any) -> None:
-        """Hide the end of this epoch from the deciding callbacks after ``callback``."""
-        after = next(k for k, one in enumerate(self._list) if one is callback)
-        seen = [one for one in self._list[after:] if not isinstance(one, _DECIDING)]
-        self._list[after:] = seen  # by which Keras goes on, after ``callback``
-
-    def _show(self) -> None:
-        """Let all callbacks see the next epoch, or the end."""
-        if len(self._list) < len(self._callbacks):
-            self._list[:] = self._callbacks
+    def end(self) -> None:
+        """Meet the others at the end; wait a while for those that are late or being replaced."""
+        self._show()
+        patience = max(_LAST, self._lease.timeout or 0.0, _REPLACED * is_replaceable())
+        self._until = time.monotonic() + patience
+        self._tell(FitEnds())
+        begin_at(self._model, None)
 
     @property
     def state(self) -> State:
         """The state that heals this or another member, with this member's place."""
         counts = {k: own for k, one in self._named.items() if (own := _counts_of(one))}
-        self._state.place = Place(self._epoch, self._done + self._ahead, counts)
+        self._state.place = Place(self._now.epoch, self._now.done + self._now.ahead, counts)
         return self._state
 
-    def average(
-        self, call: Callable[[Member, State], Round], *, at: Literal["step", "batch", "epoch"]
-    ) -> Round | None:
+    def average(self, call: Callable[[Member, State], Round], *, in_step: bool) -> Round | None:
         """Return the result of ``call``; None if the other members are at another place.
 
         Args:
             call: A call of the member with the state.
-            at: The place of the call: in a step, or at the end of a batch or of an epoch.
+            in_step: Whether it is made in a step, rather than at the end of a batch or of an epoch.
         """
         member = self._lease.take()
         member.raises_elsewhere = True
         try:
             result = call(member, self.state)
         except ElsewhereError:
-            self.is_apart = True
+            self._tell(Elsewhere())
             return None
         if member.rank in result.healed:
-            self._go_on_from(self._state.place, at)
+            giver = self._take_over()
+            self._tell(Healed(giver.epoch, giver.steps, in_step))
         return result
 
-    def _go_on_from(self, giver: Place, at: Literal["step", "batch", "epoch"]) -> None:
-        """Decide where this member goes on, after it was healed."""
-        self._take_over(giver)
-        by_step = self._model.steps_per_execution == 1 and self.params.get("steps") is not None
-        ahead = giver.steps - self._done
-        is_alike = giver.epoch == self._epoch
-        if is_alike and by_step and ahead >= self._ahead:
-            # This member is at the giver's place, and may be the next giver. All members have the
-            # same number of batches.
-            self._ahead = ahead
-        elif not (is_alike and at != "step" and ahead == self._ahead):
-            self.is_apart, self._others, self._is_before = True, giver.epoch, False
-        if at == "epoch" and not self.is_apart:
-            self._count_on()
+    def _tell(self, event: Event) -> None:
+        """Do what follows ``event``, and what follows the meetings in it."""
+        following: Event | None = event
+        while following is not None:
+            self._now, actions = move(self._now, following)
+            following = None
+            for action in actions:
+                following = self._do(action)
 
-    def end(self) -> None:
-        """Meet the others at the end; wait a while for those that are late or being replaced."""
-        self._show()
-        if self._joined is not None:  # there was no epoch
-            self._state.scatter(self._joined)
-            self._joined = None
-        if not self.is_over:
-            patience = max(_LAST, self._lease.timeout or 0.0, _REPLACED * is_replaceable())
-            until, pause = time.monotonic() + patience, _PAUSE
-            self._epoch += 1
-            while self._meet(ends=True) and time.monotonic() < until:
-                time.sleep(pause)
-                pause = min(2 * pause, 1.0)
-        if self._pending is not None:  # healed after the last epoch, or before any
-            self._take_counts(self._pending, but=_SWAPPING)
-        begin_at(self._model, None)
-        self.is_apart = False
+    def _do(self, action: Action) -> Met | None:
+        """Do ``action``; return the event that follows it."""
+        match action:
+            case Action.MEET:
+                return self._meet()
+            case Action.MEET_LACKING:
+                self._lease.take().lacks_state = True
+                return self._meet()
+            case Action.KEEP:
+                self._copy = self._state.layout.new_buffer()
+                self._state.gather_into(self._copy)
+            case Action.RESTORE:
+                assert self._copy is not None
+                self._state.scatter(self._copy)
+                self._take_counts(self._state.place, _SWAPPING)
+            case Action.BEGIN_THERE:
+                begin_at(self._model, self._now.others)
+            case Action.BEGIN_NOWHERE:
+                begin_at(self._model, self.params["epochs"])
+            case Action.END_EPOCH:
+                self._model.stop_training = True
+            case Action.GO_ON:
+                self._model.stop_training = False
+            case Action.HIDE:
+                self._hide()
+            case Action.TAKE_COUNTS if self._pending is not None:
+                self._take_counts(self._pending, but=_SWAPPING)
+            case Action.TAKE_DECIDING if self._pending is not None:
+                for one in self._callbacks:
+                    know_direction(one)
+                self._take_counts(self._pending, _DECIDING)  # other callbacks have counted since
+                self._pending = None
+        return None
 
-    def _meet(self, ends: bool = False) -> bool:
-        """Send this member's place; get healed if needed; return whether a member may come."""
-        member = self._lease.take()
+    def _meet(self) -> Met:
+        """Send this member's place; get healed if needed."""
+        member, ends = self._lease.take(), self._now.phase is Phase.ENDING
         member.raises_elsewhere = False
-        if self.is_apart:
-            member.lacks_state = True
-        place = np.array([self._epoch, ends], np.float64)
+        time.sleep(self._pause)
         with calls_are_equal(member, "epoch"):
-            met = member.average(
-                {"place": place},
+            met = member.all_gather(
+                (self._now.epoch, ends),
+                "place",
                 timeout=self._lease.timeout,
                 min_results=self._lease.min_results,
                 state=self.state,
             )
-        epoch, over = met.weights["place"]
-        self.is_over = bool(over)
+        places: list[tuple[int, bool]] = [met.weights[rank] for rank in sorted(met.used)]
         is_healed = member.rank in met.healed
         if is_healed:
-            self._take_over(self._state.place)
-            self._others, self._is_before = round(epoch), True
-        self.is_apart = is_healed and self._others != self._epoch and not self.is_over
-        return bool(met.late or (met.failed and is_replaceable()))
+            self._take_over()
+        if ends:
+            self._pause = min(2 * self._pause or _PAUSE, 1.0)
+        may_come = bool(met.late or (met.failed and is_replaceable()))
+        may_come = may_come and time.monotonic() < self._until
+        return Met(places[0][0], any(over for _, over in places), is_healed, may_come)
 
-    def _take_over(self, giver: Place) -> None:
-        """Go on from the counts of the giver; warn about callbacks that the giver does not have."""
-        self._pending = giver
+    def _hide(self) -> None:
+        """Hide the end of this epoch from the deciding callbacks after the one that has told it."""
+        places = (k for k, one in enumerate(self._list) if one is self._last)
+        after = next(places, len(self._list))  # another callback may hold that one
+        seen = [one for one in self._list[after:] if not isinstance(one, _DECIDING)]
+        self._list[after:] = seen  # by which Keras goes on, after that callback
+
+    def _show(self) -> None:
+        """Let all callbacks see the next epoch, or the end."""
+        if len(self._list) < len(self._callbacks):
+            self._list[:] = self._callbacks
+
+    def _take_over(self) -> Place:
+        """Go on from the giver's counts, and return its place; warn about callbacks it lacks."""
+        giver = self._pending = self._state.place
         self._take_counts(giver)
         for name, one in self._named.items():
             if isinstance(one, _DECIDING) and name not in giver.counts:
                 _log.warning(
                     "%s begins anew: the member that gave the state has no such callback", name
                 )
+        return giver
 
     def _take_counts(
         self,

@@ -1,0 +1,269 @@
+"""The states of a member in a `fit` that goes on without members that are late or have died.
+
+A member trains together with the others, or apart from them: they have gone on without it. It gets
+the state of their training, is healed, in a step or where all meet: at the beginning of each epoch,
+and at the end. Then it goes on from where they are. If it cannot, because they are in the middle of
+a later epoch, it skips epochs, each of which ends with its first batch, until it meets them.
+
+`RULES` is the table of that. `move` looks up what happens, and changes nothing but what it returns.
+So it knows no Keras, no clock and no member, and a test can drive it through all orders of events.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+
+class Phase(enum.Enum):
+    """Where a member is, compared with the others."""
+
+    NEW = "its `fit` has begun no epoch"
+    JOINING = "it waits until the others begin an epoch, or end"
+    JOINED = "it has the state with which they begin an epoch"
+    LATE = "it has the state with which they have ended"
+    MEETING = "it waits for them at the beginning of its epoch"
+    TOGETHER = "it is where they are"
+    APART = "they are elsewhere, and it lacks their state"
+    EARLY = "it has the state with which they begin a later epoch"
+    OVER = "they have ended"
+    ENDING = "it waits for them after its last epoch"
+    ENDED = "its `fit` is over"
+
+    @property
+    def skips(self) -> bool:
+        """Whether the member takes part in no calls but meetings."""
+        return self in (Phase.APART, Phase.EARLY, Phase.OVER)
+
+
+class Action(enum.Enum):
+    """What a member does after an event; the state after it has the numbers."""
+
+    MEET = "meet"
+    MEET_LACKING = "meet, lacking the state"
+    KEEP = "keep a copy of the state"
+    RESTORE = "take the copy"
+    BEGIN_THERE = "begin `fit` with their epoch"
+    BEGIN_NOWHERE = "begin no epoch"
+    END_EPOCH = "end the epoch"
+    GO_ON = "go on after it"
+    HIDE = "hide the epoch from deciding callbacks"
+    TAKE_COUNTS = "all callbacks take the giver's counts"
+    TAKE_DECIDING = "deciding callbacks take the giver's counts"
+
+
+@dataclass(frozen=True)
+class FitState:
+    """A member's state in a `fit`.
+
+    Attributes:
+        phase: The phase.
+        steps: The batches of an epoch, if they are known and each is an execution of its own.
+        epoch: The epoch; -1 before the first.
+        done: The finished batches of the epoch.
+        ahead: The batches by which the others are ahead in it: they end it sooner.
+        others: The epoch in which the others are or, where they were met, which they begin.
+        is_cut: Whether this epoch was ended before its last batch.
+    """
+
+    phase: Phase = Phase.NEW
+    steps: int | None = None
+    epoch: int = -1
+    done: int = 0
+    ahead: int = 0
+    others: int = -1
+    is_cut: bool = False
+
+
+class Joins(NamedTuple):
+    """`fit` begins while the training of the others is under way."""
+
+
+class EpochBegins(NamedTuple):
+    """`fit` begins an epoch."""
+
+    epoch: int
+
+
+class Met(NamedTuple):
+    """The members have met.
+
+    Attributes:
+        epoch: The epoch that the others begin, or would begin if they did not end.
+        is_over: Whether one of them has ended.
+        is_healed: Whether this member got their state and counts there.
+        may_come: Whether one that is late or is being replaced may still come to the end.
+    """
+
+    epoch: int
+    is_over: bool = False
+    is_healed: bool = False
+    may_come: bool = False
+
+
+class Healed(NamedTuple):
+    """This member got the state and the counts of another one in an average.
+
+    Attributes:
+        epoch: The epoch of that one.
+        batches: The batches of it that it has finished, with those by which others are ahead of it.
+        in_step: Whether it was an average of gradients, in a step.
+    """
+
+    epoch: int
+    batches: int
+    in_step: bool
+
+
+class Elsewhere(NamedTuple):
+    """The others have made another call than the one in which this member waits for the state."""
+
+
+class BatchEnds(NamedTuple):
+    """`fit` has finished a batch, or several of them in one execution."""
+
+    batch: int
+
+
+class EpochEnds(NamedTuple):
+    """`fit` has finished an epoch, and callbacks are about to see it."""
+
+
+class FitEnds(NamedTuple):
+    """`fit` has finished its last epoch."""
+
+
+Event = Joins | EpochBegins | Met | Healed | Elsewhere | BatchEnds | EpochEnds | FitEnds
+
+
+class Rule(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        phases: It is for these phases,
+        event: for this kind of event,
+        when: and if this one of `CONDITIONS` is true.
+        then: The next phase; None, if it stays the same.
+        actions: What the member does then, in this order.
+    """
+
+    phases: tuple[Phase, ...]
+    event: type[Any]
+    when: str
+    then: Phase | None
+    actions: tuple[Action, ...] = ()
+
+
+def _is_further(now: FitState, giver: Healed) -> bool:
+    # If they ended the epoch later than this member has told others, one may have ended it already.
+    return giver.epoch == now.epoch and giver.batches - now.done >= now.ahead
+
+
+# By the state that has the event's numbers already, and the event.
+CONDITIONS: dict[str, Callable[[FitState, Any], bool]] = {
+    "": lambda now, event: True,
+    "they begin it": lambda now, event: now.epoch == now.others,
+    "they begin a later one": lambda now, event: now.epoch < now.others,
+    "they are in it, or in a later one": lambda now, event: now.epoch <= now.others,
+    "it is the last for them": lambda now, event: (
+        now.ahead > 0 and now.done + now.ahead >= (now.steps or 0)
+    ),
+    "it was cut short": lambda now, event: now.is_cut,
+    "one has ended": lambda now, met: met.is_over,
+    "none has ended": lambda now, met: not met.is_over,
+    "one may come": lambda now, met: met.may_come,
+    "healed, in an earlier epoch": lambda now, met: met.is_healed and met.epoch < now.epoch,
+    "healed, in a later epoch": lambda now, met: met.is_healed and met.epoch > now.epoch,
+    "at the same batch of the epoch, or at a later one": lambda now, giver: (
+        now.steps is not None and _is_further(now, giver)
+    ),
+    "between steps, at the same batch of the epoch": lambda now, giver: (
+        not giver.in_step and giver[:2] == (now.epoch, now.done + now.ahead)
+    ),
+}
+
+_P, _A = Phase, Action
+
+# For each phase and event, the first row counts whose condition is true. Other events cannot occur.
+RULES = (
+    Rule((_P.NEW,), Joins, "", _P.JOINING, (_A.MEET,)),
+    Rule((_P.JOINING,), Met, "one has ended", _P.LATE, (_A.KEEP, _A.BEGIN_NOWHERE)),
+    Rule((_P.JOINING,), Met, "", _P.JOINED, (_A.KEEP, _A.BEGIN_THERE)),
+    Rule((_P.JOINED,), EpochBegins, "they begin it", _P.TOGETHER, (_A.RESTORE, _A.TAKE_COUNTS)),
+    Rule((_P.JOINED,), EpochBegins, "", _P.MEETING, (_A.MEET_LACKING,)),
+    Rule((_P.LATE,), EpochBegins, "", _P.OVER, (_A.RESTORE, _A.TAKE_COUNTS)),
+    Rule((_P.NEW, _P.TOGETHER), EpochBegins, "", _P.MEETING, (_A.MEET,)),
+    Rule((_P.APART,), EpochBegins, "they are in it, or in a later one", None),
+    Rule((_P.EARLY,), EpochBegins, "they begin a later one", None),
+    Rule((_P.EARLY,), EpochBegins, "they begin it", _P.TOGETHER),
+    Rule((_P.APART, _P.EARLY), EpochBegins, "", _P.MEETING, (_A.MEET_LACKING,)),
+    Rule((_P.OVER,), EpochBegins, "", None),
+    Rule((_P.MEETING,), Met, "one has ended", _P.OVER, (_A.KEEP,)),
+    Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET_LACKING,)),
+    Rule((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY, (_A.KEEP,)),
+    Rule((_P.MEETING,), Met, "", _P.TOGETHER),
+    Rule((_P.TOGETHER,), Elsewhere, "", _P.APART),
+    Rule((_P.TOGETHER,), Healed, "at the same batch of the epoch, or at a later one", None),
+    Rule((_P.TOGETHER,), Healed, "between steps, at the same batch of the epoch", None),
+    Rule((_P.TOGETHER,), Healed, "", _P.APART),
+    Rule((_P.TOGETHER,), BatchEnds, "it is the last for them", None, (_A.END_EPOCH,)),
+    Rule((_P.TOGETHER,), BatchEnds, "", None),
+    Rule((_P.APART,), BatchEnds, "", None, (_A.END_EPOCH,)),
+    Rule((_P.EARLY, _P.OVER), BatchEnds, "", None, (_A.RESTORE, _A.END_EPOCH)),
+    Rule((_P.TOGETHER,), EpochEnds, "it was cut short", None, (_A.TAKE_DECIDING, _A.GO_ON)),
+    Rule((_P.TOGETHER,), EpochEnds, "", None, (_A.TAKE_DECIDING,)),
+    Rule((_P.APART, _P.EARLY), EpochEnds, "it was cut short", None, (_A.HIDE, _A.GO_ON)),
+    Rule((_P.APART, _P.EARLY), EpochEnds, "", None, (_A.HIDE,)),
+    Rule((_P.OVER,), EpochEnds, "", None, (_A.HIDE,)),
+    Rule((_P.NEW, _P.TOGETHER), FitEnds, "", _P.ENDING, (_A.MEET,)),
+    Rule((_P.JOINED, _P.APART, _P.EARLY), FitEnds, "", _P.ENDING, (_A.MEET_LACKING,)),
+    Rule((_P.LATE,), FitEnds, "", _P.ENDED, (_A.RESTORE, _A.TAKE_COUNTS)),
+    Rule((_P.OVER,), FitEnds, "", _P.ENDED),
+    Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET_LACKING,)),
+    Rule((_P.ENDING,), Met, "one may come", None, (_A.MEET,)),
+    Rule((_P.ENDING,), Met, "", _P.ENDED),
+)
+
+
+def move(state: FitState, event: Event) -> tuple[FitState, tuple[Action, ...]]:
+    """Return the state after ``event``, and what the member does then, in this order.
+
+    Raises:
+        ValueError: If the event cannot occur in this state.
+    """
+    if isinstance(event, EpochBegins) and event.epoch == state.epoch:
+        return state, ()  # another callback of the `fit` has told it
+    now = _counted(state, event)
+    for rule in RULES:
+        is_it = now.phase in rule.phases and isinstance(event, rule.event)
+        if is_it and CONDITIONS[rule.when](now, event):
+            break
+    else:
+        raise ValueError(f"{event}: cannot occur in the phase {state.phase.name}")
+    then = rule.then or now.phase
+    if isinstance(event, Healed) and then is Phase.TOGETHER:
+        now = replace(now, ahead=event.batches - now.done)
+    if then is Phase.APART:
+        now = replace(now, ahead=0)
+    is_cut = now.is_cut and not isinstance(event, EpochEnds)
+    now = replace(now, phase=then, is_cut=is_cut or _A.END_EPOCH in rule.actions)
+    return now, rule.actions
+
+
+def _counted(state: FitState, event: Event) -> FitState:
+    """Return ``state`` with the numbers of ``event``."""
+    match event:
+        case EpochBegins(epoch):
+            return replace(state, epoch=epoch, done=0, ahead=0, is_cut=False)
+        case FitEnds():
+            last = state.others - 1 if state.phase is Phase.JOINED else state.epoch
+            return replace(state, epoch=last + 1, done=0, ahead=0)
+        case BatchEnds(batch):
+            return replace(state, done=batch + 1)
+        case Met(epoch) if state.phase is Phase.ENDING:  # it may have had fewer
+            return replace(state, epoch=epoch, others=epoch)
+        case Met() | Healed():
+            return replace(state, others=event.epoch)
+    return state
