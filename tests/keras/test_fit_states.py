@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatweights.keras import _fit_states
 from flatweights.keras._fit_states import (
     CONDITIONS,
     RULES,
@@ -35,6 +34,7 @@ from flatweights.keras._fit_states import (
     Phase,
     Rule,
     move,
+    table_of,
 )
 
 EPOCHS, STEPS = 4, 4
@@ -172,8 +172,7 @@ class Member:
     def tell(self, event: Event) -> Running:
         following: Event | None = event
         while following is not None:
-            rules = self.group.rules
-            self.now, actions = moved(rules, self.now, following)
+            self.now, actions = move(self.now, following, self.group.table)
             self.group.told.append((self.now, following, actions))
             following = None
             for action in actions:
@@ -220,7 +219,7 @@ class Group:
         **options: Any,
     ) -> None:
         self.restores = restores  # the epoch at which a replacement begins by itself
-        self.rules, self.steps = rules, STEPS if by_one else None
+        self.table, self.steps = table_of(rules), STEPS if by_one else None
         self.number = self.version = 0
         self.last = Call("start"), Reply(0, 0, 0, False, False)
         self.told: deque[Any] = deque(maxlen=40)
@@ -301,17 +300,6 @@ class Group:
 
     def answer(self, member: Member, reply: Reply) -> None:
         member.reply, member.call = reply, None
-
-
-def moved(
-    rules: Sequence[Rule], state: FitState, event: Event
-) -> tuple[FitState, tuple[Action, ...]]:
-    """Return what `move` does, by ``rules``."""
-    if rules is RULES:
-        return move(state, event)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_fit_states, "RULES", rules)
-        return move(state, event)
 
 
 def simulate(

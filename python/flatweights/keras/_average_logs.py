@@ -143,8 +143,7 @@ class AverageLogs(MemberCallback):
         def exchange(member: Member, state: State | None) -> Round:
             return member.average(
                 part,
-                timeout=self._lease.timeout,
-                min_results=self._lease.min_results,
+                **self._lease.terms,
                 nonfinite="raise" if self._nonfinite == "raise" else "propagate",
                 rule=self._rule,
                 state=state,

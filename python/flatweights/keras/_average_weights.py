@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Callable
 from typing import Any, Literal
@@ -235,12 +234,7 @@ class AverageWeights(MemberCallback):
         trained, lease = self._trained, self._lease
         # Members that have been late are not at the same call as the others.
         if lease.timeout is None or lease.min_results is None:
-            end = {"the end of training": np.float64(trained)}
-            with calls_are_equal(self._member, "end"):
-                mean = self._member.average(
-                    end, timeout=lease.timeout, min_results=lease.min_results
-                ).weights
-            trained = bool(mean["the end of training"])
+            trained = any(lease.gather(trained, "the end of training", at="end").weights.values())
         if trained:
             self._progress = None  # all members that are still there have the state
             self._average("epoch")
@@ -252,16 +246,15 @@ class AverageWeights(MemberCallback):
         """Average the best weights that ``keeper`` is about to set: no average ended that epoch."""
         lease, best = self._lease, keeper.best_weights
         weight = self._samples.read() or 1.0 if self._weight == "samples" else self._weight
-        terms: Any = {"timeout": lease.timeout, "min_results": lease.min_results}
-        with calls_are_equal(self._member, "end"):
-            kept = self._member.average({"has best weights": np.float64(best is not None)}, **terms)
-            if best is not None and kept.weights["has best weights"] == 1.0:
-                result = self._member.average(best, weight, **terms, **self._options)
-                keeper.best_weights = result.weights
-            elif kept.weights["has best weights"]:
-                _log.warning(
-                    "AverageWeights: some members have no best weights, so the others set their own"
-                )
+        has_best = lease.gather(best is not None, "best weights", at="end").weights.values()
+        if best is not None and all(has_best):
+            with calls_are_equal(self._member, "end"):
+                result = self._member.average(best, weight, **lease.terms, **self._options)
+            keeper.best_weights = result.weights
+        elif any(has_best):
+            _log.warning(
+                "AverageWeights: some members have no best weights, so the others set their own"
+            )
 
     def _end_epoch(self) -> None:
         if self._is_epoch_over or self._is_apart:
@@ -306,9 +299,9 @@ class AverageWeights(MemberCallback):
             self._broadcast(outer)
         if self.outer is not None:
             numbers = {n: f"{one:g}" for n, one in self.outer.state.items() if "/" not in n}
-            settings = json.dumps({"outer": type(self.outer).__name__, **numbers}).encode()
+            settings = {"outer": type(self.outer).__name__, **numbers}
             expected = "outer: expected an optimizer with the same settings in all members"
-            check_alike(self._lease, expected, settings)
+            check_alike(expected, self._lease.gather(settings, "outer", at="start").weights)
             self._stepped = model
         self._is_started = True
 
@@ -318,12 +311,11 @@ class AverageWeights(MemberCallback):
         If that member dies meanwhile, another one takes its place.
         """
         lease, member = self._lease, self._member
-        there = {"the first weights": np.zeros(1)}
         while True:
+            ranks = lease.gather(None, "the first weights", at="start").used
             with calls_are_equal(member, "start"):
-                met = member.average(there, timeout=lease.timeout, min_results=lease.min_results)
                 try:
-                    self._take_from(min(met.used), outer)
+                    self._take_from(min(ranks), outer)
                     return
                 except WorkerError:
                     if lease.min_results is None:
@@ -370,9 +362,8 @@ class AverageWeights(MemberCallback):
         return member.average_variables(
             plain,
             weight,
-            timeout=self._lease.timeout,
-            min_results=self._lease.min_results,
             state=state,
+            **self._lease.terms,
             **self._options,
         )
 

@@ -12,7 +12,7 @@ So it knows no Keras, no clock and no member, and a test can drive it through al
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -227,43 +227,53 @@ RULES = (
 )
 
 
-def move(state: FitState, event: Event) -> tuple[FitState, tuple[Action, ...]]:
+Table = dict[tuple[Phase, type[Any]], list[Rule]]
+
+
+def table_of(rules: Sequence[Rule]) -> Table:
+    """Return ``rules`` by phase and kind of event."""
+    table: Table = {}
+    for rule in rules:
+        for phase in rule.phases:
+            table.setdefault((phase, rule.event), []).append(rule)
+    return table
+
+
+_TABLE = table_of(RULES)
+
+
+def move(
+    state: FitState, event: Event, table: Table = _TABLE
+) -> tuple[FitState, tuple[Action, ...]]:
     """Return the state after ``event``, and what the member does then, in this order.
 
     Raises:
         ValueError: If the event cannot occur in this state.
     """
-    if isinstance(event, EpochBegins) and event.epoch == state.epoch:
-        return state, ()  # another callback of the `fit` has told it
-    now = _counted(state, event)
-    for rule in RULES:
-        is_it = now.phase in rule.phases and isinstance(event, rule.event)
-        if is_it and CONDITIONS[rule.when](now, event):
+    phase = state.phase
+    match event:
+        case EpochBegins(epoch) if epoch == state.epoch:
+            return state, ()  # another callback of the `fit` has told it
+        case EpochBegins(epoch):
+            state = replace(state, epoch=epoch, done=0, ahead=0)
+        case FitEnds():
+            state = replace(state, epoch=state.epoch + 1, done=0, ahead=0)
+        case BatchEnds(batch):
+            state = replace(state, done=batch + 1)
+        case Met(epoch) if phase is Phase.ENDING:  # it may have had fewer
+            state = replace(state, epoch=epoch)
+        case Met(epoch) | Healed(epoch):
+            state = replace(state, others=epoch)
+    for rule in table.get((phase, type(event)), ()):
+        if CONDITIONS[rule.when](state, event):
             break
     else:
-        raise ValueError(f"{event}: cannot occur in the phase {state.phase.name}")
-    then = rule.then or now.phase
-    if isinstance(event, Healed) and then is Phase.TOGETHER:
-        now = replace(now, ahead=event.batches - now.done)
-    if then is Phase.APART:
-        now = replace(now, ahead=0)
-    is_cut = now.is_cut and not isinstance(event, EpochEnds)
-    now = replace(now, phase=then, is_cut=is_cut or _A.END_EPOCH in rule.actions)
-    return now, rule.actions
-
-
-def _counted(state: FitState, event: Event) -> FitState:
-    """Return ``state`` with the numbers of ``event``."""
-    match event:
-        case EpochBegins(epoch):
-            return replace(state, epoch=epoch, done=0, ahead=0, is_cut=False)
-        case FitEnds():
-            last = state.others - 1 if state.phase is Phase.JOINED else state.epoch
-            return replace(state, epoch=last + 1, done=0, ahead=0)
-        case BatchEnds(batch):
-            return replace(state, done=batch + 1)
-        case Met(epoch) if state.phase is Phase.ENDING:  # it may have had fewer
-            return replace(state, epoch=epoch, others=epoch)
-        case Met() | Healed():
-            return replace(state, others=event.epoch)
-    return state
+        raise ValueError(f"{event}: cannot occur in the phase {phase.name}")
+    if rule.then is Phase.APART:
+        state = replace(state, ahead=0)
+    elif isinstance(event, Healed):
+        state = replace(state, ahead=event.batches - state.done)
+    is_cut = _A.END_EPOCH in rule.actions or (state.is_cut and not isinstance(event, EpochEnds))
+    if rule.then is not None or is_cut != state.is_cut:
+        state = replace(state, phase=rule.then or phase, is_cut=is_cut)
+    return state, rule.actions

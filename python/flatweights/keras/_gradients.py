@@ -38,8 +38,6 @@ from flatweights.tensorflow._python_op import compute_in_python, device_of
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
-_DIGEST = 16  # bytes
-
 
 def average_gradients(
     optimizer: Optimizer,
@@ -386,38 +384,31 @@ class Averaging:
             ) from error
         may_end_apart = self.lease.min_results is not None
         settings = settings_of(self._optimizer, callbacks, may_end_apart=may_end_apart)
-        # A row for each member: whether it is in a step, the digests of its state's names and
-        # values and of its settings, the bytes of these, and its first epoch.
-        rows = np.zeros((member.size, 3 + 3 * _DIGEST))
-        names = json.dumps(state.layout.names).encode()
-        digests = *_digest(names), *_digest(values), *_digest(settings)
-        own = [in_step, *digests, len(settings), epoch or 0]
-        rows[member.rank] = own
+        digests = _digest(json.dumps(state.layout.names).encode()), _digest(values)
         del values
-        with calls_are_equal(member, "start" if epoch is None else "epoch"):
-            part = {"the start of training" if epoch is None else "the first epoch": rows}
-            started = member.average(
-                part, timeout=self.lease.timeout, min_results=self.lease.min_results
-            )
+        own = in_step, epoch, digests, settings
+        if epoch is None:
+            started = self.lease.gather(own, "the start of training", at="start")
+        else:
+            started = self.lease.gather(own, "the first epoch", at="epoch")
         if self.lease.min_results is None:
             _check_in_time(started, "the start of training")
         elif member.rank in started.late:  # the others train already
             member.lacks_state = True
             self._is_started = True
             return
-        rows = np.rint(started.weights[next(iter(part))] * len(started.used))
+        in_steps, epochs, by_rank, all_settings = (
+            {rank: given[k] for rank, given in started.weights.items()} for k in range(4)
+        )
+        _check_epochs(epochs)
+        check_alike(
+            "average_gradients: expected optimizers and callbacks that change all members alike",
+            all_settings,
+        )
         root = min(started.used)
-        differs = rows != rows[root]
-        _check_epochs(rows[:, -1].astype(int), started.used)
-        if differs[[*started.used], 1 + 2 * _DIGEST :].any():
-            expected = (
-                "average_gradients: expected optimizers and callbacks that change all members alike"
-            )
-            check_alike(self.lease, expected, settings, rows[:, -2].astype(int))
-        digits = differs[:, 1 : 1 + 2 * _DIGEST]  # of names, then of values
-        different = [rank for rank in started.used if digits[rank].any()]
+        different = [rank for rank, given in by_rank.items() if given != by_rank[root]]
         if different:
-            if rows[:, 0].any() and not digits[[*started.used], :_DIGEST].any():
+            if any(in_steps.values()) and len({names for names, _ in by_rank.values()}) == 1:
                 raise ValueError(
                     "average_gradients: at the first step expected the variables and the "
                     "optimizer's slots of rank 0 in all members, got other values in ranks "
@@ -510,9 +501,8 @@ class Averaging:
     def _call(self, exchange: _Exchange, member: Member, state: State | None) -> Round:
         return member.average_variables(
             exchange,
-            timeout=self.lease.timeout,
-            min_results=self.lease.min_results,
             state=state,
+            **self.lease.terms,
             **self._options,
         )
 
@@ -525,11 +515,7 @@ class Averaging:
             self.progress.end()
             self.progress = None
         elif was_started:
-            end = {"the end of training": np.zeros(1)}
-            with calls_are_equal(self.lease.take(), "end"):
-                self.lease.take().average(
-                    end, timeout=self.lease.timeout, min_results=self.lease.min_results
-                )
+            self.lease.gather(None, "the end of training", at="end")
         elif steps > before:
             raise RuntimeError(
                 "average_gradients: this fit has averaged nothing, since Keras had traced its step "
@@ -600,7 +586,7 @@ def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
 
 
 def _digest(values: Any) -> bytes:
-    return hashlib.blake2b(values, digest_size=_DIGEST).digest()
+    return hashlib.blake2b(values, digest_size=16).digest()
 
 
 def _own_name(optimizer: Any) -> str:
@@ -652,10 +638,10 @@ def _check_known(optimizer: Any, variables: Sequence[Any]) -> None:
         )
 
 
-def _check_epochs(epochs: NDArray[np.int64], used: Sequence[int]) -> None:
-    """Raise if the members of the ranks ``used`` begin with different epochs."""
-    if len({epochs[rank] for rank in used}) > 1:
-        begin = [f"rank {rank} begins with epoch {epochs[rank]}" for rank in used]
+def _check_epochs(epochs: dict[int, int | None]) -> None:
+    """Raise if members begin with different ``epochs``, which are by their ranks."""
+    if len({*epochs.values()}) > 1:
+        begin = [f"rank {rank} begins with epoch {epoch}" for rank, epoch in epochs.items()]
         raise CallsDifferError(
             f"expected all members to begin with the same epoch, got {', '.join(begin)}. Give fit "
             "the same initial_epoch, and a BackupAndRestore either to all members or to none"

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import numpy as np
-
 from flatweights._numbers import check_count, real_number
-from flatweights.ray import CallsDifferError, Member, NotInTrainError, is_replaceable, join
+from flatweights.ray import CallsDifferError, Member, NotInTrainError, Round, is_replaceable, join
 
 _lock = threading.Lock()
 _shared: Member | None = None
@@ -73,18 +71,15 @@ def _where_all_are(member: Member, place: Place, error: Exception) -> tuple[str,
     They got the same ``error``, so all of them ask here. If all are at one place, the error tells
     how their calls differ there. Otherwise, it compares calls that are not meant to be equal.
     """
-    own = np.zeros(member.size)
-    own[member.rank] = 1 + [*_PLACES].index(place)
     try:
-        met = member.average({"places": own}, timeout=_PATIENCE, min_results=1)
+        given = member.all_gather(place, "places", timeout=_PATIENCE, min_results=1).weights
     except Exception:  # one does not ask: it is not in a training, or has ended
         need = "to be in the same fit, with the same callbacks, and to make no other calls"
         return f"rank {member.rank} {_PLACES[place]}, others do not: {error}", need
-    codes = np.rint(met.weights["places"] * len(met.used)).astype(int)
     ranks = {
-        name: [rank for rank in met.used if codes[rank] == code]
-        for code, name in enumerate(_PLACES, 1)
-        if code in codes
+        name: [rank for rank, there in given.items() if there == name]
+        for name in _PLACES
+        if name in given.values()
     }
     places = [named(those, _PLACES[name]) for name, those in ranks.items()]
     if len(ranks) == 1:
@@ -180,6 +175,24 @@ class MemberLease:
                     ) from error
             _leases.add(self)
             return _shared
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The terms on which calls wait, as arguments."""
+        return {"timeout": self.timeout, "min_results": self.min_results}
+
+    def gather(self, value: object, name: str, *, at: Place, state: Any = None) -> Round:
+        """Return the objects of all members; see `Member.all_gather`.
+
+        Args:
+            value: An object.
+            name: What it is.
+            at: The place of the call, for errors.
+            state: The state that heals members.
+        """
+        member = self.take()
+        with calls_are_equal(member, at):
+            return member.all_gather(value, name, state=state, **self.terms)
 
     def end(self) -> None:
         """End the lease. With the last lease, the shared member leaves; a given member stays."""

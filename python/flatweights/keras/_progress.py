@@ -16,23 +16,10 @@ from numpy.typing import NDArray
 
 from flatweights import Layout
 from flatweights._core import move_parts
-from flatweights.keras._fit_states import (
-    Action,
-    BatchEnds,
-    Elsewhere,
-    EpochBegins,
-    EpochEnds,
-    Event,
-    FitEnds,
-    FitState,
-    Healed,
-    Joins,
-    Met,
-    Phase,
-    move,
-)
+from flatweights.keras import _fit_states as fit
+from flatweights.keras._fit_states import Action, FitState, Phase, move
 from flatweights.keras._hooks import SWAPPED, begin_at, know_direction
-from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.keras._lease import MemberLease
 from flatweights.ray import ElsewhereError, Member, Round, is_replaceable
 from flatweights.tensorflow import TensorFlowVariables
 
@@ -204,18 +191,18 @@ class Progress:
     def join(self) -> None:
         """Wait until the others begin an epoch or end; get healed, and make `fit` begin there."""
         self.has_joined = True
-        self._tell(Joins())
+        self._tell(fit.Joins())
 
     def begin_epoch(self, epoch: int) -> None:
         """Meet the others; all callbacks of a `fit` call it."""
         if self.has_joined:
             begin_at(self._model, None)  # Keras has read it; no later `fit` may begin there
         self._show()
-        self._tell(EpochBegins(epoch))
+        self._tell(fit.EpochBegins(epoch))
 
     def end_batch(self, batch: int) -> None:
         """End the epoch if this member is apart, or after the last step of the others."""
-        self._tell(BatchEnds(batch))
+        self._tell(fit.BatchEnds(batch))
 
     def end_epoch(self, callback: Any) -> None:
         """Let `fit` go on, unless it is over; callbacks go on from the counts of the others.
@@ -224,14 +211,14 @@ class Progress:
             callback: The callback that makes this call: those after it are about to see the epoch.
         """
         self._last = callback
-        self._tell(EpochEnds())
+        self._tell(fit.EpochEnds())
 
     def end(self) -> None:
         """Meet the others at the end; wait a while for those that are late or being replaced."""
         self._show()
         patience = max(_LAST, self._lease.timeout or 0.0, _REPLACED * is_replaceable())
         self._until = time.monotonic() + patience
-        self._tell(FitEnds())
+        self._tell(fit.FitEnds())
         begin_at(self._model, None)
 
     @property
@@ -253,23 +240,23 @@ class Progress:
         try:
             result = call(member, self.state)
         except ElsewhereError:
-            self._tell(Elsewhere())
+            self._tell(fit.Elsewhere())
             return None
         if member.rank in result.healed:
             giver = self._take_over()
-            self._tell(Healed(giver.epoch, giver.steps, in_step))
+            self._tell(fit.Healed(giver.epoch, giver.steps, in_step))
         return result
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: fit.Event) -> None:
         """Do what follows ``event``, and what follows the meetings in it."""
-        following: Event | None = event
+        following: fit.Event | None = event
         while following is not None:
             self._now, actions = move(self._now, following)
             following = None
             for action in actions:
                 following = self._do(action)
 
-    def _do(self, action: Action) -> Met | None:
+    def _do(self, action: Action) -> fit.Met | None:
         """Do ``action``; return the event that follows it."""
         match action:
             case Action.MEET:
@@ -303,19 +290,12 @@ class Progress:
                 self._pending = None
         return None
 
-    def _meet(self) -> Met:
+    def _meet(self) -> fit.Met:
         """Send this member's place; get healed if needed."""
         member, ends = self._lease.take(), self._now.phase is Phase.ENDING
         member.raises_elsewhere = False
         time.sleep(self._pause)
-        with calls_are_equal(member, "epoch"):
-            met = member.all_gather(
-                (self._now.epoch, ends),
-                "place",
-                timeout=self._lease.timeout,
-                min_results=self._lease.min_results,
-                state=self.state,
-            )
+        met = self._lease.gather((self._now.epoch, ends), "place", at="epoch", state=self.state)
         places: list[tuple[int, bool]] = [met.weights[rank] for rank in sorted(met.used)]
         is_healed = member.rank in met.healed
         if is_healed:
@@ -324,7 +304,7 @@ class Progress:
             self._pause = min(2 * self._pause or _PAUSE, 1.0)
         may_come = bool(met.late or (met.failed and is_replaceable()))
         may_come = may_come and time.monotonic() < self._until
-        return Met(places[0][0], any(over for _, over in places), is_healed, may_come)
+        return fit.Met(places[0][0], any(over for _, over in places), is_healed, may_come)
 
     def _hide(self) -> None:
         """Hide the end of this epoch from the deciding callbacks after the one that has told it."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import ray
 
 from flatweights._daemon import in_daemon
@@ -233,17 +232,16 @@ class Report(MemberCallback):
         folder = self._saved() if metrics and are_all_there and not self._waits() else None
         has_begun = asked_again = False
         while True:
-            own = np.zeros(self._member.size)  # whether each rank has something to report, or does
-            own[self._member.rank] = bool(metrics and not has_begun) or self._waits()
+            reports = bool(metrics and not has_begun) or self._waits()
             with calls_are_equal(self._member, "report"):
-                met = self._member.average(
-                    {"reports": own}, timeout=timeout, min_results=self._lease.min_results
+                met = self._member.all_gather(
+                    reports, "reports", timeout=timeout, min_results=self._lease.min_results
                 )
             if met.late and not asked_again:  # a new worker is late for its first call of a kind
                 asked_again = True
                 continue
             are_all_there = not met.late and len(met.used) == self._member.size
-            is_over = not met.weights["reports"].any()
+            is_over = not any(met.weights.values())
             if is_over or not are_all_there:
                 if folder is not None and not has_begun:
                     folder.cleanup()

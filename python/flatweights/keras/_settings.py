@@ -6,16 +6,13 @@ Averaged gradients keep the weights of all members equal only if all apply them 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import keras
-import numpy as np
-from numpy.typing import NDArray
 
-from flatweights.keras._lease import MemberLease, calls_are_equal, named
+from flatweights.keras._lease import named
 from flatweights.ray import CallsDifferError
 
 # Callbacks of Keras that change the learning rate, and those that end the training.
@@ -31,8 +28,10 @@ _ENDING: tuple[type[Any], ...] = (
 _NOT_COMPARED = ("min_delta", "verbose", "kwargs")
 
 
-def settings_of(optimizer: Any, callbacks: Sequence[Any] | None, *, may_end_apart: bool) -> bytes:
-    """Return the settings of ``optimizer`` and of the deciding ``callbacks``: texts by name, JSON.
+def settings_of(
+    optimizer: Any, callbacks: Sequence[Any] | None, *, may_end_apart: bool
+) -> dict[str, str]:
+    """Return the settings of ``optimizer`` and of the deciding ``callbacks``: texts by name.
 
     They are compared by the names that all members have, so what has no text is left out.
 
@@ -56,7 +55,7 @@ def settings_of(optimizer: Any, callbacks: Sequence[Any] | None, *, may_end_apar
             which = f"{kind.__name__}{f' {number}' if number else ''}"
             for name in names:
                 settings.update(_texts(getattr(one, name, None), f"{which}.{name}"))
-    return json.dumps(settings).encode()
+    return settings
 
 
 def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -80,51 +79,23 @@ def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
         yield name, "a number" if is_rate else repr(float(value)).removesuffix(".0")
 
 
-def check_alike(
-    lease: MemberLease, expected: str, settings: bytes, sizes: NDArray[Any] | None = None
-) -> None:
+def check_alike(expected: str, settings: Mapping[int, Mapping[str, str]]) -> None:
     """Raise an error that names each of the settings in which members differ.
 
     Args:
-        lease: The member; all others make this call, too.
         expected: The beginning of the error.
-        settings: Its settings, texts by name, in JSON.
-        sizes: The bytes of the settings of each rank, if they are known; 0 for one that does not
-            take part.
+        settings: The settings of each rank, texts by name.
 
     Raises:
         CallsDifferError: If there are such settings.
     """
-    if sizes is None:
-        sizes, _ = _exchange(lease, np.array([len(settings)]))
-        sizes = sizes[:, 0]
-    own = np.zeros(sizes.max(), int)
-    own[: len(settings)] = np.frombuffer(settings, np.uint8)
-    texts, used = _exchange(lease, own)
-    given = {
-        rank: json.loads(texts[rank, : sizes[rank]].astype(np.uint8).tobytes())
-        for rank in used
-        if sizes[rank]
-    }
     differences = []
-    for name in next(iter(given.values()), ()):
+    for name in next(iter(settings.values()), ()):
         ranks: dict[str | None, list[int]] = {}
-        for rank, some in given.items():
+        for rank, some in settings.items():
             ranks.setdefault(some.get(name), []).append(rank)
         if len(ranks) > 1 and None not in ranks:
             has = [named(those, f"has {text}") for text, those in ranks.items()]
             differences.append(f"{name}: {', '.join(has)}")
     if differences:
         raise CallsDifferError(f"{expected}, got {'; '.join(differences)}")
-
-
-def _exchange(lease: MemberLease, own: NDArray[Any]) -> tuple[NDArray[Any], Sequence[int]]:
-    """Return the integers of all ranks, a row for each, and the ranks that take part."""
-    member = lease.take()
-    rows = np.zeros((member.size, len(own)))
-    rows[member.rank] = own
-    with calls_are_equal(member, "start"):
-        met = member.average(
-            {"settings": rows}, timeout=lease.timeout, min_results=lease.min_results
-        )
-    return np.rint(met.weights["settings"] * len(met.used)).astype(int), met.used
