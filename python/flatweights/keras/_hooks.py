@@ -97,8 +97,9 @@ def variables_of(optimizer: Any) -> list[Any]:
     """Return the variables that ``optimizer`` was built with; none before.
 
     A loaded optimizer was built without our knowledge, and ``apply(grads)`` means all of these.
+    In Keras 3.5, only the inner one of a `keras.optimizers.LossScaleOptimizer` has them.
     """
-    variables: list[Any] = optimizer._trainable_variables
+    variables: list[Any] = getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables
     return variables
 
 
