@@ -433,7 +433,8 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
         def on_train_begin(self, logs: Any = None) -> None:
             """Ray Train is not here."""
 
-    class Orbax(keras.callbacks.OrbaxCheckpoint):  # type: ignore[misc]
+    # Older versions of Keras have no OrbaxCheckpoint.
+    class Orbax(getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.ModelCheckpoint)):  # type: ignore[misc]
         def __init__(self, *, best: bool) -> None:
             """Without the library that writes the files."""
             keras.callbacks.Callback.__init__(self)

@@ -464,6 +464,7 @@ def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> Non
     assert history.epoch == [*range(MORE)]
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # of Keras 3.5
 def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
     pool: ThreadPoolExecutor,
 ) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from flatweights.tensorflow import TensorFlowVariables
 
@@ -62,7 +63,7 @@ def with_slots(
 
 def inner_variable(variable: Any) -> Any:
     """Return the `tf.Variable` of a variable of Keras or TensorFlow."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
+    return variable if isinstance(variable, tf.Variable | tf.Tensor) else variable.value
 
 
 def _paths(variables: Sequence[Any]) -> list[str]:

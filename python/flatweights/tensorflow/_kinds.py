@@ -25,6 +25,8 @@ def is_of_keras_3(value: Any, name: str) -> bool:
     kind: Any = sys.modules.get("keras")
     for part in name.split("."):
         kind = getattr(kind, part, None)
+    if name == "Variable" and isinstance(kind, type):
+        kind = kind.__mro__[1]  # up to Keras 3.6, layers have variables of that class only
     return isinstance(kind, type) and isinstance(value, kind)
 
 
