@@ -213,6 +213,27 @@ def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> Non
     assert calls == [4] * 5  # one slot for each variable
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_variables_without_gradients_are_left_out_of_accumulated_ones(
+    member: flatweights.ray.Member, in_graph: bool
+) -> None:
+    variables = [keras.Variable([1.0]), keras.Variable([2.0]), keras.Variable([[3.0, 4.0]])]
+    optimizer = keras.optimizers.SGD(1.0, clipnorm=5.0, gradient_accumulation_steps=2)
+    average_gradients(optimizer, member=member).build(variables)
+
+    def step(first: Any, last: Any) -> None:
+        optimizer.apply([first, None, last], variables)
+
+    step = tf.function(step) if in_graph else step
+    step(tf.constant([1.0]), tf.constant([[6.0, 8.0]]))
+    assert [np.asarray(one).tolist() for one in variables] == [[1.0], [2.0], [[3.0, 4.0]]]
+    step(tf.constant([3.0]), tf.constant([[6.0, 8.0]]))
+    first, second, last = map(np.asarray, variables)
+    assert (first.tolist(), second.tolist()) == ([-1.0], [2.0])
+    np.testing.assert_allclose(last, [[0.0, 0.0]], atol=1e-6)  # clipped from a norm of 10
+
+
 def test_more_members_in_a_process_than_threads_of_tensorflow() -> None:
     """Each step waits for the steps of the others."""
     size, name = tf.config.threading.get_inter_op_parallelism_threads() + 4, next(NAMES)

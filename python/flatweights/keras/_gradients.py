@@ -162,11 +162,12 @@ class Averaging:
         self._apply: Callable[..., None] = optimizer.apply
         self._finalize: Callable[[Any], None] = optimizer.finalize_variable_values
         self._make: Callable[[Any], None] = optimizer.build
-        # On the object itself, without Keras's tracking: saving looks only at its class.
+        # On the object itself, without Keras's tracking: saving looks only at its class. A wrapper
+        # would be saved in its place, and loading would need this package.
         methods = vars(optimizer)
-        methods["apply"] = self._apply_averages
-        methods["build"] = self._build
-        methods["finalize_variable_values"] = self._end
+        methods["apply"] = self._apply_averages  # before Keras clips and applies gradients
+        methods["build"] = self._build  # all members get the values of rank 0
+        methods["finalize_variable_values"] = self._end  # what `fit` calls at its end
         # Wrappers decide whether to call the inner optimizer's `apply`, and with which gradients,
         # so they must see averages.
         inner = hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
