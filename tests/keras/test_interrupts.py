@@ -92,7 +92,7 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
     assert members[1].wait() == 0
     stalled.unlink(missing_ok=True)
     kind, text = json.loads(outputs[0].readline())
-    assert "rank 1: MemberDiedError" in text, (kind, text)
+    assert "WorkerError: rank 1 left with KeyboardInterrupt" in text, (kind, text)
     assert members[0].wait() == 0
     thread.join()  # the meeting has ended
     for output in outputs:
