@@ -144,6 +144,11 @@ class Ask(NamedTuple):
         return state, f"{self.digest} with {state}"
 
     @property
+    def fields(self) -> tuple[Any, ...]:
+        """The fields, without those that few asks have."""
+        return tuple(self) if self.name is not None or self.gpu is not None else self[:-3]
+
+    @property
     def kind(self) -> Kind:
         """The kind of call: the outcome of one answers asks of the same kind."""
         return self.operation, self.digest, self.root, self.name, self.state
@@ -205,6 +210,11 @@ class Outcome(NamedTuple):
     placed: Placed | None = None
     may_stay: bool = False
     values: Mapping[int, bytes] = {}
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """The fields, without those that few outcomes have."""
+        return tuple(self) if self.values or self.may_stay or self.placed else self[:-3]
 
 
 Told: TypeAlias = tuple[bytes, NDArray[np.uint8] | None]

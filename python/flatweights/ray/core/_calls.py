@@ -318,12 +318,11 @@ class Calls:
         working = self.peers.working()
         # Late members are answered at once.
         on_time = all(map(self._is_on_time, working))
-        ends = [healing.deadline.end for healing in self.healings if healing.is_waited_for]
-        ends += self.waiting.ends()
-        return Awaited(
-            max(1, len(working)) if on_time else 1,
-            min((end for end in ends if end is not None), default=None),
-        )
+        ends = self.waiting.ends()
+        for healing in self.healings:
+            if healing.is_waited_for and healing.deadline.end is not None:
+                ends.append(healing.deadline.end)
+        return Awaited(max(1, len(working)) if on_time else 1, min(ends) if ends else None)
 
     def _do(self, action: Action) -> None:
         self._actions.append(action)
@@ -463,8 +462,10 @@ class Calls:
         waiting = self.waiting
         asks, timeout = waiting.asks(), waiting.deadline().timeout
         first = asks[min(asks)]
-        late = self.peers.missed() - {*asks} - {*ranks_of(waiting.elsewhere)}
-        others = [*waiting.healed_by(first), *waiting.late_for(first)]
+        late, others = self.peers.missed() - asks.keys(), []
+        if waiting.elsewhere:
+            late.difference_update(ranks_of(waiting.elsewhere))
+            others = [*waiting.healed_by(first), *waiting.late_for(first)]
         self._reducing = Reduce(
             first, asks, [*waiting.asking], others, sorted(late), self.peers.lost(), timeout
         )
@@ -492,32 +493,35 @@ class Calls:
         first, asks = call.first, call.asks
         self.number += 1
         number, asking = self.number, waiting.close_call()
-        lacking, missed = waiting.healed_by(first), waiting.missed_by(first)
-        served = [] if result is None else waiting.late_for(first)
+        lacking, missed, served = waiting.healed_by(first), waiting.missed_by(first), []
         giver = 0
         healed: list[Peer] = []
         late: tuple[int, ...] = ()
         readers: list[tuple[Peer, Ask]] = []
-        if first.gpu is not None:
-            readers = [(peer, peer.ask) for peer in (*asking, *lacking, *served)]
         if result is not None:
+            served = waiting.late_for(first)
             if lacking:
                 giver = self._begin_healing(number, result.used, asking, lacking, call, now)
                 healed = lacking
-            late = tuple(sorted({*call.late, *ranks_of([*missed, *waiting.behind])}))
+            late = tuple(call.late)
+            if missed or waiting.behind:
+                late = tuple(sorted({*late, *ranks_of([*missed, *waiting.behind])}))
             made = Kept(number, result.nbytes, result.gpu, past.before(first))
             changes = past.keep(first, made, [*asking, *lacking], served)
             self._do(Keep(changes))
-        took_part = tuple(peer.number for peer in asking)
+        if first.gpu is not None:
+            readers = [(peer, peer.ask) for peer in (*asking, *lacking, *served)]
+        took_part = tuple([peer.number for peer in asking])
         # The last member to ask may still be awake. It gets the outcome first, and goes on while
         # the others wake up.
         told = [*reversed(asking), *healed, *served]
         if missed:
             self._answer(missed, ElsewhereError(f"the others have called {first}"))
-        waiting.drop([*healed, *served])
+        if healed or served:
+            waiting.drop([*healed, *served])
         for peer in told:
             peer.told(number)
-        back = sorted(self._away & asks.keys())
+        back = sorted(self._away & asks.keys()) if self._away else []
         self._away -= {*back}
         named = frozenset(self._away)
         send = Send(number, told, took_part, giver, healed, readers, late, named)

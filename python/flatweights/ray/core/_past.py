@@ -100,7 +100,7 @@ class Past:
         """
         ask = seat.ask
         self._twins.update(ask.twins)
-        is_twin = not self._twins.isdisjoint(ask.keys)
+        is_twin = bool(self._twins) and not self._twins.isdisjoint(ask.keys)
         if ask.lacks:
             if is_twin:
                 raise _twin_error(seat)
@@ -163,9 +163,9 @@ class Past:
         """
         changes = Changes([], [])
         kind = ask.kind
-        for kept in (self._kept.pop(kind, None), self._small.pop(kind, None)):
-            if kept is not None:
-                changes.released.append(kept.number)
+        last = self._kept.pop(kind, None) or self._small.pop(kind, None)
+        if last is not None:
+            changes.released.append(last.number)
         oldest = _put_last(self._kept, kind, made, _KEPT)
         if oldest is not None and oldest[1].gpu is None and oldest[1].nbytes <= _SMALL:
             changes.moved.append(oldest[1].number)
@@ -174,9 +174,9 @@ class Past:
             changes.released.append(oldest[1].number)
         before = self._made.get(kind)
         ever = set() if before is None else before.late
-        ever.update(seat.number for seat in late)
-        last = Made(made.number, {seat.number for seat in (*seats, *late)}, ever)
-        _put_last(self._made, kind, last, _KINDS)
+        ever.update([seat.number for seat in late])
+        have = {seat.number for seat in seats} | {seat.number for seat in late}
+        _put_last(self._made, kind, Made(made.number, have, ever), _KINDS)
         if ask.state is not None:
             self._states[ask.state] = made.number
             for seat in seats:

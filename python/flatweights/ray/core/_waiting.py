@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from flatweights.ray.core._asks import Ask
@@ -55,12 +54,18 @@ class Waiting:
 
     def deadline(self) -> Deadline:
         """Return the end of the open call: the earliest deadline of its asks."""
-        return min((seat.deadline for seat in self.asking), key=_end_of, default=NEVER)
+        first = NEVER
+        for seat in self.asking:
+            end = seat.deadline.end
+            if end is not None and (first.end is None or end < first.end):
+                first = seat.deadline
+        return first
 
     def ends(self) -> list[float]:
         """Return the times at which the time of a member is up."""
-        ends = [self.deadline().end, *[seat.deadline.end for seat in self.behind]]
-        return [end for end in ends if end is not None]
+        end = self.deadline().end
+        ends = [] if end is None else [end]
+        return ends + [seat.deadline.end for seat in self.behind if seat.deadline.end is not None]
 
     def overdue(self, now: float) -> list[Peer]:
         """Return the late members whose time is up."""
@@ -95,7 +100,3 @@ class Waiting:
             for waiting in (self.asking, self.lacking, self.behind):
                 if seat in waiting:
                     waiting.remove(seat)
-
-
-def _end_of(deadline: Deadline) -> float:
-    return math.inf if deadline.end is None else deadline.end

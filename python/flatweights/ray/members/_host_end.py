@@ -152,7 +152,7 @@ class HostEnd(ABC):
         is_known = layout.digest in self._known
         if not is_known:
             remember(self._known, layout.digest)
-        return pickle.dumps((tuple(ask), None if is_known else layout.pickled))
+        return pickle.dumps((ask.fields, None if is_known else layout.pickled))
 
     def _learn(self, outcome: Outcome, ask: Ask) -> None:  # noqa: B027 - as for `offer`
         """Note what an outcome says about the next call like ``ask``."""

@@ -371,7 +371,7 @@ class Meeting:
             layout = weights.layout.pickled if weights and not is_average else None
             result.number, result.ways = send.number, self._ways(asks) | result.ways
             result.healed = tuple(ranks_of(send.lacking))
-            result.late = tuple(sorted({*result.late, *send.late}))
+            result.late = send.late
             if result.failed:
                 result.failed = {rank: portable(why) for rank, why in result.failed.items()}
                 pickler = ray.cloudpickle
@@ -391,14 +391,13 @@ class Meeting:
             self._gpu.may_stay(first, send.readers),
             result.weights if result is not None and first.operation == "all_gather" else {},
         )
-        body = pickler.dumps(tuple(outcome))
+        body = pickler.dumps(outcome.fields)
         if result is not None:
             self._kept[send.number] = _Kept(body, weights)
         reach("sending")
         exchanged = None if result is None else result._exchanged
         self._post(send.number, body, weights, _seats(send.peers), exchanged)
-        kept = {id(sent.weights) for sent in self._kept.values()}
-        self._gpu.let_go(lambda one: id(one) in kept, self.door.present.values())
+        self._gpu.let_go(self._is_kept, self.door.present.values())
         if result is not None and first.operation != "broadcast":
             report(result, already_named=send.named)
             nbytes = self._agents.nbytes if is_average else result.nbytes
@@ -424,6 +423,10 @@ class Meeting:
                 difference = first_difference(*layouts)
             where = "" if difference is None else f"; weights of {_named(others)}: {difference}"
             raise CallsDifferError(f"expected the same call of all members, got {calls}{where}")
+
+    def _is_kept(self, stayed: Stayed) -> bool:
+        """Whether an outcome with these weights is kept for members that are late."""
+        return any(kept.weights is stayed for kept in self._kept.values())
 
     def _stay_on_gpu(self, call: Reduce, arrivals: Arrivals) -> tuple[Round, Stayed]:
         """Average, or relay, weights that are in windows of a GPU.
