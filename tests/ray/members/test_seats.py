@@ -591,6 +591,24 @@ def test_a_root_whose_broadcast_is_no_longer_kept_takes_part_in_the_next(
     finish(local, again, members[1])
 
 
+def test_a_root_takes_part_in_a_broadcast_that_waits_for_it(threads: ThreadPoolExecutor) -> None:
+    local = LocalMeeting(2)
+    members = local.join_all()
+    model = {"model": np.full(LARGE, 1.0)}
+    for call in [threads.submit(one.broadcast, model) for one in members]:
+        call.result(PATIENCE)
+    kill(members[0])
+    local.wait_until(lambda meeting: meeting.door.seats[0].state is State.DEAD)
+    for k in range(12):  # the outcome of the broadcast is no longer kept
+        layer_of(members[1], k, float(k))
+    again = local.join(0)
+    asked = threads.submit(members[1].broadcast, model)
+    local.until_asked(1)
+    assert again.broadcast({"model": np.full(LARGE, 2.0)})["model"][0] == 2.0
+    assert asked.result(PATIENCE)["model"][0] == 2.0
+    finish(local, again, members[1])
+
+
 def test_the_others_learn_why_a_root_takes_no_part(threads: ThreadPoolExecutor) -> None:
     local = LocalMeeting(3, min_size=2, grace=0.0)
     first, second = (threads.submit(local.join, rank) for rank in range(2))

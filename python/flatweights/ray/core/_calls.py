@@ -429,7 +429,7 @@ class Calls:
             self.waiting.behind.append(peer)
         elif ask.lacks:
             self.waiting.lacking.append(peer)
-        elif self._past.is_behind(peer):
+        elif self._past.is_behind(peer) and not self.waiting.needs(peer):
             self.waiting.behind.append(peer)
             text = "rank %d was late for %s, and waits for the next such call"
             self._warn(text, peer.rank, ask)

@@ -48,6 +48,11 @@ class Waiting:
                 self.asking.append(root)
                 return
 
+    def needs(self, seat: Peer) -> bool:
+        """Whether the open call is the broadcast of this member, which can be late for it."""
+        kinds = (one.ask.kind for one in self.asking)
+        return seat.rank == seat.ask.root and seat.ask.kind in kinds
+
     def asks(self) -> dict[int, Ask]:
         """Return the asks of the open call by rank, in their order."""
         return {seat.rank: seat.ask for seat in self.asking}
