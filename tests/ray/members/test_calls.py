@@ -213,3 +213,23 @@ def test_those_that_wait_for_another_call_give_up_in_time(meeting: TheMeeting) -
     (up,) = only(TimeIsUp, meeting.tell())
     assert (up.peers, up.others, up.timeout) == ([meeting[2]], [0, 1], 5.0)
     assert only(SendKept, meeting.ask(2, digest="weights 8")) == [SendKept(9, [meeting[2]])]
+
+
+def test_a_member_that_does_not_fetch_its_state_keeps_no_other_from_being_healed(
+    meeting: TheMeeting,
+) -> None:
+    meeting.step(0, 1, 2)
+    meeting.ask(2, STEP, lacks=True)
+    giver, number = meeting[0], meeting.step(0, 1).number
+    giver.asks(Ask("give", "state"), meeting.now)
+    assert only(CopyState, meeting.tell(Gave(giver, True))) == [CopyState(number)]
+    meeting.tell(StateCopied(number))
+    # Rank 2 is stopped before it asks for the state; rank 1 has joined again.
+    meeting.ask(1, STEP, lacks=True)
+    meeting.ask(0, STEP, timeout=1.0)
+    meeting.now += 2.0
+    meeting.tell()
+    send = meeting.reduce()
+    assert (send.giver, send.lacking, send.late) == (giver.number, [meeting[1]], (2,))
+    giver.asks(Ask("give", "state"), meeting.now)
+    assert only(CopyState, meeting.tell(Gave(giver, True))) == [CopyState(send.number)]

@@ -559,9 +559,11 @@ class Calls:
 
     def _take_state(self, peer: Peer, has_state: bool) -> None:
         """Have the state of a giver copied, if members wait for it; the giver goes on meanwhile."""
-        healing = next((one for one in self.healings if one.giver is peer), None)
+        # It may have given the state before, to members that have yet to ask for it.
+        due = (one for one in self.healings if one.giver is peer and one.is_waited_for)
+        healing = next(due, None)
         self._answer([peer])
-        if healing is not None and healing.is_waited_for and has_state:
+        if healing is not None and has_state:
             self._do(CopyState(healing.number))
 
     def _state_copied(self, event: StateCopied) -> None:
