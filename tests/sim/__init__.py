@@ -1,0 +1,16 @@
+"""A simulator: the package in one process, with a virtual clock, and faults drawn from a seed.
+
+A schedule is one order of events: it follows from a plan (which members there are, what they call,
+what goes wrong at which of their steps) and a seed. The same plan and seed give the same schedule.
+An oracle checks every outcome while it runs. `python -m tests.sim --help` runs many.
+
+| file | what it holds |
+| --- | --- |
+| `world.py` | the scheduler: processes, their tasks, events, and the virtual clock |
+| `platform.py` | Ray, lanes and threads for hosts and members, in that world |
+| `programs.py` | the programs of members: what users write |
+| `plans.py` | plans, drawn from a seed, and smaller ones of a plan that fails |
+| `oracle.py` | what must hold |
+| `schedules.py` | one schedule: all of these together |
+| `mutants.py` | small wrong changes of the package, which the oracle has to find |
+"""

@@ -1,0 +1,437 @@
+"""Small wrong changes of the package, each of which the oracle has to find.
+
+A mutant is one exact piece of text, which occurs once in one file, and what stands there instead.
+Each runs in a process of its own, whose import of that file changes it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import NamedTuple
+
+PACKAGE = "flatweights.ray"
+
+
+class Mutant(NamedTuple):
+    """One wrong change.
+
+    Attributes:
+        file: The file, in `flatweights/ray`.
+        old: The text that is there, once.
+        new: The text that takes its place.
+    """
+
+    file: str
+    old: str
+    new: str
+
+    @property
+    def module(self) -> str:
+        """The name of the module in the file."""
+        return f"{PACKAGE}.{self.file.removesuffix('.py').replace('/', '.')}"
+
+
+MUTANTS = {
+    # Who comes in.
+    "a rank is free while its process lives": Mutant(
+        "members/_door.py",
+        "return seat is None or not seat.is_present",
+        "return True",
+    ),
+    "a rank is refused at once": Mutant(
+        "members/_door.py",
+        "            if now - entry.since < _GRACE:\n",
+        "            if False:\n",
+    ),
+    "a meeting opens with too few": Mutant(
+        "members/_door.py",
+        "if self._grace is None or ready < self._terms.min_size:",
+        "if not ready:",
+    ),
+    "nobody waits for the grace": Mutant(
+        "members/_door.py",
+        "if ready < self._terms.size and seconds_left(self._grace.end) != 0.0:",
+        "if False:",
+    ),
+    "the grace is never over": Mutant(
+        "members/_meeting.py",
+        "        ends = [*self.door.ends(), *(",
+        "        ends = [*(",
+    ),
+    "a process that gives up to join leaves a trace": Mutant(
+        "core/_peer.py",
+        "        if not peer.has_joined:\n",
+        "        if False:\n",
+    ),
+    "a predecessor is forgotten": Mutant(
+        "core/_peer.py",
+        "                self.newest[peer.rank] = peer.before\n",
+        "                pass\n",
+    ),
+    "others miss a process that still joins": Mutant(
+        "core/_peer.py",
+        "for peer in self.present.values() if peer.is_missed}",
+        "for peer in self.present.values()}",
+    ),
+    "a meeting ends before the first comes in": Mutant(
+        "members/_door.py",
+        "        return not self.seats and bool(self._entries)\n",
+        "        return False\n",
+    ),
+    "an ask makes nobody a member": Mutant(
+        "core/_peer.py",
+        "        self.state = State.ASKING\n        self.join()\n",
+        "        self.state = State.ASKING\n",
+    ),
+    # When a call is closed, and with whom.
+    "a call does not wait for members on time": Mutant(
+        "core/_calls.py",
+        "        if any(map(self._is_on_time, self.peers.present.values())):\n",
+        "        if False:\n",
+    ),
+    "late members count as on time": Mutant(
+        "core/_calls.py",
+        "peer.state is State.WORKING and peer.has == self.number",
+        "peer.state is State.WORKING",
+    ),
+    "a call never ends by time": Mutant(
+        "core/_calls.py",
+        "        if self.waiting.deadline().is_over(now):\n            return True\n",
+        "",
+    ),
+    "the latest deadline counts": Mutant(
+        "core/_waiting.py",
+        "end < first.end",
+        "end > first.end",
+    ),
+    "one member is enough": Mutant(
+        "core/_calls.py",
+        "return len(asks) >= min(first.min_results, self._count_of_whole())",
+        "return bool(asks)",
+    ),
+    "a call of all needs one": Mutant(
+        "core/_calls.py",
+        "return len(asks) >= len(self.peers.missed()) - len(self.waiting.elsewhere)",
+        "return bool(asks)",
+    ),
+    "members that wait for another call are waited for": Mutant(
+        "core/_calls.py",
+        "return len(self.peers.present) - len(self.waiting.elsewhere)",
+        "return len(self.peers.present)",
+    ),
+    "a broadcast does not need its root": Mutant(
+        "core/_calls.py",
+        "return first.root in asks or first.root not in self.peers.ranks()",
+        "return True",
+    ),
+    "a dead member's ask stays": Mutant(
+        "core/_calls.py",
+        "        self.waiting.drop([peer])\n        peer.ends(why)\n",
+        "        peer.ends(why)\n",
+    ),
+    "the ask of a dead member is kept": Mutant(
+        "members/_seats.py",
+        "        self.announced = None\n        self._drop_ask()\n",
+        "        self.announced = None\n",
+    ),
+    "a member that has left is still there": Mutant(
+        "core/_peer.py",
+        "        del self.present[peer.number]\n",
+        "        if peer.why is not None:\n            del self.present[peer.number]\n",
+    ),
+    "two kinds of call are one": Mutant(
+        "members/_meeting.py",
+        "        if len(alike) > 1:\n",
+        "        if len(alike) > 2:\n",
+    ),
+    "all weights are equal": Mutant(
+        "members/_meeting.py",
+        "tuple(asks[k].weight if k in asks",
+        "tuple(1.0 if k in asks",
+    ),
+    "a member that waits for state is late": Mutant(
+        "core/_calls.py",
+        "            late.difference_update(ranks_of(waiting.elsewhere))\n",
+        "",
+    ),
+    "urgent asks wait": Mutant(
+        "members/_seats.py",
+        "    return seat.answer.ask.is_urgent\n",
+        "    return False\n",
+    ),
+    "news wait for asks": Mutant(
+        "members/_seats.py",
+        "if len(heard) >= enough or left <= 0 or news or any",
+        "if len(heard) >= enough or left <= 0 or any",
+    ),
+    "the first outcome comes too soon": Mutant(
+        "members/_meeting.py",
+        "        if ready and self.door.is_open:\n",
+        "        if ready:\n",
+    ),
+    "a silent death is not noticed": Mutant(
+        "members/_seats.py",
+        "        if self.lane is None or not self.lane.is_closed or not self.is_present:\n",
+        "        if self.state is not State.ASKING or not self.lane or not self.lane.is_closed:\n",
+    ),
+    "a death that Ray reports is not noticed": Mutant(
+        "members/_host.py",
+        '            await self.lose(token, MemberDiedError(f"{who}: it or its node has died"))\n',
+        "            pass\n",
+    ),
+    "a leave is taken for a death": Mutant(
+        "members/_meeting.py",
+        "        if seat is not None and seat.look():  # it may have left before\n",
+        "        if False:\n",
+    ),
+    # Late members.
+    "one number per seat": Mutant(
+        "core/_past.py",
+        "return seat.number not in made.seats",
+        "return made.number > seat.has",
+    ),
+    "late by one takes part": Mutant(
+        "core/_past.py",
+        "kept.number <= seat.has:",
+        "kept.number <= seat.has + 1:",
+    ),
+    "nobody waits for the newest": Mutant(
+        "core/_past.py",
+        "            kept = None  # it takes part in the open call, or waits for it\n",
+        "            pass\n",
+    ),
+    "an outcome that was got late is not noted": Mutant(
+        "core/_past.py",
+        "            made.seats.add(seat.number)\n",
+        "",
+    ),
+    "a late root stays behind": Mutant(
+        "core/_waiting.py",
+        "                self.behind.remove(root)\n                self.asking.append(root)\n",
+        "",
+    ),
+    "a late member is told nothing of the next call": Mutant(
+        "core/_waiting.py",
+        "return [seat for seat in self.behind if seat.ask.kind == first.kind]",
+        "return []",
+    ),
+    "late members are told twice": Mutant(
+        "core/_calls.py",
+        "        told = [*reversed(asking), *healed, *served]\n",
+        "        told = [*reversed(asking), *healed]\n",
+    ),
+    "late members that are left wait for ever": Mutant(
+        "core/_calls.py",
+        "        if waiting.behind and not self._count_of_whole():\n",
+        "        if False:\n",
+    ),
+    "the time of late members is never up": Mutant(
+        "core/_calls.py",
+        "        self._give_up_waiting(now)\n",
+        "",
+    ),
+    "late members are not named": Mutant(
+        "core/_calls.py",
+        "            if missed or waiting.behind:\n",
+        "            if False:\n",
+    ),
+    "an outcome is not kept": Mutant(
+        "core/_past.py",
+        "        oldest = _put_last(self._kept, kind, made, _KEPT)\n",
+        "        oldest = _put_last(self._kept, kind, made, _KEPT) if made.number % 3 else None\n",
+    ),
+    "a late member calls itself on time": Mutant(
+        "members/_member.py",
+        "            result.late = tuple(sorted({*result.late, self.rank}))\n",
+        "",
+    ),
+    # Twins.
+    "a twin's outcome is not noted": Mutant(
+        "core/_past.py",
+        "            made.late.add(seat.number)\n",
+        "",
+    ),
+    "members at the other twin go on": Mutant(
+        "core/_calls.py",
+        "            for other, why in self._past.astray(self.waiting.asking):\n",
+        "            for other, why in ():\n",
+    ),
+    # Healing.
+    "the highest rank gives": Mutant(
+        "core/_calls.py",
+        "giver = min((peer for peer",
+        "giver = max((peer for peer",
+    ),
+    "states are not noted": Mutant(
+        "core/_past.py",
+        "                seat.states[ask.state] = made.number\n",
+        "                pass\n",
+    ),
+    "a missed state does not count": Mutant(
+        "core/_past.py",
+        "            if seat.states.get(ask.state, 0) < before:\n",
+        "            if False:\n",
+    ),
+    "a lost state is not forgotten": Mutant(
+        "core/_calls.py",
+        "            self._do(Keep(self._past.forget(peer.ask.state)))\n",
+        "            pass\n",
+    ),
+    "healed by any call": Mutant(
+        "core/_waiting.py",
+        "return [seat for seat in self.lacking if seat.ask.kind == first.kind]",
+        "return [*self.lacking]",
+    ),
+    "a lost giver is not noticed": Mutant(
+        "core/_healing.py",
+        '            self._fail("is gone")\n',
+        "            pass\n",
+    ),
+    "a late giver is waited for": Mutant(
+        "core/_healing.py",
+        '            self._fail("is late")\n',
+        "            pass\n",
+    ),
+    "those that were lost are healed": Mutant(
+        "core/_healing.py",
+        "            if peer in peers:\n",
+        "            if False:\n",
+    ),
+    "one of several is healed": Mutant(
+        "core/_calls.py",
+        "            self._do(SendState(healing.number, peers))\n",
+        "            self._do(SendState(healing.number, peers[:1]))\n",
+    ),
+    "a state that nobody has is waited for": Mutant(
+        "core/_calls.py",
+        "        elif waiting.lacking and not self._count_of_whole():\n",
+        "        elif False:\n",
+    ),
+    "a healed member keeps its own state": Mutant(
+        "members/_member.py",
+        "                    state.scatter(given)\n",
+        "",
+    ),
+    # What goes through Ray.
+    "an announced outcome is dropped": Mutant(
+        "members/_seats.py",
+        "        seat.announced = self._announced\n",
+        "",
+    ),
+    "an ask beside the lane is not read": Mutant(
+        "members/_seats.py",
+        '        if self._letters and (lane is None or body == b""):\n',
+        "        if self._letters and lane is None:\n",
+    ),
+    # Interrupted members.
+    "an interrupted member may stay": Mutant(
+        "members/_member.py",
+        "elif self._host.is_told or self._host.is_asking:",
+        "elif self._host.is_asking:",
+    ),
+    "an interrupted member has the state": Mutant(
+        "members/_member.py",
+        "                    self.lacks_state = True\n                elif",
+        "                    pass\n                elif",
+    ),
+    # Others.
+    "those that missed a call with a state go on": Mutant(
+        "core/_calls.py",
+        '        self._answer(missed, ElsewhereError(f"the others have called {first}"))\n',
+        "",
+    ),
+    "the giver is not asked for": Mutant(
+        "core/_calls.py",
+        "            self._do(CopyState(healing.number))\n",
+        "            pass\n",
+    ),
+    "a late outcome is not noted": Mutant(
+        "core/_peer.py",
+        "        if number > self.has:\n",
+        "        if not self.has:\n",
+    ),
+}
+"""By name. The names say what is wrong."""
+
+
+def changed(mutant: Mutant, source: str) -> str:
+    """Return the source with the change.
+
+    Raises:
+        ValueError: If the text does not occur exactly once.
+    """
+    count = source.count(mutant.old)
+    if count != 1:
+        raise ValueError(f"{mutant.file}: expected once, got {count} times: {mutant.old!r}")
+    return source.replace(mutant.old, mutant.new)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a file with a change."""
+
+    mutant: Mutant
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(changed(self.mutant, Path(self.path).read_text()), self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one file of the package, to be changed."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._mutant.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        assert spec is not None
+        assert spec.origin is not None
+        loader = _Loader(fullname, spec.origin)
+        loader.mutant = self._mutant
+        spec.loader = loader
+        return spec
+
+
+def install(name: str) -> None:
+    """Change the package in this process, which has not imported it yet."""
+    assert "flatweights" not in sys.modules
+    sys.meta_path.insert(0, _Finder(MUTANTS[name]))
+
+
+def try_all(schedules: int, names: Sequence[str] = ()) -> bool:
+    """Run schedules with one mutant after the other; print how soon each is found.
+
+    Args:
+        schedules: The largest number for each.
+        names: The mutants; all, if empty.
+
+    Returns:
+        Whether all were found.
+    """
+    found = 0
+    names = names or [*MUTANTS]
+    for name in names:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.sim", "--mutant", name]
+        command += ["--seeds", str(schedules), "--keep", "1", "--no-shrink"]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        count = re.search(r"^(\d+) schedules in (.*?), ", ran.stdout, re.MULTILINE)
+        how = re.search(r"^seed .*", ran.stdout, re.MULTILINE)
+        if count is None:
+            print(f"{name}: failed to run\n{ran.stdout}{ran.stderr}", flush=True)
+        elif how is None:
+            print(f"{name}: NOT FOUND in {count[1]} schedules, {count[2]}", flush=True)
+        else:
+            found += 1
+            print(f"{name}: {count[1]} schedules, {count[2]}: {how[0][:100]}", flush=True)
+    print(f"{found} of {len(names)} mutants are found")
+    return found == len(names)

@@ -1,0 +1,843 @@
+"""What must hold: checked when a meeting posts an outcome, when calls return, and at the end.
+
+The truth is what members have sent. Each ask is noted when the host can see it, with the model, the
+weight and the state that its process had then. All models are small integers, and weights are small
+powers of two, so exactly one average is right, bit by bit. In particular:
+
+- an average consists of the models that its ranks had sent for that call, each with its weight, and
+  no member takes part whose model is older than the last average of this kind of call;
+- members that get outcomes of one number get equal bytes and facts;
+- a healed member gets the state of the giver before the step, and equal steps give equal states;
+- late, failed, quarantined and healed ranks are what they are called, and a rank that is alive and
+  on time is none of these;
+- a call ends within its timeout, unless the host or the member was stopped;
+- nobody waits if nothing is going to answer;
+- at the end the meeting is over, and no weights of members are held.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tests.sim.world import Process, World
+
+from flatweights.ray._errors import WorkerError
+from flatweights.ray._result import Packed
+from flatweights.ray._round import Round
+from flatweights.ray.core._asks import (
+    Ask,
+    CallsDifferError,
+    ElsewhereError,
+    LacksStateError,
+    Outcome,
+)
+
+if TYPE_CHECKING:
+    from tests.sim.platform import Handle, Link
+
+_SLACK = 0.7  # seconds of messages
+_STUCK = 3.0  # seconds, without an answer, in which all members wait
+_KNOWN = 3.0  # seconds after which a host knows of a death, unless it was stopped
+_REPORTED = 9.0  # seconds after which Ray has reported every death
+_SLICE = 1.0  # seconds between two looks of a host that nothing wakes
+_CALLS = ("average", "broadcast")
+
+
+class Call:
+    """A call of a program, until it returns.
+
+    Attributes:
+        vector: The model that it sends.
+        weight: The weight of the model.
+        state: The bytes of the state that the process has; None without a state.
+        model: Which of two models of one layout it is about.
+        answers: The outcomes that the member was told.
+    """
+
+    def __init__(self, process: Process, vector: Any, weight: float, state: Any) -> None:
+        self.process, self.vector, self.weight = process, vector, weight
+        self.state = None if state is None else state.bytes()
+        self.model = 0
+        self.is_finite = vector is None or bool(np.isfinite(vector).all())
+        self.answers: list[tuple[int, Outcome]] = []
+
+
+class Sent:
+    """An ask, from the moment at which the host can see it."""
+
+    def __init__(self, member: Noted, ask: Ask, call: Any, now: float) -> None:
+        self.member, self.ask, self.call, self.at = member, ask, call, now
+
+
+class Noted:
+    """A process as a member of one host.
+
+    Attributes:
+        number: The number of its seat.
+        open: Its ask that was not answered.
+        has: The number of the last outcome that it was told.
+        got: By kind of call, the number of the last outcome without an error.
+        of_state: The number of the last such outcome of a call with a state.
+        passed_by: The number of the last call that sent it away, since it waited for another one.
+        told_at: The time at which it was told its first outcome.
+        counts: Whether the others miss it if it dies.
+        is_told: Whether it was told its first outcome.
+        is_gone: Whether it has left, or has dropped its member.
+        has_left: Whether it has left.
+        may_have_left: Whether it has left, perhaps after it had dropped its member.
+    """
+
+    def __init__(self, process: Process, token: bytes) -> None:
+        self.process, self.token = process, token
+        self.rank: int | None = None
+        self.number = self.has = self.of_state = 0
+        self.open: Sent | None = None
+        self.got: dict[Any, int] = {}
+        self.is_gone = self.is_told = self.has_joined = self.counts = False
+        self.has_left = self.may_have_left = False
+        self.last_operation = ""
+        self.passed_by = 0
+        self.told_at = float("inf")
+
+    @property
+    def is_there(self) -> bool:
+        return not (self.is_gone or self.process.is_dead)
+
+
+class Known:
+    """An outcome of a call: what it is, its bytes, and the state of its giver."""
+
+    def __init__(self, outcome: Outcome, content: bytes | None, kind: Any) -> None:
+        self.outcome, self.content, self.kind = outcome, content, kind
+        self.state: Any = None
+        self.is_given = False  # whether the giver has sent its state
+        self.model = 0
+
+
+class Record:
+    """What is known of one meeting."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.is_open = False
+        self.last = 0
+        self.known: dict[int, Known] = {}
+        self.by_kind: dict[Any, int] = {}
+        self.by_state: dict[str, list[Any]] = defaultdict(list)
+        self.by_seat: dict[int, Noted] = {}
+        self.newest: dict[int, Noted] = {}
+        self.entered: dict[int, list[Noted]] = defaultdict(list)
+        self.lost_states = self.twins = 0
+
+    def newest_joined(self, rank: int) -> Noted | None:
+        """Return the newest process of a rank that has joined."""
+        return next((one for one in reversed(self.entered[rank]) if one.has_joined), None)
+
+    def missed(self) -> set[int]:
+        """Return the ranks that have joined and not left; a leave may still be on its way."""
+        newest = {rank: self.newest_joined(rank) for rank in [*self.entered]}
+        return {
+            rank
+            for rank, one in newest.items()
+            if one is not None and not (one.has_left and one.process.is_dead)
+        }
+
+    def lost(self, is_dead: Callable[[Process], bool]) -> list[int]:
+        """Return the ranks whose last process has joined and died, and not left."""
+        lost = []
+        for rank, entered in self.entered.items():
+            # Those that have died, or given up, while they joined, leave no trace.
+            stayed = [one for one in entered if one.has_joined or one.is_there]
+            stayed = [one for one in entered if one in stayed or not is_dead(one.process)]
+            last = stayed[-1] if stayed else None
+            if (
+                last is not None
+                and last.counts
+                and not last.may_have_left
+                and is_dead(last.process)
+            ):
+                lost.append(rank)
+        return lost
+
+    def is_unsure(self) -> bool:
+        """Whether a process is about to join, or has died when its leave may not have arrived."""
+        news = [one for entered in self.entered.values() for one in entered[-1:]]
+        return any(
+            (one.is_there and not one.has_joined)
+            or (one.has_left and one.process.notes.get("broke"))
+            for one in news
+        )
+
+
+class Oracle:
+    """The notes, and the checks.
+
+    Attributes:
+        counts: How often things have happened, by name.
+        losses: How often something was lost because memory was short.
+        hosts: All hosts so far.
+    """
+
+    def __init__(self, world: World, plan: dict[str, Any], state_layout: Any) -> None:
+        self._world, self._plan, self._state_layout = world, plan, state_layout
+        self.members: dict[bytes, Noted] = {}
+        self.hosts: list[Handle] = []
+        self.mains: list[Process] = []
+        self.counts: Counter[str] = Counter()
+        self.losses = 0
+        self._records: dict[int, Record] = {}
+        self._states: dict[Any, Any] = {}
+        self._waiting_since: float | None = None
+
+    def _fail(self, text: str) -> None:
+        self._world.fail(text)
+
+    # What the simulated platform tells.
+
+    def started(self, host: Handle) -> None:
+        """Note a new host."""
+        self.hosts.append(host)
+
+    def parted(self, token: bytes) -> None:
+        """Note that a process has closed its end."""
+        self.members[token].is_gone = True
+
+    def called(self, process: Process, name: str, args: tuple[Any, ...]) -> None:
+        """Note a call of a host through Ray."""
+        if name == "stay":
+            self.members[args[0]] = Noted(process, args[0])
+        elif name in ("exchange", "deliver") and len(args) > 1 and args[1]:
+            self.asked(process, args[0], args[1])
+        elif name == "lose" and self.members[args[0]].process is process:
+            self.members[args[0]].is_gone = True
+
+    def entered(self, token: bytes, ticket: Any, meeting: Any) -> None:
+        """Note that a process gets a ticket."""
+        member = self.members[token]
+        member.rank, member.number = ticket.rank, ticket.seat
+        self._record(meeting).entered[ticket.rank].append(member)
+
+    def asked(self, process: Process, token: bytes, body: bytes) -> None:
+        """Note an ask, which the host can see from now on."""
+        member = self.members[token]
+        ask = Ask(*pickle.loads(body)[0])
+        if ask.operation == "leave":
+            member.may_have_left = True
+            member.has_left = member.has_left or not member.is_gone  # not if it was dropped before
+            member.is_gone = True
+            self._world.note("leaves")
+            return
+        if member.open is not None:
+            self._fail(f"{process.name} asks twice")
+        member.last_operation = ask.operation
+        member.open = Sent(member, ask, process.notes.get("call"), self._world.now)
+        self.counts["asks that lack the state"] += ask.lacks
+        self._waiting_since = None
+        if self._world.transcript is not None:
+            weight = f", weight={ask.weight:g}" if ask.operation == "average" else ""
+            lacks = ", and lacks the state" if ask.lacks else ""
+            self._world.note(f"asks {ask}{weight}, timeout={ask.timeout}{lacks}")
+
+    def answered(self, link: Link) -> None:
+        """Check that the host has dropped the weights of the ask that it answers."""
+        member = self.members[link.token]
+        # A state is copied after the answer.
+        if member.last_operation != "give" and any(view() is not None for view in link.views):
+            self._fail(f"the weights of an answered ask of {link.member.name} are still held")
+        link.views = []
+
+    # Outcomes.
+
+    def posting(
+        self, meeting: Any, number: int, body: bytes, weights: Any, seats: Sequence[Any]
+    ) -> None:
+        """Check an outcome that a meeting is about to post to some seats."""
+        record = self._record(meeting)
+        outcome = Outcome(*pickle.loads(body))
+        buffer = weights.buffer if isinstance(weights, Packed) else None
+        content = None if buffer is None else buffer.tobytes()
+        self._waiting_since = None
+        told = [(seat, self.members[seat.token]) for seat in seats]
+        if self._world.transcript is not None and told:
+            names = ", ".join(member.process.name for _, member in told)
+            self._world.note(f"tells {names}: {_text_of(number, outcome)}")
+        for seat, member in told:
+            record.by_seat[seat.number] = member
+            member.number, member.rank = seat.number, seat.rank
+            newest = record.newest.get(seat.rank)
+            if newest is None or newest.number < seat.number:
+                record.newest[seat.rank] = member
+        is_first = bool(told) and number == 0 and told[0][1].open is None
+        is_opening = is_first and not record.is_open
+        if is_opening:
+            record.is_open = True
+            self._check_opening(record, len(told))
+        is_call = bool(outcome.seats) and number > 0
+        if is_call and number not in record.known:
+            self._check_call(record, outcome, buffer, content)
+        elif is_call:
+            known = record.known[number]
+            same = repr(outcome.facts) == repr(known.outcome.facts)
+            if content != known.content or not same:
+                self._fail(f"outcome {number} differs from what others got")
+        for seat, member in told:
+            self._check_told(
+                record, number, outcome, content, seat, member, is_call, is_opening=is_opening
+            )
+
+    def _check_opening(self, record: Record, count: int) -> None:
+        size, grace = self._plan["size"], self._plan["grace"]
+        least = self._plan["min_size"] or size
+        waited = self._world.now - record.began + 1e-6
+        if count < least or (count < size and waited < grace):
+            self._fail(f"a meeting opens with {count} members after {waited:.3f} s")
+
+    def _check_told(
+        self,
+        record: Record,
+        number: int,
+        outcome: Outcome,
+        content: bytes | None,
+        seat: Any,
+        member: Noted,
+        is_call: bool,
+        *,
+        is_opening: bool,
+    ) -> None:
+        """Check what one member is told."""
+        name = member.process.name
+        sent, member.open = member.open, None
+        # After the opening, a process counts from its first call on.
+        member.counts = member.counts or sent is not None or is_opening
+        if not member.is_told:
+            member.told_at = self._world.now
+        member.is_told = True
+        record.twins += bool(sent is not None and sent.ask.twins)
+        if sent is None:
+            if number != 0 or outcome.error is not None:
+                self._fail(f"{name} was told outcome {number} without an ask")
+            member.has_joined, member.has = True, 0
+            return
+        ask = sent.ask
+        took = self._world.now - sent.at
+        if ask.timeout is not None and ask.operation in _CALLS and not ask.lacks:
+            stopped = self._seconds_stopped(sent.at, member.process)
+            if took > ask.timeout + _SLACK + stopped:
+                self._fail(f"{name} waited {took:.2f} s with timeout {ask.timeout}")
+        if ask.operation == "heal" and number < 0:
+            known = record.known.get(-number)
+            if known is None:
+                self._fail(f"{name} was healed by no outcome")
+            elif known.state != self._state_in(content):
+                self._fail(f"{name} was healed with another state than the giver's")
+            self.counts["healed"] += 1
+        elif not is_call:
+            if isinstance(outcome.error, ElsewhereError):
+                member.passed_by = record.last + 1
+            if outcome.error is None and ask.operation != "give":
+                self._fail(f"{name} got an empty answer to {ask}")
+            elif outcome.error is not None and ask.operation == "give":
+                self._fail(f"{name} got {outcome.error!r} for its state")
+            elif outcome.error is not None and not self._is_fair(record, outcome.error, sent):
+                self._fail(f"{name} got {outcome.error!r} to {ask}")
+            elif ask.operation == "give" and member.has in record.known:
+                record.known[member.has].is_given = True
+            return
+        else:
+            if seat.number not in (*outcome.seats, *outcome.lacking):
+                self._check_late(record, number, member, sent)
+            member.has = max(member.has, number)
+            if outcome.error is None:
+                member.got[ask.kind] = number
+                if ask.state is not None:
+                    member.of_state = number
+            if sent.call is not None:
+                sent.call.answers.append((number, outcome))
+
+    def _check_late(self, record: Record, number: int, member: Noted, sent: Sent) -> None:
+        """Check an outcome of a call in which a member took no part."""
+        name, ask, known = member.process.name, sent.ask, record.known[number]
+        self.counts["late"] += 1
+        if ask.kind != known.kind:
+            self._fail(f"{name} asked {ask} and got outcome {number} of another call")
+        if record.by_kind.get(ask.kind) != number:
+            self._fail(f"{name} got {number}, which is not the latest")
+        if sent.call is not None and sent.call.model != known.model and record.twins:
+            self._fail(f"{name} got the average of the other twin")
+        if number <= member.got.get(ask.kind, 0):
+            self._fail(f"{name} got {number} again")
+
+    def _is_fair(self, record: Record, error: Exception, sent: Sent) -> bool:
+        """Whether this error may answer the ask of one member."""
+        ask, text = sent.ask, str(error)
+        if isinstance(error, ElsewhereError):
+            return ask.lacks
+        if isinstance(error, LacksStateError):
+            if ask.operation == "heal":
+                known = record.known.get(sent.member.has)
+                return known is None or not known.is_given or "is gone" not in text
+            made = record.by_state.get(ask.state or "", [])
+            missed = [kind for number, kind in made if number > sent.member.of_state]
+            # One call is missed, and another was made meanwhile: it is healed, too.
+            has_passed = bool(made) and sent.member.has > made[-1][0]
+            return len(missed) > 1 or any(
+                kind != ask.kind or self._plan["keeps_few"] or has_passed for kind in missed
+            )
+        if isinstance(error, WorkerError) and "no member is left that has the state" in text:
+            record.lost_states += 1
+            record.by_state.pop(ask.state or "", None)
+            for kind in [kind for kind in record.by_kind if kind[-1] == ask.state]:
+                del record.by_kind[kind]
+            have = [
+                one
+                for entered in record.entered.values()
+                for one in entered[-1:]
+                if one.has_joined
+                and one.is_there
+                and not (one.open is not None and one.open.ask.lacks)
+                and one.rank not in error.failed
+            ]
+            # A member whose outcome was not sent, as memory was short, is lost.
+            return ask.lacks and (not have or self.losses > 0)
+        if isinstance(error, WorkerError):  # its time is up
+            return ask.timeout is not None and self._world.now >= sent.at + ask.timeout
+        if "take turns" in text:
+            return bool(self._plan["program"] == "twins")
+        return ask.operation == "heal" and isinstance(error, RuntimeError)
+
+    def _check_call(
+        self, record: Record, outcome: Outcome, buffer: Any, content: bytes | None
+    ) -> None:
+        """Check a new outcome of a call."""
+        number = outcome.number
+        self.counts["outcomes"] += 1
+        if number != record.last + 1:
+            self._fail(f"outcome {number} after {record.last}")
+        record.last = number
+        parts = self._parts(record, outcome)
+        if parts is None:
+            return
+        first = parts[min(parts)]
+        kind = first.ask.kind
+        alike = all(sent.ask.agrees_with(first.ask) for sent in parts.values())
+        known = record.known[number] = Known(outcome, content, kind)
+        if not alike or isinstance(outcome.error, CallsDifferError):
+            self.counts["differ"] += 1
+            if alike or not isinstance(outcome.error, CallsDifferError):
+                made = "agree" if alike else "differ"
+                self._fail(f"{number}: the calls {made}, and all got {outcome.error!r}")
+            return
+        self._check_time(record, number, parts)
+        self._check_patience(record, number, parts)
+        self._check_order(record, number, kind, parts)
+        self._check_left_out(record, outcome, kind)
+        if outcome.error is not None:
+            self.counts["errors"] += 1
+            self._check_error(record, number, outcome.error, parts, first)
+            return
+        result = Round(None, *outcome.facts)
+        if result.number != number:
+            self._fail(f"outcome {number} says it is {result.number}")
+        if first.ask.operation == "average":
+            self._check_average(record, number, result, parts, buffer)
+        else:
+            self._check_broadcast(number, result, parts, first, content)
+        self._check_ranks(record, number, result, parts)
+        record.by_kind[kind] = number
+        if first.ask.state is not None:
+            record.by_state[first.ask.state].append((number, kind))
+        if outcome.giver:
+            self._check_healing(record, outcome, result, parts, known)
+        elif result.healed or outcome.lacking:
+            self._fail(f"{number}: healed without a giver")
+
+    def _parts(self, record: Record, outcome: Outcome) -> dict[int, Sent] | None:
+        """Return the asks that an outcome says it is of, by rank; None after a violation."""
+        parts: dict[int, Sent] = {}
+        for seat_number in outcome.seats:
+            member = record.by_seat.get(seat_number)
+            if member is None or member.open is None or member.open.ask.operation not in _CALLS:
+                self._fail(f"seat {seat_number} took part in {outcome.number} without an ask")
+                return None
+            assert member.rank is not None
+            if member.rank in parts:
+                self._fail(f"two seats of rank {member.rank} took part in {outcome.number}")
+            if record.newest[member.rank] is not member:
+                self._fail(f"a predecessor of rank {member.rank} took part in {outcome.number}")
+            if member.open.ask.lacks:
+                self._fail(f"rank {member.rank} took part in {outcome.number} without the state")
+            parts[member.rank] = member.open
+        return parts
+
+    def _check_time(self, record: Record, number: int, parts: dict[int, Sent]) -> None:
+        """Check that a call is not closed while it could wait for somebody who is on time."""
+        if self.losses or self._is_time_up(parts):
+            return
+        for entered in record.entered.values():
+            for member in entered[-1:]:
+                is_on_time = member.is_told and member.open is None and member.has == number - 1
+                if is_on_time and member.is_there and member.passed_by != number:
+                    self._fail(f"{number}: made without {member.process.name}, who is on time")
+
+    def _is_time_up(self, parts: dict[int, Sent]) -> bool:
+        """Whether the time of an ask may be up, after which others are late."""
+        ends = [
+            sent.at + sent.ask.timeout for sent in parts.values() if sent.ask.timeout is not None
+        ]
+        return bool(ends) and min(ends) <= self._world.now
+
+    def _check_patience(self, record: Record, number: int, parts: dict[int, Sent]) -> None:
+        """Check that a call has waited for nobody that it does not need."""
+        need = parts[min(parts)].ask.min_results
+        if self.losses or need is None or need > len(parts):
+            return
+        last = max(sent.at for sent in parts.values())
+        for rank, entered in record.entered.items():
+            one = entered[-1]
+            is_late = one.told_at < last and one.open is None and one.has < number - 1
+            is_long_dead = one.process.died_at + _REPORTED < last
+            if rank not in parts and not (is_long_dead or (one.is_there and is_late)):
+                return  # it may have been waited for
+        waited = self._world.now - last
+        # An ask that does not fit into a lane is complete only once its member goes on.
+        stopped = max(self._seconds_stopped(last, sent.member.process) for sent in parts.values())
+        if waited > _SLACK + _SLICE + stopped:
+            self._fail(f"{number}: has waited {waited:.2f} s for members that are late")
+
+    def _check_order(self, record: Record, number: int, kind: Any, parts: dict[int, Sent]) -> None:
+        """Check that nobody takes part who has missed a call like this one."""
+        last = record.by_kind.get(kind, 0)
+        # If its outcome is no longer kept, late members may make the call alone.
+        are_alone = self._plan["keeps_few"] and all(
+            sent.member.got.get(kind, 0) < last for sent in parts.values()
+        )
+        if are_alone:
+            return
+        for rank, sent in parts.items():
+            got = sent.member.got.get(kind, 0)
+            if got < last and sent.ask.state is None and kind[0] == "average":
+                self._fail(
+                    f"rank {rank} has never got {last}, the last call like {number}, and its "
+                    "weights from before it are averaged"
+                )
+            if sent.member.has < last and rank != sent.ask.root:
+                self._fail(
+                    f"rank {rank} took part in {number} with an ask from before {last}: "
+                    f"it has {sent.member.has}"
+                )
+
+    def _check_left_out(self, record: Record, outcome: Outcome, kind: Any) -> None:
+        """Check that nobody is left out who has asked in time."""
+        for entered in record.entered.values():
+            for member in entered[-1:]:
+                sent = member.open
+                if sent is None or sent.ask.kind != kind or not member.is_there:
+                    continue
+                patience = 1.3 + self._seconds_stopped(sent.at, member.process)
+                if self._world.now - sent.at < patience or member.number in outcome.seats:
+                    continue
+                name = member.process.name
+                # Such a member gets the outcome, and takes no part.
+                is_behind = (
+                    sent.ask.state is None
+                    and kind[0] == "average"
+                    and member.got.get(kind, 0) < record.by_kind.get(kind, 0)
+                )
+                if not (sent.ask.lacks or self._plan["keeps_few"] or is_behind):
+                    self._fail(f"{outcome.number}: {name} has asked, and is left out")
+                is_healed = outcome.error is not None or member.number in outcome.lacking
+                if sent.ask.lacks and not is_healed:
+                    self._fail(f"{outcome.number}: {name} is not healed")
+
+    def _check_error(
+        self,
+        record: Record,
+        number: int,
+        error: Exception,
+        parts: dict[int, Sent],
+        first: Sent,
+    ) -> None:
+        """Check an error that all members of a call get."""
+        finite = {rank for rank, sent in parts.items() if sent.call.is_finite}
+        need = first.ask.min_results
+        if isinstance(error, WorkerError):
+            if first.ask.operation == "broadcast":
+                if first.ask.root in parts:
+                    self._fail(f"{number}: the root took part, and all got {error!r}")
+            elif need is not None and len(finite) >= need:
+                self._fail(f"{number}: {finite} are enough for {need}, and all got {error!r}")
+            elif need is None and record.missed() <= finite and not record.is_unsure():
+                self._fail(f"{number}: nobody is missing, and all got {error!r}")
+            for rank, why in error.failed.items():
+                self._check_why(record, number, rank, why, parts)
+                is_early = need is None or len(parts) < need
+                if isinstance(why, TimeoutError) and is_early and not self._is_time_up(parts):
+                    self._fail(f"{number}: failed for rank {rank}, which is late, before time")
+        elif isinstance(error, ValueError) and "NaN" in str(error):
+            is_right = first.ask.nonfinite == "raise" and len(finite) < len(parts)
+            if not (is_right or (first.ask.nonfinite == "skip" and not finite)):
+                self._fail(f"{number}: nobody sent NaN, and all got {error!r}")
+        else:
+            self._fail(f"{number}: {error!r}")
+
+    def _check_why(
+        self, record: Record, number: int, rank: int, why: Exception, parts: dict[int, Sent]
+    ) -> None:
+        """Check the reason for which a rank has no part in an outcome."""
+        member, joined, text = record.newest.get(rank), record.newest_joined(rank), str(why)
+        if isinstance(why, TimeoutError):
+            if rank in parts:
+                self._fail(f"{number}: rank {rank} took part and is late")
+        elif "NaN" in text:
+            if rank not in parts or parts[rank].call.is_finite:
+                self._fail(f"{number}: rank {rank} has sent no NaN")
+        elif rank in parts and not text.startswith("it "):
+            self._fail(f"{number}: rank {rank} took part and has failed: {why!r}")
+        elif text in ("it has left", "it has not joined the meeting") and (
+            joined is None or joined.has_left
+        ):
+            pass  # a root that is not there
+        elif "waits for the others" in text:
+            kind = parts[min(parts)].ask.kind
+            if member is None or member.open is None or member.open.ask.kind == kind:
+                self._fail(f"{number}: rank {rank} does not wait for others: {why!r}")
+        elif joined is None or (joined.has_left and not joined.process.notes.get("broke")):
+            self._fail(f"{number}: rank {rank} died while it joined, and others see {why!r}")
+        elif member is not None and member.is_there and not self.losses:
+            self._fail(f"{number}: rank {rank} is alive and has failed: {why!r}")
+
+    def _check_average(
+        self, record: Record, number: int, result: Round, parts: dict[int, Sent], buffer: Any
+    ) -> None:
+        finite = tuple(rank for rank in sorted(parts) if parts[rank].call.is_finite)
+        spoiled = tuple(rank for rank in sorted(parts) if not parts[rank].call.is_finite)
+        if result.used != finite:
+            self._fail(f"{number}: used {result.used}, and asks of {finite}")
+            return
+        if result.quarantined != spoiled:
+            self._fail(f"{number}: quarantined {result.quarantined}, and NaN of {spoiled}")
+        self.counts["quarantined"] += len(spoiled)
+        need = parts[min(parts)].ask.min_results
+        if need is not None and len(finite) < need:
+            self._fail(f"{number}: averaged {finite} with min_results={need}")
+        total: Any = sum(parts[rank].call.weight * parts[rank].call.vector for rank in finite)
+        mean = total / sum(parts[rank].call.weight for rank in finite)
+        models = {parts[rank].call.model for rank in finite}
+        record.known[number].model = min(models)
+        told = record.twins + sum(bool(sent.ask.twins) for sent in parts.values())
+        if len(models) > 1 and told:
+            self._fail(f"{number}: twins are mixed, after {told} asks that told of them")
+        if buffer.view(np.float64)[: mean.size].tobytes() != mean.tobytes():
+            got = buffer.view(np.float64)
+            self._fail(f"{number}: wrong average of {finite}: got {got}, expected {mean}")
+
+    def _check_broadcast(
+        self,
+        number: int,
+        result: Round,
+        parts: dict[int, Sent],
+        first: Sent,
+        content: bytes | None,
+    ) -> None:
+        root = first.ask.root
+        if root is None or result.used != (root,) or root not in parts:
+            self._fail(f"{number}: broadcast of {root} used {result.used}")
+        elif parts[root].call.state not in (None, self._state_in(content)):
+            self._fail(f"{number}: not the state of the root")
+
+    def _check_ranks(
+        self, record: Record, number: int, result: Round, parts: dict[int, Sent]
+    ) -> None:
+        is_broadcast = parts[min(parts)].ask.operation == "broadcast"
+        for rank in result.late:
+            if rank in parts:
+                self._fail(f"{number}: rank {rank} took part and is late")
+            entered = record.entered[rank]
+            if not any(one.counts or one.open is not None for one in entered):
+                self._fail(f"{number}: rank {rank} is late, and has not joined")
+        for rank, why in result.failed.items():
+            if rank in result.used and not is_broadcast:
+                self._fail(f"{number}: rank {rank} is used and has failed")
+            if rank not in result.quarantined:
+                self._check_why(record, number, rank, why, parts)
+        for rank, entered in record.entered.items():
+            one = entered[-1]
+            has_state = one.open is None or not one.open.ask.lacks
+            is_missed = one.counts and one.is_there and has_state and not self.losses
+            if is_missed and rank not in parts and rank not in (*result.late, *result.failed):
+                self._fail(f"{number}: rank {rank} took no part, and is not in {result.late}")
+        for rank in record.lost(self._is_known_dead):
+            if rank not in result.failed:
+                self._fail(f"{number}: rank {rank} is dead, and not in {result.failed}")
+        if {*result.healed} & {*result.used}:
+            self._fail(f"{number}: {result.healed} are healed and used")
+
+    def _check_healing(
+        self,
+        record: Record,
+        outcome: Outcome,
+        result: Round,
+        parts: dict[int, Sent],
+        known: Known,
+    ) -> None:
+        number = outcome.number
+        giver = record.by_seat[outcome.giver]
+        if giver.rank != min(result.used):
+            self._fail(f"{number}: the giver is rank {giver.rank} of {result.used}")
+        assert giver.rank is not None
+        known.state = parts[giver.rank].call.state
+        ranks = []
+        for seat_number in outcome.lacking:
+            lacking = record.by_seat.get(seat_number)
+            if lacking is None or lacking.rank is None:
+                continue
+            ranks.append(lacking.rank)
+            if lacking.open is None or not lacking.open.ask.lacks:
+                self._fail(f"{number}: {lacking.process.name} is to be healed without an ask")
+            elif lacking.open.ask.kind != known.kind:
+                self._fail(f"{number}: {lacking.process.name} has asked for another call")
+        if tuple(sorted(ranks)) != result.healed:
+            self._fail(f"{number}: healed {result.healed}, and seats of {ranks}")
+
+    # Time.
+
+    def _seconds_stopped(self, since: float, own: Process) -> float:
+        """Return the seconds for which hosts, or the process itself, were stopped since then."""
+        total = 0.0
+        for process in (own, *[host.process for host in self.hosts]):
+            for begin, end in process.stops:
+                total += max(0.0, min(end, self._world.now) - max(begin, since))
+        return total
+
+    def _is_known_dead(self, process: Process) -> bool:
+        """Whether a process has been dead for so long that hosts know it."""
+        stopped = self._seconds_stopped(process.died_at, process) if process.is_dead else 0.0
+        return process.died_at + _KNOWN + stopped < self._world.now
+
+    def at_rest(self) -> None:
+        """Check that something answers, if all members wait: called before the clock moves."""
+        now = self._world.now
+        since = self._waiting_since
+        is_soon = since is not None and now - since < _STUCK
+        if is_soon and all(host.process.stopped_until < now for host in self.hosts):
+            return
+        mains = [process for process in self.mains if not process.is_dead]
+        live = {one.process: one for one in self.members.values() if not one.is_gone}
+        everyone = [*mains, *[host.process for host in self.hosts]]
+        are_waiting = bool(mains) and all(
+            process in live and live[process].open is not None for process in mains
+        )
+        if not are_waiting or any(process.stopped_until >= now for process in everyone):
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        else:
+            asks = {one.process.name: str(one.open.ask) for one in live.values() if one.open}
+            self._fail(f"all members wait, and nobody is answered: {asks}")
+
+    # What programs tell.
+
+    def returned(self, call: Call, member: Any, result: Round, weights: Any) -> None:
+        """Check what a call returns."""
+        self.counts["calls"] += 1
+        name = call.process.name
+        noted = self.of(member)
+        if not call.answers:
+            self._fail(f"{name} got a result without an outcome")
+            return
+        number, outcome = call.answers[-1]
+        if result.number != number:
+            self._fail(f"{name} got {result.number}, and was told {number}")
+        told = Round(None, *outcome.facts)
+        if result.used != told.used or result.quarantined != told.quarantined:
+            self._fail(f"{name}: used {result.used}, and was told {told.used}")
+        took_part = noted.number in (*outcome.seats, *outcome.lacking)
+        if took_part == (member.rank in result.late):
+            part = "took part" if took_part else "took no part"
+            self._fail(f"{name} {part} in {number}, whose late ranks are {result.late}")
+        if noted.number in outcome.lacking and member.rank not in result.healed:
+            self._fail(f"{name} is healed, and not in {result.healed}")
+        known = self._record_of(noted).known[number]
+        content = known.content
+        if weights is not None and content is not None:
+            is_same = content[: weights.nbytes] == weights.tobytes()
+            if not is_same:
+                self._fail(f"{name} has other weights than outcome {number}")
+
+    def made_step(self, member: Any, state: Any) -> None:
+        """Check that all members have the same state after the same step."""
+        noted = self.of(member)
+        key = id(self._record_of(noted)), float(state.began[0]), float(state.step[0])
+        if self._states.setdefault(key, state.bytes()) != state.bytes():
+            step = f"step {state.step[0]:g}"
+            self._fail(f"{noted.process.name} has another state than others after {step}")
+
+    def of(self, member: Any) -> Noted:
+        """Return what is known of a `Member`."""
+        return self.members[member._host._pass.token]
+
+    def lost_states_of(self, member: Any) -> tuple[int, int]:
+        """Return how often the state was lost in a `Member`'s meeting, and its last outcome."""
+        record = self._record_of(self.of(member))
+        return record.lost_states, record.last
+
+    def _record(self, meeting: Any) -> Record:
+        record = self._records.get(id(meeting))
+        if record is None:
+            record = self._records[id(meeting)] = Record(self._world.now)
+        return record
+
+    def _record_of(self, member: Noted) -> Record:
+        return next(
+            record
+            for record in self._records.values()
+            if record.by_seat.get(member.number) is member
+        )
+
+    def _state_in(self, content: bytes | None) -> Any:
+        """Return the state in a packed buffer, as `State.bytes` does."""
+        assert content is not None
+        views = self._state_layout.packed_views(np.frombuffer(content, np.uint8).copy())
+        return tuple(view.tobytes() for view in views)
+
+    # The end.
+
+    def at_end(self, links: Sequence[Link]) -> None:
+        """Check that nothing is left."""
+        for host in self.hosts:
+            if not host.process.is_dead and host.object is not None:
+                present = [seat.who for seat in host.object._meeting.door.present.values()]
+                self._fail(f"a meeting has not ended: {present}")
+        if any(map(_is_held, links)):
+            gc.collect()
+            for link in filter(_is_held, links):
+                self._fail(f"weights of {link.member.name} are held at the end")
+
+
+def _is_held(link: Link) -> bool:
+    """Whether a host that has closed its lanes still has weights of a member."""
+    is_over = link.lanes is not None and link.lanes.is_over
+    return is_over and any(view() is not None for view in link.views)
+
+
+def _text_of(number: int, outcome: Outcome) -> str:
+    """Return an outcome as a transcript shows it."""
+    if outcome.error is not None:
+        where = f"#{number}, " if outcome.seats else ""
+        return f"{where}{type(outcome.error).__name__}: {str(outcome.error).splitlines()[0]}"
+    if number < 0:
+        return f"the state before #{-number}"
+    if not outcome.facts:
+        return "go on" if number else f"ranks {outcome.ranks} take part"
+    result = Round(None, *outcome.facts)
+    words = [f"#{number}, used {result.used}"]
+    for name in ("failed", "late", "quarantined", "healed"):
+        ranks = getattr(result, name)
+        if ranks:
+            words.append(f"{name} {tuple(ranks)}")
+    return ", ".join(words)

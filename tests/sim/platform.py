@@ -1,0 +1,690 @@
+"""Ray, lanes and threads as hosts and members need them, in a simulated world."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from tests.sim.oracle import Oracle
+from tests.sim.world import Changing, Process, World
+
+from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.lanes._member_lane import HostDiedError
+from flatweights.ray.lanes._message import _EXTENT, _HEADER, buffer_message
+from flatweights.ray.lanes._protocol import ASK, COMMAND
+from flatweights.ray.lanes._windows import Extent
+from flatweights.ray.members._meeting import Meeting
+from flatweights.ray.members._platform import Place, Platform
+
+_NODE = "here"
+_AWAKE = 0.25  # seconds after which a member looks at its mailbox without being woken
+
+
+class Simulated(Platform):
+    """What hosts and members use, in one world.
+
+    Attributes:
+        actors: By name, the host that processes find.
+        hosts: The number of hosts so far.
+        links: All connections by lanes so far.
+        listeners: By address, the lanes of a host.
+    """
+
+    def __init__(self, world: World, oracle: Oracle, plan: dict[str, Any]) -> None:
+        self.world, self.oracle = world, oracle
+        self.actors: dict[str, Handle] = {}
+        self.hosts = 0
+        self.links: list[Link] = []
+        self.listeners: dict[bytes, SimulatedLanes] = {}
+        self._host_faults = plan["host_faults"]
+
+        class Watched(Meeting):
+            """A meeting that shows the oracle what it posts, and to whom, before it does."""
+
+            def _post(
+                self,
+                number: int,
+                body: bytes,
+                weights: Any,
+                seats: Sequence[Any],
+                exchanged: Any = None,
+            ) -> None:
+                oracle.posting(self, number, body, weights, seats)
+                super()._post(number, body, weights, seats, exchanged)
+
+        self._meeting = Watched
+
+    # Of a host.
+
+    def begin_host(self) -> Place:
+        return Place(_NODE, self.world.process().notes["handle"])
+
+    def lanes(self) -> Any:
+        return SimulatedLanes(self)
+
+    def agents(self, *_: Any) -> Any:
+        return NoAgents()
+
+    def start_thread(self, run: Callable[..., object], args: tuple[Any, ...], name: str) -> None:
+        process = self.world.process()
+        self.world.spawn(process, lambda: run(*args), f"{process.name}.thread")
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> Any:
+        return LoopTask(self.world, coroutine)
+
+    async def until(self, done: Future[Any]) -> Any:
+        current = self.world.current
+        assert current is not None
+        current.leave_loop()
+        if not done.done():
+            over = Changing(self.world)
+            done.add_done_callback(over.changed)
+            self.world.block(done.done, over)
+        self.world.point("until")
+        return done.result()
+
+    def put(self, buffer: NDArray[np.uint8]) -> Any:
+        process = self.world.process()
+        self.world.point("put")
+        if self.world.chance("full"):
+            self.world.note("the store is full")
+            self.oracle.losses += 1
+            raise ray.exceptions.ObjectStoreFullError("no room")
+        copy = buffer.copy()
+        copy.flags.writeable = False
+        ref = Ref(self.world, process)
+        ref.set(copy)
+        return ref
+
+    def end_host(self, actor: Any) -> None:
+        actor.process.kill()
+
+    # `staticmethod` in the base class, so these are, too.
+    @staticmethod
+    def mark_end(name: str) -> None:
+        """Tell nobody."""
+
+    @staticmethod
+    def seconds_since_end(name: str) -> None:
+        """Know of no end."""
+
+    @staticmethod
+    def check_connected(session: str | None = None) -> None:
+        """Ray is never shut down."""
+
+    # Of a member.
+
+    def node(self) -> str:
+        self.world.process()
+        return _NODE
+
+    def setting(self) -> str:
+        way: str = self.world.process().notes["way"]
+        return "store" if way == "store" else ""
+
+    def find_host(self, cls: type, name: str, node: str, concurrency: int, *args: object) -> Any:
+        world = self.world
+        world.process()
+        world.point("finding the host")
+        actor = self.actors.get(name)
+        if actor is None or actor.process.is_dead:
+            self.hosts += 1
+            process = Process(world, f"host{self.hosts}", self._host_faults.get(self.hosts))
+            actor = self.actors[name] = Handle(self, process)
+            process.notes["handle"] = actor
+            process.at_death.append(actor.die)
+            self.oracle.started(actor)
+            started = actor
+
+            def start() -> None:
+                started.object = cls(*args, self, self._meeting)
+                started.beginning.changed()
+
+            world.spawn(process, start, f"{process.name}.init")
+        return actor
+
+    def introduce(self) -> tuple[bytes, str]:
+        return self.world.rng.randbytes(16), f"process {self.world.process().name}"
+
+    def member_lane(self, address: bytes, token: bytes) -> Any:
+        return SimulatedMemberLane(self, address, token)
+
+    def get(self, ref: Any, timeout: float | None = None) -> Any:
+        self.world.process()
+        self.world.point("get")
+        if not self.world.block(ref.is_there, ref, timeout):
+            raise ray.exceptions.GetTimeoutError("time is up")
+        return ref.result()
+
+    def get_shared(self, ref: Any) -> Any:
+        return self.get(ref)
+
+    # What a simulated message takes.
+
+    def delay(self) -> float:
+        """Return the seconds that a message of Ray takes."""
+        kind = self.world.draw()
+        if kind < 0.3:
+            return 0.0
+        return self.world.draw() * (0.003 if kind < 0.93 else 0.3)
+
+    def process_has_died(self, process: Process) -> None:
+        """Let others learn that a process has died, from the results that it owns."""
+        # With a lane, the host need not wait for Ray's report.
+        latest = 8.0 if process.notes.get("attached") else 2.0
+        late = self.world.rng.choice((0.0, 0.01, 0.2, latest))
+        for ref in process.notes.get("refs", ()):
+            self.world.after(late, ref.lose_owner)
+
+
+class Ref(Changing):
+    """The result of a call of an actor, or an object in the store."""
+
+    def __init__(self, world: World, owner: Process) -> None:
+        super().__init__(world)
+        self.owner = owner
+        self._is_there = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def is_there(self) -> bool:
+        return self._is_there
+
+    def set(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Be there, unless it is already."""
+        if not self._is_there:
+            self._value, self._error, self._is_there = value, error, True
+            self.changed()
+
+    def lose_owner(self) -> None:
+        """Fail, unless it is there: the process that owns it has died."""
+        self.set(error=ray.exceptions.OwnerDiedError("00", b"", ""))
+
+    def lose_actor(self) -> None:
+        """Fail, unless it is there: the actor that makes it has died."""
+        self.set(error=ray.exceptions.ActorDiedError())
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def __await__(self) -> Any:
+        current = self._world.current
+        assert current is not None
+        current.leave_loop()
+        self._world.block(self.is_there, self)
+        yield from ()  # `await` needs a generator
+        return self.result()
+
+
+class Handle:
+    """The handle of an actor, whose calls may begin in any order until one was answered."""
+
+    def __init__(self, platform: Simulated, process: Process) -> None:
+        self.platform, self.process = platform, process
+        self.object: Any = None
+        self.beginning = Changing(platform.world)
+        self.pending: list[Ref] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: self._call(name, args))
+
+    def die(self) -> None:
+        """Let callers learn that the actor has died."""
+        platform = self.platform
+        for ref in self.pending:
+            platform.world.after(platform.delay(), ref.lose_actor)
+        self.pending.clear()
+
+    def _call(self, name: str, args: tuple[Any, ...]) -> Ref:
+        platform, world = self.platform, self.platform.world
+        caller = world.process()
+        world.point(f"call of {name}")
+        ref = Ref(world, caller)
+        caller.notes.setdefault("refs", []).append(ref)
+        args = tuple(arg.copy() if isinstance(arg, np.ndarray) else arg for arg in args)
+        platform.oracle.called(caller, name, args)
+        arrives = world.now + platform.delay()
+        if name not in ("stay", "enter"):
+            line = "line", id(self)
+            arrives = max(arrives, caller.notes.get(line, 0.0))
+            caller.notes[line] = arrives
+
+        def arrive() -> None:
+            if self.process.is_dead:
+                world.after(platform.delay(), ref.lose_actor)
+                return
+            self.pending.append(ref)
+            world.spawn(self.process, run, f"{self.process.name}.{name}").is_in_loop = True
+
+        def run() -> None:
+            value, error = None, None
+            try:
+                while self.object is None:
+                    current = world.current
+                    assert current is not None
+                    current.leave_loop()
+                    world.block(lambda: self.object is not None, self.beginning)
+                value = getattr(self.object, name)(*args)
+                if inspect.iscoroutine(value):
+                    value = _run_through(value)
+            except Exception as raised:
+                task_error = ray.exceptions.RayTaskError(name, str(raised), raised)
+                value, error = None, task_error.as_instanceof_cause()
+            if name == "enter" and value is not None:
+                platform.oracle.entered(args[0], value, self.object._meeting)
+            if ref in self.pending:
+                self.pending.remove(ref)
+            if caller.is_dead:
+                error = ray.exceptions.OwnerDiedError("00", b"", "")
+            world.after(platform.delay(), lambda: ref.set(value, error))
+
+        world.after(arrives - world.now, arrive)
+        return ref
+
+
+def _run_through(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine, which blocks where others await; return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("a coroutine of an actor was suspended")
+
+
+class LoopTask:
+    """A task of an event loop."""
+
+    def __init__(self, world: World, coroutine: Coroutine[Any, Any, None]) -> None:
+        process = world.process()
+        self._acts: list[Callable[[Any], object]] = []
+
+        def run() -> None:
+            _run_through(coroutine)
+            for act in self._acts:
+                act(self)
+
+        task = world.spawn(process, run, f"{process.name}.task")
+        task.is_in_loop = True
+        task.abandon = coroutine.close
+
+    def add_done_callback(self, act: Callable[[Any], object]) -> None:
+        self._acts.append(act)
+
+
+class NoAgents:
+    """The agents of other nodes: there is one node."""
+
+    nbytes = 0
+
+    def why_not(self) -> str:
+        return "there is one node"
+
+    def shut_down(self) -> None:
+        """End none."""
+
+
+class Link(Changing):
+    """A mailbox, its socket, and what both ends know of it.
+
+    Attributes:
+        member: The process of the member.
+        token: Its token.
+        is_answered: Whether the last command was answered.
+        ask: The answer, until the host reads it: its body and its buffers.
+        command: The outcome, until the member reads it: its body, its buffer, and the bytes of that
+            when it was posted.
+        is_woken: Whether the member looks at the mailbox.
+        packets: Those to the host that it has not received.
+        is_host_gone: Whether the host has closed its end.
+        views: The buffers of the last ask, as long as the host has them.
+    """
+
+    def __init__(self, world: World, member: Process, token: bytes) -> None:
+        super().__init__(world)
+        self.member, self.token = member, token
+        self.is_answered = True
+        self.ask: tuple[bytes, list[Any]] | None = None
+        self.command: tuple[bytes, Any, bytes | None] | None = None
+        self.is_woken = False
+        self.packets: list[str] = []
+        self.is_host_gone = False
+        self.views: list[weakref.ref[Any]] = []
+        self.lanes: SimulatedLanes | None = None
+        self.host: HostLane | None = None
+
+    def wake(self) -> None:
+        self.is_woken = True
+        self.changed()
+
+    def lose_host(self) -> None:
+        self.is_host_gone = True
+        self.changed()
+
+    def send(self, packet: str) -> None:
+        self.packets.append(packet)
+        if self.lanes is not None:
+            self.lanes.changed()
+
+
+class HeldExtent(Extent):
+    """The position of a buffer in a window; it holds the buffer."""
+
+    buffer: Any
+
+
+class SimulatedWindows:
+    """Windows, in which every buffer lies, unless memory is short."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def offer(self, nbytes: int, **_: Any) -> None:
+        """Offer nothing: every buffer lies in a window anyway."""
+
+    def clear(self) -> None:
+        """Forget nothing."""
+
+    def find(self, buffer: NDArray[np.uint8]) -> Extent | None:
+        if self._world.chance("no window"):
+            self._world.note("there is no window")
+            return None
+        extent = HeldExtent(0, 1, 0, buffer.nbytes)
+        extent.buffer = buffer
+        return extent
+
+    def copy_in(self, buffers: Any) -> None:
+        """Find no free window."""
+
+
+def _opened(message: Any) -> tuple[bytes, Any]:
+    """Return the body of a message, and its buffer."""
+    body = message.content[_HEADER.size + len(message.extents) * _EXTENT.size :]
+    return body, message.extents[0].buffer if message.extents else None
+
+
+class HostLane:
+    """The host's end of a lane."""
+
+    def __init__(self, platform: Simulated, link: Link) -> None:
+        self._world, self._oracle, self.link = platform.world, platform.oracle, link
+        link.host = self
+        self.is_closed = self.is_given_up = False
+        self.parting = ""
+        self.is_read = True
+
+    @property
+    def is_answered(self) -> bool:
+        return self.link.is_answered
+
+    def receive(self) -> None:
+        packets = self.link.packets
+        while packets and not self.is_closed:
+            packet = packets.pop(0)
+            if packet:
+                self.parting = packet
+            else:
+                self.is_closed = True
+
+    def take(self) -> tuple[int, Any]:
+        self.is_read = True
+        body, buffers = self.link.ask or (b"", [])
+        self.link.ask = None
+        return ASK, (body, buffers)
+
+    def post(self, message: Any, windows: Any, asleep: list[Link]) -> None:
+        link, world = self.link, self._world
+        if not link.is_answered:
+            if not link.member.is_dead:
+                world.fail("an outcome was posted to a member that has not asked")
+            raise LaneError("the last command was not answered")
+        body, buffer = _opened(message)
+        try:
+            if not self.is_read:
+                world.fail("an outcome was posted to a member whose ask was not read")
+            world.point("shared")
+            if buffer is not None:
+                is_gone = self.is_closed or link.member.is_dead
+                if is_gone and world.draw() < 0.3:  # a new window cannot be sent
+                    raise BrokenPipeError("the member is dead")
+                if world.chance("unsent"):
+                    world.note("a window was not sent")
+                    self._oracle.losses += 1
+                    raise OSError("the socket is full")
+        except BaseException:
+            self.is_given_up = True
+            raise
+        self._oracle.answered(link)
+        self.is_read = False
+        link.is_answered = False
+        link.command = body, buffer, None if buffer is None else buffer.tobytes()
+        link.is_woken = False
+        if world.draw() < 0.5:  # it is still awake
+            link.wake()
+        world.after(_AWAKE, link.wake)
+        asleep.append(link)
+        world.point("posted")
+
+    def forget_handles(self, owner: int) -> None:
+        """Forget the windows of GPUs of a member: there are none."""
+
+    def send_forget(self, owner: int) -> None:
+        """Have the member do so."""
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.link.lose_host()
+
+
+class SimulatedLanes(Changing):
+    """A host's ends of lanes."""
+
+    def __init__(self, platform: Simulated) -> None:
+        super().__init__(platform.world)
+        self._platform = platform
+        self.windows = SimulatedWindows(platform.world)
+        self.address = b"address %d" % len(platform.listeners)
+        platform.listeners[self.address] = self
+        self.met: dict[bytes, Link | None] = {}
+        self.links: list[Link] = []
+        self._is_rung = False
+        self._missing = 0
+        self.is_closed = self.is_over = False
+        platform.world.process().at_death.append(self._die)
+
+    def _die(self) -> None:
+        self.is_closed = True
+        for link in self._all():
+            link.lose_host()
+
+    def _all(self) -> list[Link]:
+        return [*self.links, *[link for link in self.met.values() if link is not None]]
+
+    def expect(self, token: bytes) -> None:
+        self.met[token] = None
+
+    def forget(self, token: bytes) -> None:
+        link = self.met.pop(token, None)
+        if link is not None:
+            link.lose_host()
+
+    def connect(self, token: bytes, nonce: bytes) -> HostLane:
+        self._world.point("connecting")
+        link = self.met.pop(token, None)
+        if link is None:
+            raise LaneError("the worker has not connected")
+        if link.member.is_dead and self._world.draw() < 0.5:
+            link.lose_host()
+            raise BrokenPipeError("it is already dead")
+        self.links.append(link)
+        link.lanes = self
+        link.member.notes["attached"] = True
+        return HostLane(self._platform, link)
+
+    def count_down(self) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self.ring()
+
+    def ring(self) -> None:
+        self._is_rung = True
+        self.changed()
+
+    def wake(self, posted: list[Link]) -> None:
+        self._world.point("wake")
+        for link in posted:
+            link.wake()
+
+    def _is_due(self) -> bool:
+        if self._is_rung:
+            return True
+        return any(link.packets for link in self.links)
+
+    def wait(self, lanes: Any, seconds: float | None, enough: int = 1) -> float:
+        world = self._world
+        begin = world.now
+        if lanes and world.draw() < 0.3:
+            world.point("watch", 1.0)
+            if sum(lane.is_answered for lane in lanes) >= enough:
+                return 0.0
+        self._missing = enough
+        world.point("armed")
+        for lane in lanes:
+            if lane.is_answered:
+                return 0.0
+        world.block(self._is_due, self, seconds)
+        self._is_rung = False
+        for link in [*self.links]:
+            if link.packets:
+                assert link.host is not None
+                link.host.receive()
+                if link.host.is_closed:
+                    self._drop(link)
+        return world.now - begin
+
+    def _drop(self, link: Link) -> None:
+        if link in self.links:
+            self.links.remove(link)
+        assert link.host is not None
+        link.host.close()
+
+    def give_up(self, lane: HostLane) -> None:
+        lane.is_given_up = True
+        link = lane.link
+        if link.command is not None:  # it is withdrawn
+            link.command, link.is_answered, lane.is_read = None, True, True
+        self._drop(link)
+
+    def close(self) -> None:
+        self.is_closed = self.is_over = True
+        for link in self._all():
+            if link in self.links:
+                self._drop(link)
+            link.lose_host()
+
+
+class SimulatedMemberLane:
+    """A member's end of a lane."""
+
+    def __init__(self, platform: Simulated, address: bytes, token: bytes) -> None:
+        world = self._world = platform.world
+        self._oracle = platform.oracle
+        process = world.process()
+        world.point("connecting")
+        lanes = platform.listeners.get(address)
+        if world.chance("no lane"):
+            world.note("no lane can be made")
+            raise OSError("too many open files")
+        if lanes is None or lanes.is_closed:
+            raise ConnectionRefusedError("nobody listens")
+        if world.draw() < 0.2:
+            world.sleep(world.draw() * 0.05)
+        if lanes.is_closed:
+            raise ConnectionRefusedError("nobody listens")
+        if lanes.met.get(token, token) is not None:
+            raise LaneError("the driver does not expect this worker any more")
+        self.link = link = Link(world, process, token)
+        platform.links.append(link)
+        lanes.met[token] = link
+        self.mailbox = SimpleNamespace(nonce=b"nonce")
+        self.is_closed = False
+        self._windows = SimulatedWindows(world)
+        process.at_death.append(self._end)
+
+    def _end(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.link.send("")
+
+    def count_holds(self, index: int) -> int:
+        return 0
+
+    def offer(self, nbytes: int) -> None:
+        """Offer nothing: every buffer lies in a window anyway."""
+
+    def part(self, words: str) -> None:
+        self._world.process()
+        self.link.send(words)
+
+    def close(self) -> None:
+        if not self.link.member.is_dead:
+            self._oracle.parted(self.link.token)
+            self._end()
+
+    def ask(self, body: bytes, buffer: Any, *, is_urgent: bool, kind: int = ASK) -> bool:
+        world, link = self._world, self.link
+        world.process()
+        if self.is_closed or (link.is_host_gone and world.draw() < 0.3):
+            self.is_closed = True
+            raise HostDiedError("the host has closed its end")
+        windows: Any = self._windows
+        message = buffer_message(kind, body, buffer, windows)
+        if message is None:
+            return False
+        buffers = []
+        if message.extents:
+            # An array of its own, since the host is to drop it.
+            sent = buffer.copy()
+            sent.flags.writeable = False
+            link.views.append(weakref.ref(sent))
+            buffers = [sent]
+            del sent
+        del message
+        world.point("asking")
+        link.ask, link.is_answered = (body, buffers), True
+        del buffers
+        if body:
+            self._oracle.asked(link.member, link.token, body)
+        world.point("answered")
+        lanes = link.lanes
+        if lanes is not None and not lanes.is_closed:
+            (lanes.ring if is_urgent else lanes.count_down)()
+        world.point("asked")
+        return True
+
+    def _is_told(self) -> bool:
+        link = self.link
+        return (link.command is not None and link.is_woken) or link.is_host_gone or self.is_closed
+
+    def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
+        world, link = self._world, self.link
+        world.process()
+        if not world.block(self._is_told, link, seconds):
+            raise TimeoutError(f"no answer of the host within {seconds} s")
+        if link.command is None:
+            self.is_closed = True
+            raise HostDiedError("the host has ended")
+        body, buffer, posted = link.command
+        link.command = None
+        world.point("told")
+        if buffer is not None and buffer.tobytes() != posted:
+            world.fail("the weights of an outcome changed after they were posted")
+        return body, [] if buffer is None else [buffer.copy()], COMMAND

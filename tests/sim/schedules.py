@@ -1,0 +1,210 @@
+"""One schedule: a world, its processes, and the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tests.sim.oracle import Oracle
+from tests.sim.plans import Plan, smaller
+from tests.sim.platform import Simulated
+from tests.sim.programs import STATE, Program
+from tests.sim.world import BEGIN, Fault, Process, World
+
+from flatweights.ray import _clock, _failpoints, _report
+from flatweights.ray.core import _past
+
+_MOST_STEPS = 60_000
+_TRIES = 8  # seeds with which a smaller plan is tried
+
+
+class Schedule:
+    """The processes of one meeting.
+
+    Attributes:
+        models: The number of models that were sent so far.
+    """
+
+    def __init__(self, plan: Plan, seed: int, *, has_transcript: bool = False) -> None:
+        self.plan = plan.copy()  # programs change an entry
+        self.plan["host_faults"] = {
+            int(host): _faults(faults) for host, faults in plan["host_faults"].items()
+        }
+        self.world = World(seed, yields=plan["yields"], has_transcript=has_transcript)
+        self.world.rates = self.plan["rates"]
+        self.oracle = Oracle(self.world, self.plan, STATE)
+        self.world.at_rest = self.oracle.at_rest
+        self.platform = Simulated(self.world, self.oracle, self.plan)
+        self.models = 0
+
+    def run(self) -> None:
+        """Run it; `World.failures` has what does not hold."""
+        world = self.world
+        with _installed(world, self.plan["keeps_few"]):
+            for rank in range(self.plan["size"]):
+                self._start(rank, 0)
+            end = world.run(_MOST_STEPS)
+            if end == "stuck":
+                names = ", ".join(task.name for one in self._processes() for task in one.tasks)
+                world.fail(f"nothing can go on: {names}")
+            elif end == "steps":
+                world.fail(f"no end after {_MOST_STEPS} steps")
+            elif end == "done":
+                self.oracle.at_end(self.platform.links)
+            world.close(self._processes())
+
+    def _processes(self) -> list[Process]:
+        return [*self.oracle.mains, *[host.process for host in self.oracle.hosts]]
+
+    def _start(self, rank: int, life: int) -> None:
+        """Start a process of a rank, or two at once."""
+        entry = self.plan["lives"][rank][life]
+        delay = entry["delay"] + (0.0 if life else self.world.draw() * 0.01)
+        name = f"rank{rank}.{life}" if life else f"rank{rank}"
+        self.world.after(delay, lambda: self._begin(name, entry["faults"], rank, life))
+        if entry["is_twice"]:
+            delay += self.world.draw() * 0.01
+            last = len(self.plan["lives"][rank])
+            self.world.after(delay, lambda: self._begin(f"{name}b", {}, rank, last))
+
+    def _begin(self, name: str, faults: dict[Any, Any], rank: int, life: int) -> None:
+        process = Process(self.world, name, _faults(faults))
+        process.notes["way"] = self.plan["ways"][rank]
+        self.oracle.mains.append(process)
+
+        def end() -> None:
+            self.platform.process_has_died(process)
+            if life + 1 < len(self.plan["lives"][rank]):
+                self._start(rank, life + 1)
+
+        def main() -> None:
+            process.main = self.world.current
+            Program(self, rank).run()
+            self.world.note("has ended")
+            process.kill()
+
+        process.at_death.append(end)
+        self.world.spawn(process, main, name)
+
+
+def _faults(faults: dict[Any, Any]) -> dict[int, Fault]:
+    return {int(point): Fault(**fault) for point, fault in faults.items()}
+
+
+class _Log(logging.Handler):
+    """Shows what the package logs in the transcript; an error of the package is a violation."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR:
+            self._world.fail(f"{record.getMessage()}: {sys.exc_info()[1]!r}")
+            if self._world.transcript is not None:
+                self._world.transcript.append(logging.Formatter().format(record))
+        else:
+            self._world.note(f"logs: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def _installed(world: World, keeps_few: bool) -> Iterator[None]:
+    """Give the package the clock, the points and the log of a world; this is all that it replaces.
+
+    Other seams are arguments. The outcomes of which meetings keep few are those of constants.
+    """
+    log = logging.getLogger("flatweights")
+    handler = _Log(world)
+    before = log.level, log.propagate, log.handlers
+    clock = _clock.now, _clock.sleep, _clock.wall
+    kept = _past._KEPT, _past._KEPT_SMALL
+    hook, works = _failpoints.hook, _report.METRICS.works
+    drawn = random.getstate()
+    _clock.now = _clock.wall = world.read_clock
+    _clock.sleep = world.sleep
+    _failpoints.hook = world.point
+    _report.METRICS.works = False
+    if keeps_few:
+        _past._KEPT, _past._KEPT_SMALL = 1, 0
+    log.propagate, log.handlers = False, [handler]
+    log.setLevel(logging.ERROR if world.transcript is None else logging.INFO)
+    random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+        log.propagate, log.handlers = before[1:]
+        log.setLevel(before[0])
+        _past._KEPT, _past._KEPT_SMALL = kept
+        _failpoints.hook, _report.METRICS.works = hook, works
+        _clock.now, _clock.sleep, _clock.wall = clock
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Collect no garbage meanwhile: it is slow, and `collect` does it now and then."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.collect()
+        if was_enabled:
+            gc.enable()
+
+
+class Failure(NamedTuple):
+    """A schedule that violates an invariant: its plan, its seed, and what does not hold."""
+
+    plan: Plan
+    seed: int
+    text: str
+
+
+def failure_of(plan: Plan, seed: int) -> Failure | None:
+    """Run a schedule; return its failure, if it has one."""
+    schedule = Schedule(plan, seed)
+    schedule.run()
+    failures = schedule.world.failures
+    return Failure(plan, seed, failures[0]) if failures else None
+
+
+def shrunk(failure: Failure) -> Failure:
+    """Return a failure of the same kind with as small a plan as is found."""
+    kind = kind_of(failure.text)
+    while True:
+        for plan in smaller(failure.plan):
+            found = None
+            for seed in (failure.seed, *range(_TRIES)):
+                found = failure_of(plan, seed)
+                if found is not None and kind_of(found.text) == kind:
+                    break
+                found = None
+            if found is not None:
+                failure = found
+                break
+        else:
+            return failure
+
+
+def kind_of(text: str) -> str:
+    """Return a violation without its numbers and names."""
+    return " ".join(word for word in text.split() if word.isalpha())[:60]
+
+
+def transcript_of(plan: Plan, seed: int) -> list[str]:
+    """Return what happens in a schedule, in lines."""
+    schedule = Schedule(plan, seed, has_transcript=True)
+    schedule.run()
+    world = schedule.world
+    assert world.transcript is not None
+    end = f"{world.now - BEGIN:9.4f}  {'':<14}  the end, after {world.steps} steps"
+    return [*world.transcript, end]
