@@ -3,14 +3,13 @@
 from typing import Any
 
 import pytest
+from calls import TheMeeting
 
 from flatweights.ray.core._asks import Ask, MemberDiedError
 from flatweights.ray.core._calls import (
     Action,
     Answer,
-    Asked,
     Awaited,
-    Calls,
     CopyState,
     Detach,
     Ended,
@@ -26,50 +25,15 @@ from flatweights.ray.core._calls import (
     SendKept,
     SendState,
     StateCopied,
-    Tick,
     TimeIsUp,
 )
-from flatweights.ray.core._peer import Peer, Peers, State
+from flatweights.ray.core._peer import State
 
-PLAIN = Ask("average", "weights")
 STEP = Ask("average", "weights", min_results=1, state="state")
 
 
-class TheMeeting:
-    """The core with some members, and a clock."""
-
-    def __init__(self, size: int = 3) -> None:
-        self.peers = Peers()
-        self.calls = Calls("test", self.peers)
-        self.calls.is_open = True
-        self.now = 100.0
-        self.done: list[Action] = []
-        for rank in range(size):
-            self.join(rank)
-
-    def join(self, rank: int) -> Peer:
-        number = 1 + len(self.peers.newest) + 10 * (rank in self.peers.newest)
-        peer = Peer(rank, f"process of rank {rank}", b"", number, self.peers.newest.get(rank))
-        self.peers.add(peer)
-        peer.ready()
-        peer.told(0)
-        if self.calls.number == 0:
-            peer.join()
-        return peer
-
-    def __getitem__(self, rank: int) -> Peer:
-        return self.peers.newest[rank]
-
-    def tell(self, *events: Event) -> list[Action]:
-        """Return the actions after events, and whatever is due then."""
-        for event in (*events, Tick()):
-            self.calls.receive(event, self.now)
-        self.done = self.calls.actions()
-        return self.done
-
-    def ask(self, rank: int, ask: Ask = PLAIN, **options: Any) -> list[Action]:
-        self[rank].asks(ask._replace(**options), self.now)
-        return self.tell(Asked(self[rank]))
+class Core(TheMeeting):
+    """The core, whose calls a test reduces."""
 
     def reduce(self, result: Event | None = None) -> Send:
         """Give the call that is due a result; return who gets it."""
@@ -80,12 +44,10 @@ class TheMeeting:
         return send
 
     def step(self, *ranks: int) -> Send:
+        """Let members make a step."""
         for rank in ranks:
             self.ask(rank, STEP)
         return self.reduce()
-
-    def awaited(self) -> Awaited:
-        return self.calls.awaited()
 
 
 def only(kind: Any, actions: list[Action]) -> list[Any]:
@@ -93,11 +55,11 @@ def only(kind: Any, actions: list[Action]) -> list[Any]:
 
 
 @pytest.fixture
-def meeting() -> TheMeeting:
-    return TheMeeting()
+def meeting() -> Core:
+    return Core()
 
 
-def test_a_call_is_due_once_all_have_asked(meeting: TheMeeting) -> None:
+def test_a_call_is_due_once_all_have_asked(meeting: Core) -> None:
     assert meeting.ask(0) == meeting.ask(2) == []
     assert meeting.awaited().asks == 1
     (call,) = only(Reduce, meeting.ask(1))
@@ -108,7 +70,7 @@ def test_a_call_is_due_once_all_have_asked(meeting: TheMeeting) -> None:
     assert send.number == meeting[0].has == 1
 
 
-def test_the_dead_are_left_out_and_named(meeting: TheMeeting) -> None:
+def test_the_dead_are_left_out_and_named(meeting: Core) -> None:
     why = MemberDiedError("it died")
     meeting.ask(0)
     actions = meeting.tell(Ended(meeting[2], why))
@@ -120,7 +82,7 @@ def test_the_dead_are_left_out_and_named(meeting: TheMeeting) -> None:
     assert not only(Detach, meeting.tell(Ended(meeting[2], why)))
 
 
-def test_time_is_up_for_those_that_are_late(meeting: TheMeeting) -> None:
+def test_time_is_up_for_those_that_are_late(meeting: Core) -> None:
     meeting.ask(0, timeout=2.0)
     assert meeting.awaited() == Awaited(2, 102.0)
     meeting.now = 102.0
@@ -133,7 +95,7 @@ def test_time_is_up_for_those_that_are_late(meeting: TheMeeting) -> None:
     assert meeting.ask(2, Ask("average", "others")) == []  # another call: it takes part in the next
 
 
-def test_an_error_answers_those_that_took_part_and_is_not_kept(meeting: TheMeeting) -> None:
+def test_an_error_answers_those_that_took_part_and_is_not_kept(meeting: Core) -> None:
     meeting.ask(0, timeout=2.0)
     meeting.now = 103.0
     meeting.tell()
@@ -143,7 +105,7 @@ def test_an_error_answers_those_that_took_part_and_is_not_kept(meeting: TheMeeti
     assert meeting[1].state is State.ASKING
 
 
-def heal(meeting: TheMeeting, rank: int) -> None:
+def heal(meeting: Core, rank: int) -> None:
     """Have the last member lack the state, and be healed by rank 0."""
     others = sorted({*meeting.peers.ranks()} - {rank})
     meeting.ask(rank, STEP, lacks=True)
@@ -159,7 +121,7 @@ def heal(meeting: TheMeeting, rank: int) -> None:
     assert only(SendState, meeting.done) == [SendState(number, [meeting[rank]])]
 
 
-def test_a_member_that_was_healed_is_awaited(meeting: TheMeeting) -> None:
+def test_a_member_that_was_healed_is_awaited(meeting: Core) -> None:
     meeting.step(0, 1, 2)
     heal(meeting, 2)
     assert meeting.awaited() == Awaited(3, None)
@@ -170,7 +132,7 @@ def test_a_member_that_was_healed_is_awaited(meeting: TheMeeting) -> None:
     assert meeting.reduce().took_part == (1, 2, 3)
 
 
-def test_a_giver_that_dies_leaves_a_reason(meeting: TheMeeting) -> None:
+def test_a_giver_that_dies_leaves_a_reason(meeting: Core) -> None:
     meeting.step(0, 1, 2)
     meeting.ask(2, STEP, lacks=True)
     meeting.step(0, 1)
@@ -179,7 +141,7 @@ def test_a_giver_that_dies_leaves_a_reason(meeting: TheMeeting) -> None:
     assert str(answer.error) == "rank 0, which gives it, is gone"
 
 
-def test_states_are_released_once_nobody_needs_them(meeting: TheMeeting) -> None:
+def test_states_are_released_once_nobody_needs_them(meeting: Core) -> None:
     meeting.step(0, 1, 2)
     heal(meeting, 2)
     number = meeting.calls.number
@@ -192,7 +154,7 @@ def test_states_are_released_once_nobody_needs_them(meeting: TheMeeting) -> None
     assert [one.number for one in meeting.calls.healings] == [meeting.calls.number]
 
 
-def test_nobody_has_the_state_any_more(meeting: TheMeeting) -> None:
+def test_nobody_has_the_state_any_more(meeting: Core) -> None:
     meeting.ask(0, STEP, lacks=True)
     meeting.ask(1, STEP, lacks=True)
     (none,) = only(NobodyHas, meeting.ask(2, STEP, lacks=True))
@@ -200,7 +162,7 @@ def test_nobody_has_the_state_any_more(meeting: TheMeeting) -> None:
     assert meeting.step(0, 1, 2).took_part == (1, 2, 3)
 
 
-def test_those_that_wait_for_another_call_give_up_in_time(meeting: TheMeeting) -> None:
+def test_those_that_wait_for_another_call_give_up_in_time(meeting: Core) -> None:
     for kind in range(9):  # of which eight are kept
         for rank in range(3):
             meeting.ask(rank, digest=f"weights {kind}")
@@ -216,7 +178,7 @@ def test_those_that_wait_for_another_call_give_up_in_time(meeting: TheMeeting) -
 
 
 def test_a_member_that_does_not_fetch_its_state_keeps_no_other_from_being_healed(
-    meeting: TheMeeting,
+    meeting: Core,
 ) -> None:
     meeting.step(0, 1, 2)
     meeting.ask(2, STEP, lacks=True)

@@ -1,0 +1,60 @@
+"""The core of a meeting with some members, and a clock that a test sets."""
+
+from typing import Any
+
+from flatweights.ray.core._asks import Ask
+from flatweights.ray.core._calls import Action, Asked, Awaited, Calls, Event, Tick
+from flatweights.ray.core._peer import Peer, Peers
+
+PLAIN = Ask("average", "weights")
+
+
+class TheMeeting:
+    """The core and its members.
+
+    Attributes:
+        now: The time.
+        done: The last actions.
+    """
+
+    def __init__(self, size: int = 3) -> None:
+        self.peers = Peers()
+        self.calls = Calls("test", self.peers)
+        self.calls.is_open = True
+        self.now = 100.0
+        self.done: list[Action] = []
+        self._entered = 0
+        for rank in range(size):
+            self.join(rank)
+
+    def join(self, rank: int) -> Peer:
+        """Let a process in, and tell it its first outcome."""
+        self._entered += 1
+        before = self.peers.newest.get(rank)
+        peer = Peer(rank, f"process of rank {rank}", b"", self._entered, before)
+        self.peers.add(peer)
+        peer.ready()
+        peer.told(0)
+        if self.calls.number == 0:
+            peer.join()
+        return peer
+
+    def __getitem__(self, rank: int) -> Peer:
+        """Return the newest process of a rank."""
+        return self.peers.newest[rank]
+
+    def tell(self, *events: Event) -> list[Action]:
+        """Return the actions after events, and whatever is due then."""
+        for event in (*events, Tick()):
+            self.calls.receive(event, self.now)
+        self.done = self.calls.actions()
+        return self.done
+
+    def ask(self, rank: int, ask: Ask = PLAIN, **options: Any) -> list[Action]:
+        """Let a member ask."""
+        self[rank].asks(ask._replace(**options), self.now)
+        return self.tell(Asked(self[rank]))
+
+    def awaited(self) -> Awaited:
+        """Return what is worth waiting for."""
+        return self.calls.awaited()

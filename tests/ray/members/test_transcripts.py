@@ -1,0 +1,159 @@
+"""Transcripts of the core of a meeting: what happens, and what it then decides, in text.
+
+Each file of ``transcripts`` is one situation that the documentation describes. A block has events,
+a line with four dashes, and what the core says to them; blocks are divided by empty lines. The
+members are named by their ranks. `FLATWEIGHTS_TRANSCRIPTS=write` writes what the core says now
+into the files, to be read before it is committed.
+
+| event | |
+| --- | --- |
+| `members N` | N members have joined |
+| `ask R OPERATION [NAME=VALUE ...]` | rank R makes a call; `lacks` if it lacks the state |
+| `give R`, `heal R` | it gives its state; asks for the one that it lacks |
+| `leave R`, `die R`, `join R` | it leaves; dies; another process joins under its rank |
+| `wait S` | S seconds pass |
+| `reduced`, `refused` | the call has a result; an error |
+| `copied N` | the state for outcome N is copied |
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calls import TheMeeting
+
+from flatweights.ray.core._asks import Ask, MemberDiedError
+from flatweights.ray.core._calls import (
+    Action,
+    Answer,
+    CopyState,
+    Ended,
+    Gave,
+    Log,
+    LogDeath,
+    NobodyHas,
+    Reduce,
+    Reduced,
+    Refused,
+    Release,
+    Send,
+    SendKept,
+    SendState,
+    StateCopied,
+    TimeIsUp,
+)
+
+FOLDER = Path(__file__).parent / "transcripts"
+NUMBERS = {"root": int, "min_results": int, "timeout": float}
+
+
+def lines_of(action: Action) -> list[str]:
+    """Return an action as a transcript shows it; nothing, if only memory depends on it."""
+    match action:
+        case Reduce():
+            parts = [f"reduce {action.first.operation} of {ranks(action.peers)}"]
+            parts += [f"late {' '.join(map(str, action.late))}"] if action.late else []
+            parts += [f"lost {' '.join(map(str, action.lost))}"] if action.lost else []
+        case Send():
+            parts = [f"tell {ranks(action.peers)}: outcome {action.number}"]
+            parts += [f"process {action.giver} gives its state"] if action.giver else []
+            parts += [f"healed {ranks(action.lacking)}"] if action.lacking else []
+            parts += [f"late {' '.join(map(str, action.late))}"] if action.late else []
+        case SendKept():
+            parts = [f"tell {ranks(action.peers)}: outcome {action.number}, which is kept"]
+        case Answer(peers, None):
+            parts = [f"tell {ranks(peers)}: go on"]
+        case Answer(peers, error):
+            parts = [f"tell {ranks(peers)}: {type(error).__name__}: {error}"]
+        case TimeIsUp():
+            parts = [f"tell {ranks(action.peers)}: the time is up for {action.others}"]
+        case NobodyHas():
+            parts = [f"tell {ranks(action.peers)}: nobody has the state"]
+        case CopyState():
+            parts = [f"copy the state for outcome {action.number}"]
+        case SendState():
+            parts = [f"tell {ranks(action.peers)}: the state for outcome {action.number}"]
+        case Release():
+            parts = [f"drop the state for outcome {action.number}"]
+        case LogDeath():
+            parts = [f"log that {ranks([action.peer])} has died"]
+        case Log():
+            parts = [f"log: {action.text % action.args}"]
+        case _:
+            return []
+    return ["; ".join(parts)]
+
+
+def ranks(peers: Any) -> str:
+    return " ".join(str(peer.rank) for peer in peers)
+
+
+def happen(meeting: TheMeeting, event: str) -> list[Action]:
+    """Let the event of a line happen; return what follows."""
+    verb, *words = event.split()
+    rank = int(words[0]) if words and verb != "wait" else 0
+    match verb:
+        case "members":
+            for one in range(rank):
+                meeting.join(one)
+        case "join":
+            meeting.join(rank)
+        case "ask":
+            options: dict[str, Any] = {"digest": "weights", "lacks": "lacks" in words}
+            for name, _, value in (word.partition("=") for word in words[2:] if word != "lacks"):
+                options[name] = NUMBERS.get(name, str)(value)
+            operation: Any = words[1]
+            return meeting.ask(rank, Ask(operation), **options)
+        case "heal":
+            return meeting.ask(rank, Ask("heal", "state"))
+        case "give":
+            meeting[rank].asks(Ask("give", "state"), meeting.now)
+            return meeting.tell(Gave(meeting[rank], True))
+        case "leave":
+            return meeting.tell(Ended(meeting[rank]))
+        case "die":
+            return meeting.tell(Ended(meeting[rank], MemberDiedError("it has died")))
+        case "wait":
+            meeting.now += float(words[0])
+            return meeting.tell()
+        case "reduced":
+            call = next(one for one in meeting.done if isinstance(one, Reduce))
+            return meeting.tell(Reduced(sorted(call.asks), 8))
+        case "refused":
+            return meeting.tell(Refused())
+        case "copied":
+            return meeting.tell(StateCopied(rank))
+        case _:
+            raise ValueError(f"no such event: {event}")
+    return []
+
+
+def played(text: str) -> str:
+    """Return a transcript with what the core says now."""
+    meeting = TheMeeting(0)
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        lines = block.split("\n")
+        events = lines[: lines.index("----")] if "----" in lines else lines
+        said = [
+            line
+            for event in events
+            if not event.startswith("#")
+            for action in happen(meeting, event)
+            for line in lines_of(action)
+        ]
+        is_comment = all(event.startswith("#") for event in events)
+        blocks.append("\n".join([*events, *([] if is_comment else ["----"]), *said]))
+    return "\n\n".join(blocks) + "\n"
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("*.txt")))
+def test_the_core_says_what_the_transcript_says(name: str) -> None:
+    file = FOLDER / f"{name}.txt"
+    text = file.read_text()
+    said = played(text)
+    if os.environ.get("FLATWEIGHTS_TRANSCRIPTS") == "write":
+        file.write_text(said)
+    else:
+        assert said == text
