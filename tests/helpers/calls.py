@@ -3,7 +3,13 @@
 from typing import Any
 
 from flatweights.ray.core._asks import Ask
-from flatweights.ray.core._calls import Action, Asked, Awaited, Calls, Event, Tick
+from flatweights.ray.core._calls import Awaited, Calls
+from flatweights.ray.core._events import (
+    Action,
+    Asked,
+    Event,
+    Tick,
+)
 from flatweights.ray.core._peer import Peer, Peers
 
 PLAIN = Ask("average", "weights")

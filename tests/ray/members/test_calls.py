@@ -6,10 +6,10 @@ import pytest
 from calls import TheMeeting
 
 from flatweights.ray.core._asks import Ask, MemberDiedError
-from flatweights.ray.core._calls import (
+from flatweights.ray.core._calls import Awaited
+from flatweights.ray.core._events import (
     Action,
     Answer,
-    Awaited,
     CopyState,
     Detach,
     Ended,

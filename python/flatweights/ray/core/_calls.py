@@ -11,16 +11,16 @@
 - Members that lack the state of a training (`Ask.lacks`) wait for the next call like theirs. Its
   average does not contain their weights, but they get the state and its outcome; see `Healing`.
 
-`Calls.receive` takes an event, and the time; `Calls.actions` returns what is to be done, in this
-order. A call is reduced in between: `Reduce` says which, and `Reduced` or `Refused` what came of
-it.
+`Calls.receive` takes an event (`_events`), and the time; `Calls.actions` returns what is to be
+done, in this order. A call is reduced in between: `Reduce` says which, and `Reduced` or `Refused`
+what came of it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from flatweights.ray.core._asks import (
     Ask,
@@ -29,218 +29,37 @@ from flatweights.ray.core._asks import (
     MemberDiedError,
 )
 from flatweights.ray.core._deadline import Deadline
+from flatweights.ray.core._events import (
+    Action,
+    Answer,
+    Asked,
+    CopyState,
+    Detach,
+    Ended,
+    Event,
+    Gave,
+    Keep,
+    Log,
+    LogDeath,
+    NobodyHas,
+    Reduce,
+    Reduced,
+    Refused,
+    Release,
+    Send,
+    SendAgain,
+    SendKept,
+    SendState,
+    StateCopied,
+    Tick,
+    TimeIsUp,
+)
 from flatweights.ray.core._healing import Healing
-from flatweights.ray.core._past import Changes, Kept, Past
+from flatweights.ray.core._past import Kept, Past
 from flatweights.ray.core._peer import Peer, Peers, State, ranks_of
 from flatweights.ray.core._waiting import Waiting
 
 _AGAIN = 2.0  # seconds, at least, in which members send weights again that were on a GPU
-
-
-# Events.
-
-
-class Asked(NamedTuple):
-    """A member asks for a call, or for the state that it lacks."""
-
-    peer: Peer
-
-
-class Gave(NamedTuple):
-    """A giver has sent its state, or has none any more."""
-
-    peer: Peer
-    has_state: bool
-
-
-class Ended(NamedTuple):
-    """A member has left or, with a reason, ended in another way."""
-
-    peer: Peer
-    why: MemberDiedError | None = None
-
-
-class Reduced(NamedTuple):
-    """The call of `Reduce` has a result.
-
-    Attributes:
-        used: The ranks whose weights it consists of.
-        nbytes: The bytes of its outcome.
-        gpu: The GPU on which its weights are; None, if they are on the host.
-    """
-
-    used: Sequence[int]
-    nbytes: int
-    gpu: bytes | None = None
-
-
-class Refused(NamedTuple):
-    """The call of `Reduce` is an error, which all that take part in it raise."""
-
-
-class AskAgain(NamedTuple):
-    """The call of `Reduce` needs weights that are on a GPU, through memory of the host."""
-
-
-class StateCopied(NamedTuple):
-    """The state of `CopyState` was copied; or, with a reason, it could not be."""
-
-    number: int
-    why: Exception | None = None
-
-
-class Tick(NamedTuple):
-    """All that has happened so far was told: what is due now?"""
-
-
-Event: TypeAlias = Asked | Gave | Ended | Reduced | Refused | AskAgain | StateCopied | Tick
-
-
-# Actions.
-
-
-class Reduce(NamedTuple):
-    """Average, relay or gather what the members ask for, and tell what came of it.
-
-    Attributes:
-        first: The ask of the lowest rank.
-        asks: The asks by rank, in their order.
-        peers: The members that take part, likewise.
-        others: The members that get the outcome without taking part.
-        late: The ranks that are late.
-        lost: By rank, the reasons for which members have ended without leaving.
-        timeout: The seconds after which the late ones were.
-    """
-
-    first: Ask
-    asks: dict[int, Ask]
-    peers: Sequence[Peer]
-    others: Sequence[Peer]
-    late: Sequence[int]
-    lost: dict[int, MemberDiedError]
-    timeout: float | None
-
-
-class Send(NamedTuple):
-    """Give members the outcome of the call that was reduced, and keep it.
-
-    Attributes:
-        number: Its number.
-        peers: The members, in the order in which they get it.
-        took_part: The numbers of those whose asks it answers.
-        giver: The number of the member that gives its state; 0 without one.
-        lacking: The members that get that state.
-        readers: If the weights of the first are on a GPU, all members that read the outcome, with
-            their asks.
-        late: The ranks that were late.
-        named: The ranks that the log calls dead or late.
-    """
-
-    number: int
-    peers: Sequence[Peer]
-    took_part: tuple[int, ...]
-    giver: int
-    lacking: Sequence[Peer]
-    readers: Sequence[tuple[Peer, Ask]]
-    late: tuple[int, ...]
-    named: frozenset[int]
-
-
-class SendKept(NamedTuple):
-    """Give members an outcome that is kept."""
-
-    number: int
-    peers: Sequence[Peer]
-
-
-class Answer(NamedTuple):
-    """Answer asks that are part of no call: by an error, unless it is None."""
-
-    peers: Sequence[Peer]
-    error: Exception | None = None
-
-
-class TimeIsUp(NamedTuple):
-    """Tell members that the ``others`` have not called in time."""
-
-    peers: Sequence[Peer]
-    others: Sequence[int]
-    timeout: float | None
-
-
-class NobodyHas(NamedTuple):
-    """Tell members that nobody is left that has the state of the training."""
-
-    peers: Sequence[Peer]
-
-
-class SendAgain(NamedTuple):
-    """Tell members to send their weights again, through memory of the host."""
-
-    peers: Sequence[Peer]
-
-
-class CopyState(NamedTuple):
-    """Copy the state that has just come, for the healing of this number."""
-
-    number: int
-
-
-class SendState(NamedTuple):
-    """Give members the state of the healing of this number."""
-
-    number: int
-    peers: Sequence[Peer]
-
-
-class Release(NamedTuple):
-    """Forget the state of the healing of this number."""
-
-    number: int
-
-
-class Keep(NamedTuple):
-    """Change which outcomes are kept, and where."""
-
-    changes: Changes
-
-
-class Detach(NamedTuple):
-    """A member is gone: close what leads to it."""
-
-    peer: Peer
-
-
-class Log(NamedTuple):
-    """Write a line to the log."""
-
-    level: int
-    text: str
-    args: tuple[Any, ...] = ()
-
-
-class LogDeath(NamedTuple):
-    """Write to the log that a member has ended, and why."""
-
-    peer: Peer
-
-
-Action: TypeAlias = (
-    Reduce
-    | Send
-    | SendKept
-    | Answer
-    | TimeIsUp
-    | NobodyHas
-    | SendAgain
-    | CopyState
-    | SendState
-    | Release
-    | Keep
-    | Detach
-    | Log
-    | LogDeath
-)
 
 
 class Awaited(NamedTuple):

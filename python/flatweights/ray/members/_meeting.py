@@ -41,12 +41,12 @@ from flatweights.ray.core._asks import (
     MemberDiedError,
     Outcome,
 )
-from flatweights.ray.core._calls import (
+from flatweights.ray.core._calls import Calls
+from flatweights.ray.core._events import (
     Action,
     Answer,
     AskAgain,
     Asked,
-    Calls,
     CopyState,
     Detach,
     Ended,
