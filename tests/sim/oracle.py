@@ -45,7 +45,7 @@ _STUCK = 3.0  # seconds, without an answer, in which all members wait
 _KNOWN = 3.0  # seconds after which a host knows of a death, unless it was stopped
 _REPORTED = 9.0  # seconds after which Ray has reported every death
 _SLICE = 1.0  # seconds between two looks of a host that nothing wakes
-_CALLS = ("average", "broadcast")
+_CALLS = ("average", "broadcast", "all_gather")
 
 
 class Call:
@@ -56,6 +56,7 @@ class Call:
         weight: The weight of the model.
         state: The bytes of the state that the process has; None without a state.
         model: Which of two models of one layout it is about.
+        value: The object that it gathers.
         answers: The outcomes that the member was told.
     """
 
@@ -63,6 +64,7 @@ class Call:
         self.process, self.vector, self.weight = process, vector, weight
         self.state = None if state is None else state.bytes()
         self.model = 0
+        self.value: Any = None
         self.is_finite = vector is None or bool(np.isfinite(vector).all())
         self.answers: list[tuple[int, Outcome]] = []
 
@@ -283,6 +285,7 @@ class Oracle:
         elif is_call:
             known = record.known[number]
             same = repr(outcome.facts) == repr(known.outcome.facts)
+            same = same and outcome.values == known.outcome.values
             if content != known.content or not same:
                 self._fail(f"outcome {number} differs from what others got")
         for seat, member in told:
@@ -445,6 +448,8 @@ class Oracle:
             self._fail(f"outcome {number} says it is {result.number}")
         if first.ask.operation == "average":
             self._check_average(record, number, result, parts, buffer)
+        elif first.ask.operation == "all_gather":
+            self._check_gathered(number, result, parts, outcome)
         else:
             self._check_broadcast(number, result, parts, first, content)
         self._check_ranks(record, number, result, parts)
@@ -636,6 +641,17 @@ class Oracle:
             got = buffer.view(np.float64)
             self._fail(f"{number}: wrong average of {finite}: got {got}, expected {mean}")
 
+    def _check_gathered(
+        self, number: int, result: Round, parts: dict[int, Sent], outcome: Outcome
+    ) -> None:
+        self.counts["gathered"] += 1
+        if result.used != tuple(sorted(parts)):
+            self._fail(f"{number}: used {result.used}, and asks of {sorted(parts)}")
+        got = {rank: pickle.loads(value) for rank, value in outcome.values.items()}
+        expected = {rank: sent.call.value for rank, sent in parts.items()}
+        if got != expected:
+            self._fail(f"{number}: gathered {got}, expected {expected}")
+
     def _check_broadcast(
         self,
         number: int,
@@ -768,6 +784,13 @@ class Oracle:
             is_same = content[: weights.nbytes] == weights.tobytes()
             if not is_same:
                 self._fail(f"{name} has other weights than outcome {number}")
+
+    def gathered(self, member: Any, result: Round) -> None:
+        """Check the objects that a call returns."""
+        known = self._record_of(self.of(member)).known[result.number or 0]
+        values = {rank: pickle.loads(value) for rank, value in known.outcome.values.items()}
+        if result.weights != values:
+            self._fail(f"{self.of(member).process.name} gathered {result.weights}, not {values}")
 
     def made_step(self, member: Any, state: Any) -> None:
         """Check that all members have the same state after the same step."""

@@ -60,8 +60,8 @@ _STOPS = {
 }
 _INTERRUPTS = {"kills": 0.2, "wild": 0.3, "elastic": 0.2, "twins": 0.2, "heal": 0.3}
 _PROGRAMS = {
-    "states": ("state", "broadcast", "mixed"),
-    "heal": ("state", "mixed"),
+    "states": ("state", "broadcast", "mixed", "gathered"),
+    "heal": ("state", "mixed", "gathered"),
     "twins": ("twins",),
     "forgets": ("weights", "mixed", "broadcast"),
 }
@@ -94,7 +94,7 @@ def plan_of(seed: int, mix: str) -> Plan:
     """
     rng = random.Random(f"{seed} {mix}")
     size = rng.choice((1, 2, 2, 3, 3, 3, 4))
-    program = rng.choice(_PROGRAMS.get(mix, ("weights", "state", "broadcast", "mixed")))
+    program = rng.choice(_PROGRAMS.get(mix, ("weights", "state", "broadcast", "mixed", "gathered")))
     plan: Plan = {
         "mix": mix,
         "program": program,
@@ -184,7 +184,7 @@ def _add_faults(rng: random.Random, plan: Plan) -> None:
         plan["raises"] = rng.choice((0.0, 0.03))
         plan["drops"] = rng.choice((0.0, 0.03))
     # Members of the next meeting may have other states, so such programs end with their host.
-    has_state = plan["program"] in ("state", "mixed")
+    has_state = plan["program"] in ("state", "mixed", "gathered")
     if not has_state and (mix == "host" or (mix == "wild" and rng.random() < 0.2)):
         faults: dict[int, dict[str, Any]] = {}
         if rng.random() < 0.7:

@@ -78,6 +78,7 @@ class Program:
     | state | averages of gradients, with a state that heals |
     | broadcast | the same after a broadcast of the state |
     | mixed | the same, with an average without a state in between |
+    | gathered | averages of gradients, and before each of them all gather their places |
     | twins | averages of two models of one layout, in turns |
     """
 
@@ -112,7 +113,7 @@ class Program:
                 self._world.note(f"MemberError: {error}")
                 if self._was_interrupted:
                     return
-                if self._plan["program"] == "state" and self._has_a_host_died():
+                if self._plan["program"] in ("state", "gathered") and self._has_a_host_died():
                     return  # the members of another meeting may have other states
                 if not self._has_a_host_died():
                     # A process that was stopped has no time left to find another host.
@@ -154,10 +155,14 @@ class Program:
         program = plan["program"]
         if program in ("broadcast", "mixed") and not self._broadcast(member):
             return False
-        calls = {"weights": self._average_weights, "twins": self._average_twins}
+        calls = {
+            "weights": self._average_weights,
+            "twins": self._average_twins,
+            "gathered": self._gather_and_average,
+        }
         call: Callable[[Member], None] = calls.get(program, self._average_gradient)
         while True:
-            made = self._calls if program in calls else self._state.step[0]
+            made = self._calls if program in ("weights", "twins") else self._state.step[0]
             self._attempts += 1
             if made >= plan["calls"] or self._attempts > 12 * plan["calls"] + 40:
                 return False
@@ -189,7 +194,7 @@ class Program:
         self._world.note("KeyboardInterrupt in a call")
         self._process.notes["broke"] = True
         if member._host.is_asking or member._host.is_told:
-            has_state = self._plan["program"] in ("state", "broadcast", "mixed")
+            has_state = self._plan["program"] in ("state", "broadcast", "mixed", "gathered")
             if not (member._over or (has_state and member.lacks_state)):
                 self._world.fail("a call was interrupted, and the next one will not raise")
 
@@ -293,6 +298,22 @@ class Program:
         if is_mixed and state.step[0] % 3 == 2:
             with contextlib.suppress(CallsDifferError, WorkerError):
                 self._average(member, "metric", (self._rank, 1.0))
+
+    def _gather_and_average(self, member: Member) -> None:
+        self._schedule.models += 1
+        value = self._rank, self._schedule.models
+        with self._call(None, 1.0, self._state) as call:
+            call.value = value
+            result = member.all_gather(
+                value,
+                "places",
+                timeout=self._plan["timeout"],
+                min_results=self._plan["min_results"],
+                state=self._state,
+            )
+        self._oracle.returned(call, member, result, None)
+        self._oracle.gathered(member, result)
+        self._average_gradient(member)
 
     def _broadcast(self, member: Member) -> bool:
         """Broadcast the state of rank 0; return whether it has arrived."""

