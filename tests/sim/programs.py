@@ -122,7 +122,7 @@ class Program:
                     return
             except TimeoutError as error:
                 self._world.note(f"TimeoutError: {error}")
-                texts = "has ended", "missing ranks", "not answer"
+                texts = "has ended", "missing ranks", "not answer", "came just then"
                 has_reason = any(text in str(error) for text in texts)
                 if not (has_reason and any(main.is_dead for main in self._oracle.mains)):
                     self._world.fail(f"{self._process.name}: TimeoutError: {error}")

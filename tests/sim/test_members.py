@@ -84,7 +84,9 @@ def test_the_text_of_each_mutant_occurs_once() -> None:
     assert len(MUTANTS) >= 40
     for mutant in MUTANTS.values():
         source = (PACKAGE / mutant.file).read_text()
-        assert changed(mutant, source) != source
+        wrong = changed(mutant, source)
+        assert wrong != source
+        compile(wrong, mutant.file, "exec")
 
 
 @pytest.mark.parametrize(
