@@ -545,12 +545,16 @@ class Oracle:
         for entered in record.entered.values():
             for member in entered[-1:]:
                 sent = member.open
-                if sent is None or sent.ask.kind != kind or not member.is_there:
+                if sent is None or not member.is_there:
                     continue
                 patience = 1.3 + self._seconds_stopped(sent.at, member.process)
                 if self._world.now - sent.at < patience or member.number in outcome.seats:
                     continue
                 name = member.process.name
+                if sent.ask.kind != kind:
+                    if sent.ask.lacks and sent.ask.state == kind[-1]:
+                        self._fail(f"{outcome.number}: {name} is not told of another call")
+                    continue
                 # Such a member gets the outcome, and takes no part.
                 is_behind = (
                     sent.ask.state is None
