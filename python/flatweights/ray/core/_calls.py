@@ -387,9 +387,11 @@ class Calls:
 
     def _state_copied(self, event: StateCopied) -> None:
         for healing in self.healings:
-            if healing.number == event.number and event.why is None:
+            if healing.number != event.number:
+                continue
+            if event.why is None:
                 healing.is_given = True
-            elif healing.number == event.number and event.why is not None:
+            else:
                 healing.fail(event.why)
 
     def _heal(self, now: float) -> None:

@@ -43,7 +43,7 @@ Sent: TypeAlias = NDArray[np.uint8] | OwnWindow | None
 _ABSENT = 5.0  # seconds in which a host has to name the missing ranks
 _CALLS = 4  # of a member in its host: `stay`, the current one, and two that it gave up
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
-_LEAVE = pickle.dumps((tuple(Ask("leave")), None))
+_LEAVE = pickle.dumps((Ask("leave").fields, None))
 
 
 class Pass(NamedTuple):

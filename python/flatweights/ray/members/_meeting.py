@@ -221,7 +221,7 @@ class Meeting:
         elif isinstance(action, SendState):
             outcome = Outcome(action.number, self._size, self.door.peers.ranks())
             state = self._states[action.number]
-            self._post(-action.number, pickle.dumps(tuple(outcome)), state, _seats(action.peers))
+            self._post(-action.number, pickle.dumps(outcome.fields), state, _seats(action.peers))
         elif isinstance(action, Release):
             self._states.pop(action.number, None)
         elif isinstance(action, Detach):
@@ -285,7 +285,7 @@ class Meeting:
         """Answer asks that are part of no call."""
         for seat in _seats(peers):
             outcome = Outcome(seat.has, self._size, self.door.peers.ranks(), error=error)
-            self._post(seat.has, ray.cloudpickle.dumps(tuple(outcome)), None, [seat])
+            self._post(seat.has, ray.cloudpickle.dumps(outcome.fields), None, [seat])
 
     def _keep(self, changes: Changes) -> None:
         """Change which outcomes are kept, and where."""
@@ -581,7 +581,7 @@ class Meeting:
                 if not was_open:  # others join with their first ask
                     seat.join()
             first = Outcome(self.calls.number, self._size, self.door.peers.ranks())
-            self._post(0, pickle.dumps(tuple(first)), None, ready)
+            self._post(0, pickle.dumps(first.fields), None, ready)
 
     def _post(
         self,
