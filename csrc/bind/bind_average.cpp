@@ -14,8 +14,8 @@
 #include "flatweights/distances.hpp"
 #include "flatweights/nonfinite.hpp"
 #include "flatweights/order.hpp"
+#include "flatweights/relative_weights.hpp"
 #include "new_array.hpp"
-#include "relative_weights.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {

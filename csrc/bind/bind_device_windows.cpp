@@ -13,8 +13,8 @@
 #include "device_windows.hpp"
 #include "flatweights/average_windows.hpp"
 #include "flatweights/cuda_driver.hpp"
+#include "flatweights/relative_weights.hpp"
 #include "memory_files.hpp"
-#include "relative_weights.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {

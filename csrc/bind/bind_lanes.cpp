@@ -1,36 +1,17 @@
-// Mailboxes, doorbells and windows for Python: each in a memory file of its own.
-//
-// The protocols are in mailbox.hpp, doorbell.hpp and window.hpp. This file adds Python's part: a
-// thread releases the GIL while it sleeps, and signals wake it. A view of a peer's window holds
-// that window, by the count in the mailbox, for exactly as long as any array over it lives. A
-// forked process releases none of its parent's views. System errors are OSError with their number.
-#include <fcntl.h>
+// The parts of lanes for Python; see lanes.hpp.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
-#include <unistd.h>
 
-#ifdef __linux__
-#include <sys/eventfd.h>
-#endif
-
-#include <cerrno>
 #include <cstring>
 #include <memory>
 #include <new>
 #include <string>
-#include <string_view>
-#include <system_error>
-#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
-#include "flatweights/doorbell.hpp"
-#include "flatweights/mailbox.hpp"
-#include "flatweights/memory_file.hpp"
 #include "flatweights/message.hpp"
 #include "flatweights/window.hpp"
-#include "memory_files.hpp"
-#include "new_array.hpp"
+#include "lanes.hpp"
 #include "offered_window.hpp"
 #include "without_gil.hpp"
 
@@ -39,169 +20,6 @@ namespace flatweights::bind {
 namespace py = pybind11;
 
 namespace {
-
-using Side = Mailbox::Side;
-
-Side side_of(bool of_worker) { return of_worker ? Side::kWorker : Side::kDriver; }
-
-void check_index(std::size_t index) {
-  if (index >= Mailbox::kWindows)
-    throw py::value_error("window: expected less than " + std::to_string(Mailbox::kWindows) +
-                          ", got " + std::to_string(index));
-}
-
-// A file descriptor that its destructor closes.
-class Descriptor {
- public:
-  explicit Descriptor(int number) : number_(number) {
-    if (number < 0) with_os_errors([] { throw std::system_error(errno, std::system_category()); });
-  }
-  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
-  Descriptor& operator=(Descriptor&&) = delete;
-  ~Descriptor() {
-    if (number_ >= 0) close(number_);
-  }
-  [[nodiscard]] int number() const noexcept { return number_; }
-
- private:
-  int number_;
-};
-
-// A doorbell in a memory file of its own, and the eventfd that it rings.
-struct BoundDoorbell {
-  std::shared_ptr<MemoryFile> file;
-  Descriptor bell;
-
-  [[nodiscard]] Doorbell& door() const { return *reinterpret_cast<Doorbell*>(file->data()); }
-
-  static BoundDoorbell create() {
-#ifdef __linux__
-    const int bell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-#else
-    const int bell = -1;
-    errno = ENOSYS;
-#endif
-    return {create_file(sizeof(Doorbell)), Descriptor(bell)};
-  }
-
-  static BoundDoorbell open(int descriptor, int bell, const py::bytes& nonce) {
-    return {open_shared<Doorbell>(descriptor, nonce, "doorbell"),
-            Descriptor(fcntl(bell, F_DUPFD_CLOEXEC, 0))};
-  }
-
-  // A write fails only if the driver is gone, or the eventfd is full: then the bell has rung.
-  void ring() const {
-    const std::uint64_t one = 1;
-    if (write(bell.number(), &one, sizeof one) < 0) return;
-  }
-
-  // Returns whether it has rung since the last `hear`.
-  [[nodiscard]] bool hear() const {
-    std::uint64_t count = 0;
-    return read(bell.number(), &count, sizeof count) > 0;
-  }
-};
-
-// A mailbox in a memory file of its own.
-struct BoundMailbox {
-  std::shared_ptr<MemoryFile> file;
-
-  [[nodiscard]] Mailbox& box() const { return *reinterpret_cast<Mailbox*>(file->data()); }
-
-  static BoundMailbox create() { return {create_file(sizeof(Mailbox))}; }
-
-  static BoundMailbox open(int descriptor, const py::bytes& nonce) {
-    return {open_shared<Mailbox>(descriptor, nonce, "mailbox")};
-  }
-
-  [[nodiscard]] bool post(const py::bytes& command, std::uint32_t calls, bool wakes) const {
-    switch (box().post(as_span(command), calls, wakes)) {
-      case Mailbox::Posted::kExpected:
-        return true;
-      case Mailbox::Posted::kNeedsCall:
-        return false;
-      default:
-        throw std::runtime_error("mailbox: not ready for a command of " +
-                                 std::to_string(as_span(command).size()) + " bytes");
-    }
-  }
-
-  static std::vector<Mailbox*> boxes_of(const py::list& mailboxes) {
-    std::vector<Mailbox*> boxes;
-    for (const py::handle mailbox : mailboxes)
-      boxes.push_back(&py::cast<const BoundMailbox&>(mailbox).box());
-    return boxes;
-  }
-
-  static void wake(const py::list& mailboxes) { Mailbox::wake(boxes_of(mailboxes)); }
-
-  static bool watch(const py::list& mailboxes, std::size_t enough, double seconds) {
-    const std::vector<Mailbox*> boxes = boxes_of(mailboxes);
-    const WithoutGil nogil;  // the caller's list keeps the mailboxes alive
-    return Mailbox::watch(boxes, enough, static_cast<std::int64_t>(seconds * 1e9));
-  }
-
-  [[nodiscard]] bool await(double seconds, std::uint32_t call) const {
-    const auto nanoseconds = static_cast<std::int64_t>(seconds * 1e9);
-    for (;;) {
-      Mailbox::Awaited outcome;
-      {
-        const WithoutGil nogil;
-        outcome = box().await(nanoseconds, call);
-      }
-      if (outcome != Mailbox::Awaited::kInterrupted) return outcome == Mailbox::Awaited::kTaken;
-      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    }
-  }
-
-  // `ends`: the call of Ray's that this answer ends; 0, if the worker stays.
-  void answer_with(const py::bytes& answer, std::uint32_t ends) const {
-    if (box().state() != Mailbox::State::kBusy) throw std::runtime_error("mailbox: no command");
-    if (as_span(answer).size() > Mailbox::kBytes)
-      throw py::value_error("answer: expected at most " + std::to_string(Mailbox::kBytes) +
-                            " bytes, got " + std::to_string(as_span(answer).size()));
-    if (ends == 0)
-      box().answer_and_stay(as_span(answer));
-    else
-      box().answer_and_leave(as_span(answer), ends);
-  }
-};
-
-// One view of a peer's window: counted in the mailbox until it is gone.
-struct Hold {
-  std::shared_ptr<MemoryFile> window;
-  std::shared_ptr<MemoryFile> mailbox;
-  Side holder;
-  std::size_t index;
-  pid_t process;  // a forked child has copies of its parent's views, which count once
-
-  ~Hold() {
-    if (process == getpid()) reinterpret_cast<Mailbox*>(mailbox->data())->drop_hold(holder, index);
-  }
-};
-
-struct PeerWindow {
-  std::shared_ptr<MemoryFile> file;
-
-  static PeerWindow open(int descriptor, const py::bytes& nonce) {
-    return {open_file(descriptor, nonce, MemoryFile::Access::kRead)};
-  }
-
-  [[nodiscard]] py::array view(const BoundMailbox& mailbox, bool of_worker, std::size_t index,
-                               std::size_t offset, std::size_t nbytes) const {
-    if (offset > file->size() || nbytes > file->size() - offset)
-      throw py::value_error("window " + std::to_string(index) + ": expected at most " +
-                            std::to_string(file->size()) + " bytes, got " + std::to_string(offset) +
-                            " + " + std::to_string(nbytes));
-    auto* const hold = new Hold{file, mailbox.file, side_of(of_worker), index, getpid()};
-    const py::capsule owner(hold, kOwner, [](void* object) { delete static_cast<Hold*>(object); });
-    py::array array(py::dtype::of<std::uint8_t>(), {static_cast<py::ssize_t>(nbytes)},
-                    {py::ssize_t{1}}, reinterpret_cast<const std::uint8_t*>(file->data()) + offset,
-                    owner);
-    py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
-    return array;
-  }
-};
 
 void release(const BoundMailbox& mailbox, Side holder, std::span<const Extent> extents) {
   for (const Extent& extent : extents) mailbox.box().drop_hold(holder, extent.window);
@@ -305,7 +123,7 @@ void bind_lanes(py::module_& m) {
           },
           py::arg("of_worker"), py::arg("index"));
 
-  py::class_<BoundDoorbell>(m, "Doorbell")
+  py::class_<BoundDoorbell, std::shared_ptr<BoundDoorbell>>(m, "Doorbell")
       .def(py::init(&BoundDoorbell::create))
       .def_static("open", &BoundDoorbell::open, py::arg("descriptor"), py::arg("bell"),
                   py::arg("nonce"))
@@ -319,7 +137,7 @@ void bind_lanes(py::module_& m) {
           py::arg("missing"))
       .def("count_down",
            [](const BoundDoorbell& s) {
-             if (s.door().count_down()) s.ring();
+             if (s.door().count_down()) s.ring_bell();
            })
       .def("ring", &BoundDoorbell::ring)
       .def("hear", &BoundDoorbell::hear);

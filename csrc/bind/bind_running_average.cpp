@@ -10,9 +10,9 @@
 #include "bindings.hpp"
 #include "checks.hpp"
 #include "flatweights/flatten.hpp"
+#include "flatweights/relative_weights.hpp"
 #include "flatweights/running_average.hpp"
 #include "new_array.hpp"
-#include "relative_weights.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {

@@ -116,6 +116,45 @@ class PeerWindow:
     @property
     def nbytes(self) -> int: ...
 
+class RepeatedAsk:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        doorbell: Doorbell,
+        windows: dict[int, tuple[int, PeerWindow]],
+        call: int,
+        extent: tuple[int, int, int, int] | None,
+    ) -> None: ...
+    def exchange(
+        self, weight: float, seconds: float
+    ) -> tuple[int, float, float, _Bytes] | bool | None: ...
+
+class RepeatedCalls:
+    def __init__(
+        self, mailboxes: list[Mailbox], windows: list[dict[int, tuple[int, PeerWindow]]]
+    ) -> None: ...
+    def prepare(
+        self,
+        call: int,
+        layout: Layout,
+        results: list[tuple[int, int, int, _Bytes]],
+        root: int | None,
+        takes_nonfinite: bool,
+        timeouts: list[float | None],
+    ) -> None: ...
+    def forget(self, call: int) -> None: ...
+    def run(
+        self, number: int, seconds: float, doorbell: Doorbell, poll: int, seen: list[float]
+    ) -> tuple[
+        int,
+        int,
+        float,
+        float,
+        float,
+        list[float],
+        list[tuple[int, int, int, float, float]],
+    ]: ...
+
 MAILBOX_BYTES: int
 
 def device_uuids() -> list[bytes]: ...

@@ -7,11 +7,13 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from flatweights.ray.core._peer import State
 from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._door import Entry, Ticket
 from flatweights.ray.members._host_end import HostByLane, Pass
 from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._member import Member
+from flatweights.ray.members._seats import Seat
 from flatweights.ray.members._terms import Terms
 
 
@@ -91,10 +93,21 @@ class LocalMeeting:
             pause = min(1.2 * pause, 0.05)
 
     def until_asked(self, *ranks: int) -> None:
-        """Wait until the open call consists of the asks of ``ranks``."""
+        """Wait until the open call consists of the asks of ``ranks``, which may be unread."""
+
+        def has_asked(seat: Seat) -> bool:
+            if seat in self.meeting.calls.waiting.asking:
+                return True
+            return seat.state is State.WORKING and seat.lane is not None and seat.lane.is_answered
+
         self.wait_until(
-            lambda meeting: sorted(s.rank for s in meeting.calls.waiting.asking) == sorted(ranks)
+            lambda meeting: sorted(ranks) == [s.rank for s in by_rank(meeting) if has_asked(s)]
         )
+
+
+def by_rank(meeting: Meeting) -> list[Seat]:
+    """Return the present members, in the order of their ranks."""
+    return sorted(meeting.door.present.values(), key=lambda seat: seat.rank)
 
 
 def kill(member: Member) -> None:

@@ -338,8 +338,99 @@ MUTANTS = {
     ),
     "an interrupted member has the state": Mutant(
         "members/_member.py",
-        "                    self.lacks_state = True\n                elif",
-        "                    pass\n                elif",
+        "            self.lacks_state = True\n        elif",
+        "            pass\n        elif",
+    ),
+    # Repetitions.
+    "a series goes on with the dead": Mutant(
+        "members/_repetitions.py",
+        "seat.lane is None or seat.lane.is_closed:",
+        "seat.lane is None:",
+    ),
+    "a series goes on without newcomers": Mutant(
+        "members/_repetitions.py",
+        "        if self._ready and not self._are_all(present):\n",
+        "        if False:\n",
+    ),
+    "calls without some are repeated": Mutant(
+        "members/_repetitions.py",
+        "        if send.late or send.lacking or call.lost or result.failed or ",
+        "        if ",
+    ),
+    "a series does not count": Mutant(
+        "core/_calls.py",
+        "        self.number += event.calls\n",
+        "",
+    ),
+    "members do not have the outcomes of a series": Mutant(
+        "core/_calls.py",
+        "        for peer in peers:\n            peer.told(self.number)\n",
+        "",
+    ),
+    "the past does not know of a series": Mutant(
+        "core/_calls.py",
+        "            self._do(Keep(self._past.keep(ask, kept, peers)))\n",
+        "            pass\n",
+    ),
+    "a series takes late members along": Mutant(
+        "core/_calls.py",
+        "        return not self._past.has_twins and all(on_time)\n",
+        "        return not self._past.has_twins\n",
+    ),
+    "the outcomes of a series are not kept": Mutant(
+        "members/_meeting.py",
+        "            self._kept[number] = _Kept(pickle.dumps(outcome.fields), weights)\n",
+        "            self._kept.setdefault(number, next(reversed(self._kept.values())))\n",
+    ),
+    "the time of a call begins with its last reading": Mutant(
+        "members/_seats.py",
+        "        self.asks(answer.ask, since or _clock.now())\n",
+        "        self.asks(answer.ask, _clock.now())\n",
+    ),
+    "a host waits for all that ring no bell": Mutant(
+        "members/_seats.py",
+        "1 if is_quiet else max(",
+        "max(",
+    ),
+    "a member repeats with its first weight": Mutant(
+        "members/_seats.py",
+        "known.ask._replace(weight=weight)",
+        "known.ask",
+    ),
+    "a member takes the ranks of an older outcome": Mutant(
+        "members/_host_end.py",
+        "            elif not (terms in self._prepared and self._prepared[terms].was_repeated):\n",
+        "            elif terms not in self._prepared:\n",
+    ),
+    "a member rings no bell in general calls": Mutant(
+        "members/_host_end.py",
+        "        is_urgent = ask.is_urgent and not known.was_repeated\n",
+        "        is_urgent = False\n",
+    ),
+    "a member that lacks the state repeats its calls": Mutant(
+        "members/_member.py",
+        "        is_healthy = state is None or not self.lacks_state\n",
+        "        is_healthy = True\n",
+    ),
+    "a member repeats with other arguments": Mutant(
+        "members/_member.py",
+        " and again.arguments == arguments:",
+        ":",
+    ),
+    "a twin is not noticed in repetitions": Mutant(
+        "members/_again.py",
+        "self.turns == turns.changes and ",
+        "",
+    ),
+    "a member repeats what its host does not": Mutant(
+        "members/_host_end.py",
+        "        return self._known.was_repeated and ",
+        "        return ",
+    ),
+    "an outcome is read twice": Mutant(
+        "members/_member.py",
+        "                    told, was_told = was_told, None\n",
+        "                    told = was_told\n",
     ),
     # Others.
     "those that missed a call with a state go on": Mutant(

@@ -36,6 +36,7 @@ from flatweights.ray.core._asks import (
     LacksStateError,
     Outcome,
 )
+from flatweights.ray.lanes._protocol import ASK, ASKED_AGAIN, REPEAT
 
 if TYPE_CHECKING:
     from tests.sim.platform import Handle, Link
@@ -83,6 +84,7 @@ class Noted:
         number: The number of its seat.
         open: Its ask that was not answered.
         has: The number of the last outcome that it was told.
+        prepared: By number, the asks that it may repeat.
         got: By kind of call, the number of the last outcome without an error.
         of_state: The number of the last such outcome of a call with a state.
         passed_by: The number of the last call that sent it away, since it waited for another one.
@@ -99,6 +101,7 @@ class Noted:
         self.rank: int | None = None
         self.number = self.has = self.of_state = 0
         self.open: Sent | None = None
+        self.prepared: dict[int, Ask] = {}
         self.got: dict[Any, int] = {}
         self.is_gone = self.is_told = self.has_joined = self.counts = False
         self.has_left = self.may_have_left = False
@@ -228,10 +231,15 @@ class Oracle:
         member.rank, member.number = ticket.rank, ticket.seat
         self._record(meeting).entered[ticket.rank].append(member)
 
-    def asked(self, process: Process, token: bytes, body: bytes) -> None:
+    def asked(self, process: Process, token: bytes, body: bytes, kind: int = ASK) -> None:
         """Note an ask, which the host can see from now on."""
         member = self.members[token]
-        ask = Ask(*pickle.loads(body)[0])
+        if kind == REPEAT:
+            number, weight = ASKED_AGAIN.unpack(body)
+            ask = member.prepared[number]._replace(weight=weight)
+            self.counts["asks again"] += 1
+        else:
+            ask = Ask(*pickle.loads(body)[0])
         if ask.operation == "leave":
             member.may_have_left = True
             member.has_left = member.has_left or not member.is_gone  # not if it was dropped before
@@ -319,6 +327,8 @@ class Oracle:
         """Check what one member is told."""
         name = member.process.name
         sent, member.open = member.open, None
+        if outcome.prepared and sent is not None and seat.number in outcome.seats:
+            member.prepared[outcome.prepared] = sent.ask
         # After the opening, a process counts from its first call on.
         member.counts = member.counts or sent is not None or is_opening
         if not member.is_told:

@@ -26,6 +26,7 @@ MIXES = (
     "heal",
     "twins",
     "forgets",
+    "repeats",
 )
 """Kinds of plan: what goes wrong, or what is called, most often."""
 
@@ -43,6 +44,7 @@ _KILLS = {
     "heal": 0.9,
     "twins": 0.4,
     "forgets": 0.5,
+    "repeats": 0.5,
 }
 _STOPS = {
     "calm": 0.0,
@@ -57,12 +59,21 @@ _STOPS = {
     "heal": 0.4,
     "twins": 0.5,
     "forgets": 0.6,
+    "repeats": 0.3,
 }
-_INTERRUPTS = {"kills": 0.2, "wild": 0.3, "elastic": 0.2, "twins": 0.2, "heal": 0.3}
+_INTERRUPTS = {
+    "kills": 0.2,
+    "wild": 0.3,
+    "elastic": 0.2,
+    "twins": 0.2,
+    "heal": 0.3,
+    "repeats": 0.2,
+}
 _PROGRAMS = {
     "states": ("state", "broadcast", "mixed", "gathered"),
     "heal": ("state", "mixed", "gathered"),
     "twins": ("twins",),
+    "repeats": ("weights", "state", "state", "mixed", "twins"),
     "forgets": ("weights", "mixed", "broadcast"),
 }
 _MOST_LIVES = 4  # processes of one rank, one after the other
@@ -90,6 +101,9 @@ def plan_of(seed: int, mix: str) -> Plan:
       by the number of a point, and whether two start at once;
     - ``ways``: by rank, "lane" or "store"; ``host_faults``: by host, its faults, likewise;
     - ``keeps_few``: whether meetings keep the outcomes of one kind of call only;
+    - ``in_place``: whether members average variables; ``alone``: after how many calls twins begin
+      to take turns;
+    - ``repeats``: the share of repeated calls that are made without the meeting's thread;
     - ``yields``: how likely a task is preempted at a point.
     """
     rng = random.Random(f"{seed} {mix}")
@@ -135,9 +149,20 @@ def plan_of(seed: int, mix: str) -> Plan:
     if mix == "twins":  # a member misses two of the first calls, before twins are noticed
         plan |= {"timeout": rng.choice((0.02, 0.3)), "calls": 6, "work": rng.choice((0.3, 1.0))}
         plan |= {"slow": 0.4}
+    if mix == "repeats":
+        plan |= {
+            "size": max(2, size),
+            "calls": rng.choice((15, 25)),
+            "nan": rng.choice((0.0, 0.0, 0.03)),
+            "work": rng.choice((0.0, 0.01, 0.1)),
+            "slow": rng.choice((0.0, 0.03)),
+        }
     plan["lives"] = [_lives(rng, mix, plan["calls"]) for _ in range(plan["size"])]
     plan["ways"] = ["lane"] * plan["size"]
     _add_faults(rng, plan)
+    plan["in_place"] = rng.random() < (0.7 if mix == "repeats" else 0.2)
+    plan["alone"] = rng.choice((0, 0, 5)) if mix != "repeats" else 8
+    plan["repeats"] = rng.choice((0.0, 0.5, 0.9, 1.0, 1.0))
     return plan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -13,12 +14,20 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from tests.sim.oracle import Oracle
+from tests.sim.repeating import SimulatedCalls
 from tests.sim.world import Changing, Process, World
 
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._member_lane import HostDiedError
+from flatweights.ray.lanes._member_lane import HostDiedError, RepeatedAsk
 from flatweights.ray.lanes._message import _EXTENT, _HEADER, buffer_message
-from flatweights.ray.lanes._protocol import ASK, COMMAND
+from flatweights.ray.lanes._protocol import (
+    ASK,
+    ASKED_AGAIN,
+    COMMAND,
+    REPEAT,
+    REPEATED,
+    TOLD_AGAIN,
+)
 from flatweights.ray.lanes._windows import Extent
 from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._platform import Place, Platform
@@ -38,7 +47,7 @@ class Simulated(Platform):
     """
 
     def __init__(self, world: World, oracle: Oracle, plan: dict[str, Any]) -> None:
-        self.world, self.oracle = world, oracle
+        self.world, self.oracle, self.plan = world, oracle, plan
         self.actors: dict[str, Handle] = {}
         self.hosts = 0
         self.links: list[Link] = []
@@ -47,6 +56,17 @@ class Simulated(Platform):
 
         class Watched(Meeting):
             """A meeting that shows the oracle what it posts, and to whom, before it does."""
+
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                lanes: Any = self._lanes
+                lanes.shows = self.shows
+
+            def shows(self, call: int, number: int, position: int, seconds: Any) -> None:
+                """Show an outcome that `RepeatedCalls` is about to post."""
+                outcome, weights = self._repetitions.outcome_of(call, number, position, seconds)
+                seats = [*self.door.present.values()]
+                oracle.posting(self, number, pickle.dumps(outcome.fields), weights, seats)
 
             def _post(
                 self,
@@ -339,9 +359,9 @@ class Link(Changing):
         member: The process of the member.
         token: Its token.
         is_answered: Whether the last command was answered.
-        ask: The answer, until the host reads it: its body and its buffers.
-        command: The outcome, until the member reads it: its body, its buffer, and the bytes of that
-            when it was posted.
+        ask: The answer, until the host reads it: its kind, its body and its buffers.
+        command: The outcome, until the member reads it: its kind, its body, its buffer, and the
+            bytes of that when it was posted.
         is_woken: Whether the member looks at the mailbox.
         packets: Those to the host that it has not received.
         is_host_gone: Whether the host has closed its end.
@@ -352,8 +372,8 @@ class Link(Changing):
         super().__init__(world)
         self.member, self.token = member, token
         self.is_answered = True
-        self.ask: tuple[bytes, list[Any]] | None = None
-        self.command: tuple[bytes, Any, bytes | None] | None = None
+        self.ask: tuple[int, bytes, list[Any]] | None = None
+        self.command: tuple[int, bytes, Any, bytes | None] | None = None
         self.is_woken = False
         self.packets: list[str] = []
         self.is_host_gone = False
@@ -436,9 +456,24 @@ class HostLane:
 
     def take(self) -> tuple[int, Any]:
         self.is_read = True
-        body, buffers = self.link.ask or (b"", [])
+        kind, body, buffers = self.link.ask or (ASK, b"", [])
         self.link.ask = None
-        return ASK, (body, buffers)
+        return kind, (body, buffers)
+
+    def order(self, kind: int) -> None:
+        self.put(kind, b"", None)
+        self.link.wake()
+
+    def share(self, *_: Any) -> None:
+        if self._world.chance("unsent"):
+            self._world.note("a window was not sent")
+            raise OSError("the socket is full")
+
+    def release(self, *_: Any) -> None:
+        """Hold nothing."""
+
+    def was_posted(self, _: Any) -> None:
+        self.is_read = False
 
     def post(self, message: Any, windows: Any, asleep: list[Link]) -> None:
         link, world = self.link, self._world
@@ -463,15 +498,20 @@ class HostLane:
             self.is_given_up = True
             raise
         self._oracle.answered(link)
+        self.put(COMMAND, body, buffer)
+        asleep.append(link)
+        world.point("posted")
+
+    def put(self, kind: int, body: bytes, buffer: Any) -> None:
+        """Put a command into the mailbox."""
+        link, world = self.link, self._world
         self.is_read = False
         link.is_answered = False
-        link.command = body, buffer, None if buffer is None else buffer.tobytes()
+        link.command = kind, body, buffer, None if buffer is None else buffer.tobytes()
         link.is_woken = False
         if world.draw() < 0.5:  # it is still awake
             link.wake()
         world.after(_AWAKE, link.wake)
-        asleep.append(link)
-        world.point("posted")
 
     def forget_handles(self, owner: int) -> None:
         """Forget the windows of GPUs of a member: there are none."""
@@ -489,13 +529,15 @@ class SimulatedLanes(Changing):
 
     def __init__(self, platform: Simulated) -> None:
         super().__init__(platform.world)
-        self._platform = platform
+        self.platform = platform
         self.windows = SimulatedWindows(platform.world)
         self.address = b"address %d" % len(platform.listeners)
         platform.listeners[self.address] = self
         self.met: dict[bytes, Link | None] = {}
         self.links: list[Link] = []
         self._is_rung = False
+        self.has_news = False  # whether the host itself has rung
+        self.shows: Callable[..., None] | None = None
         self._missing = 0
         self.is_closed = self.is_over = False
         platform.world.process().at_death.append(self._die)
@@ -527,25 +569,48 @@ class SimulatedLanes(Changing):
         self.links.append(link)
         link.lanes = self
         link.member.notes["attached"] = True
-        return HostLane(self._platform, link)
+        return HostLane(self.platform, link)
 
     def count_down(self) -> None:
         self._missing -= 1
         if self._missing == 0:
-            self.ring()
+            self.ring_bell()
 
     def ring(self) -> None:
+        self.has_news = True
+        self.ring_bell()
+
+    def ring_bell(self) -> None:
         self._is_rung = True
         self.changed()
+
+    def repeated_calls(self, lanes: Sequence[HostLane]) -> SimulatedCalls:
+        return SimulatedCalls(self, lanes, self.platform.plan["repeats"])
+
+    def run_repeated(
+        self, calls: SimulatedCalls, number: int, seconds: float, seen: list[float]
+    ) -> Any:
+        ended = calls.run(number, seconds, seen)
+        self._look()
+        return ended
+
+    def sleep(self, missing: int, is_there: Callable[[], bool], seconds: float | None) -> None:
+        """Sleep until the bell rings or a packet comes, unless ``is_there`` already."""
+        self._missing = missing
+        self._world.point("armed")
+        if not is_there():
+            self._world.block(self.is_due, self, seconds)
+            self._is_rung = False
 
     def wake(self, posted: list[Link]) -> None:
         self._world.point("wake")
         for link in posted:
             link.wake()
 
-    def _is_due(self) -> bool:
-        if self._is_rung:
-            return True
+    def is_due(self) -> bool:
+        return self._is_rung or self.has_packets()
+
+    def has_packets(self) -> bool:
         return any(link.packets for link in self.links)
 
     def wait(self, lanes: Any, seconds: float | None, enough: int = 1) -> float:
@@ -555,20 +620,18 @@ class SimulatedLanes(Changing):
             world.point("watch", 1.0)
             if sum(lane.is_answered for lane in lanes) >= enough:
                 return 0.0
-        self._missing = enough
-        world.point("armed")
-        for lane in lanes:
-            if lane.is_answered:
-                return 0.0
-        world.block(self._is_due, self, seconds)
-        self._is_rung = False
+        self.sleep(enough, lambda: any(lane.is_answered for lane in lanes), seconds)
+        if not any(lane.is_answered for lane in lanes):
+            self._look()
+        return world.now - begin
+
+    def _look(self) -> None:
         for link in [*self.links]:
             if link.packets:
                 assert link.host is not None
                 link.host.receive()
                 if link.host.is_closed:
                     self._drop(link)
-        return world.now - begin
 
     def _drop(self, link: Link) -> None:
         if link in self.links:
@@ -659,20 +722,39 @@ class SimulatedMemberLane:
             del sent
         del message
         world.point("asking")
-        link.ask, link.is_answered = (body, buffers), True
+        link.ask, link.is_answered = (kind, body, buffers), True
         del buffers
         if body:
-            self._oracle.asked(link.member, link.token, body)
+            self._oracle.asked(link.member, link.token, body, kind)
         world.point("answered")
         lanes = link.lanes
         if lanes is not None and not lanes.is_closed:
-            (lanes.ring if is_urgent else lanes.count_down)()
+            (lanes.ring_bell if is_urgent else lanes.count_down)()
         world.point("asked")
         return True
 
     def _is_told(self) -> bool:
         link = self.link
         return (link.command is not None and link.is_woken) or link.is_host_gone or self.is_closed
+
+    def repeated_ask(self, call: int, buffer: Any) -> RepeatedAsk | None:
+        world = self._world
+        memory = buffer.copy()
+
+        def exchange(weight: float, seconds: float) -> Any:
+            body = ASKED_AGAIN.pack(call, weight)
+            if not self.ask(body, memory, is_urgent=False, kind=REPEAT):
+                return None
+            self._oracle.counts["asks again in C++"] += 1
+            if not world.block(self._is_told, self.link, seconds) or self.link.command is None:
+                return False
+            if self.link.command[0] != REPEATED:
+                return True
+            told, (buffer,), _ = self.outcome(0.0)
+            return (*TOLD_AGAIN.unpack(told), buffer)
+
+        windows: Any = SimpleNamespace(changes=0)
+        return RepeatedAsk(exchange, memory, windows, 0)
 
     def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         world, link = self._world, self.link
@@ -682,9 +764,9 @@ class SimulatedMemberLane:
         if link.command is None:
             self.is_closed = True
             raise HostDiedError("the host has ended")
-        body, buffer, posted = link.command
+        kind, body, buffer, posted = link.command
         link.command = None
         world.point("told")
         if buffer is not None and buffer.tobytes() != posted:
             world.fail("the weights of an outcome changed after they were posted")
-        return body, [] if buffer is None else [buffer.copy()], COMMAND
+        return body, [] if buffer is None else [buffer.copy()], kind

@@ -61,6 +61,15 @@ class Arrays:
         return tuple(array.tobytes() for array in self._arrays)
 
 
+class Named(Arrays):
+    """One array with a name, which tells its layout from those of others."""
+
+    def __init__(self, world: World, name: str, size: int) -> None:
+        super().__init__(world, np.zeros(size))
+        (self.array,) = self._arrays
+        self.layout = Layout.of({name: self.array})
+
+
 class State(Arrays):
     """The state of a training: two weights, the step, and how often it has begun anew."""
 
@@ -79,7 +88,7 @@ class Program:
     | broadcast | the same after a broadcast of the state |
     | mixed | the same, with an average without a state in between |
     | gathered | averages of gradients, and before each of them all gather their places |
-    | twins | averages of two models of one layout, in turns |
+    | twins | averages of two models of one layout, in turns, perhaps after some of the first |
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
@@ -95,6 +104,7 @@ class Program:
         self._state = State(self._world)
         count = self._plan["size"] + 2
         self._values = np.zeros(count), np.zeros(count)
+        self._in_place: dict[str, Named] = {}
         self._twins = [Arrays(self._world, values) for values in self._values]
 
     def run(self) -> None:
@@ -249,24 +259,31 @@ class Program:
         vector[-2:] = payload
         if world.draw() < plan["nan"]:
             vector[0] = np.nan
-        weight = float(world.rng.choice((1, 1, 2, 4)))
+        weight = float(world.rng.choice((1, 1, 1, 1, 2, 4)))
         least = plan["min_results"]
         if world.draw() < plan["differs"]:
             if world.draw() < 0.5:
                 name = "wrong"
             else:
                 least = 1 if least is None else None
+        options = {
+            "timeout": plan["timeout"],
+            "min_results": least,
+            "nonfinite": plan["nonfinite"],
+            "state": state,
+        }
         with self._call(vector, weight, state) as call:
-            result = member.average(
-                {name: vector},
-                weight,
-                timeout=plan["timeout"],
-                min_results=least,
-                nonfinite=plan["nonfinite"],
-                state=state,
-            )
-        self._oracle.returned(call, member, result, result.weights[name])
-        return result.weights[name]
+            if plan["in_place"]:
+                variables = self._in_place.get(name) or Named(world, name, vector.size)
+                self._in_place[name] = variables
+                variables.array[:] = vector
+                result = member.average_variables(variables, weight, **options)
+                mean = variables.array.copy()
+            else:
+                result = member.average({name: vector}, weight, **options)
+                mean = result.weights[name]
+        self._oracle.returned(call, member, result, mean)
+        return mean
 
     def _average_weights(self, member: Member) -> None:
         kind = self._calls % self._plan["kinds"]
@@ -274,11 +291,11 @@ class Program:
         self._calls += 1
 
     def _average_twins(self, member: Member) -> None:
-        model = self._calls % 2
+        model = self._calls % 2 if self._calls >= self._plan["alone"] else 0
         variables, values = self._twins[model], self._values[model]
         vector = self._vector(member)
         values[:] = vector
-        weight = float(self._world.rng.choice((1, 2)))
+        weight = float(self._world.rng.choice((1, 1, 1, 2)))
         with self._call(vector, weight) as call:
             call.model = model
             timeout = self._plan["timeout"]

@@ -25,7 +25,7 @@ _SECONDS = [factor * 10.0**power for power in range(-4, 4) for factor in (1, 2, 
 Count: TypeAlias = tuple[str, str, str]
 """A counter: one of the instruments, and a tag and its value, or two empty texts."""
 
-_Added: TypeAlias = tuple[Mapping[Count, int], Mapping[str, float], int | None]
+_Added: TypeAlias = tuple[Mapping[Count, int], Mapping[str, float], int | None, int]
 """The arguments of `Metrics.add`."""
 
 ROUND = "rounds", "", ""
@@ -90,16 +90,18 @@ class Metrics:
         counts: Mapping[Count, int] = {},
         seconds: Mapping[str, float] = {},
         used: int | None = None,
+        rounds: int = 1,
     ) -> None:
         """Add to the counts, which are handed over soon; the caller does not change them any more.
 
         Args:
             counts: By counter.
-            seconds: The seconds of each step.
+            seconds: The seconds of each step, of all rounds together.
             used: The number of ranks in the last average.
+            rounds: The number of rounds, whose mean is one observation of the histogram.
         """
         if self.works:
-            self._added.append((counts, seconds, used))
+            self._added.append((counts, seconds, used, rounds))
             if self._thread is None:
                 self._start()
 
@@ -128,14 +130,14 @@ class Metrics:
     def hand_over(self) -> None:
         """Hand the counts to Ray's instruments."""
         counts: collections.Counter[Count] = collections.Counter()
-        seconds: list[tuple[str, float]] = []
+        seconds: list[tuple[str, float, int]] = []
         used: int | None = None
         with contextlib.suppress(IndexError):  # until there are no more
             while True:
-                more, steps, last = self._added.popleft()
+                more, steps, last, rounds = self._added.popleft()
                 for counter, count in more.items():
                     counts[counter] += count
-                seconds += steps.items()
+                seconds += [(step, spent, rounds) for step, spent in steps.items()]
                 used = used if last is None else last
         if not (self.works and (counts or seconds)):
             return
@@ -148,7 +150,7 @@ class Metrics:
     def _record(
         self,
         counts: Mapping[Count, int],
-        seconds: Iterable[tuple[str, float]],
+        seconds: Iterable[tuple[str, float, int]],
         used: int | None,
     ) -> None:
         to: Any = self._to
@@ -158,8 +160,8 @@ class Metrics:
         if used is not None:
             to.ranks_used.set(used)
         in_all: collections.defaultdict[str, float] = collections.defaultdict(float)
-        for step, duration in seconds:
-            to.seconds.observe(duration, {"step": step})
+        for step, duration, rounds in seconds:
+            to.seconds.observe(duration / rounds, {"step": step})
             in_all[step] += duration
         for step, total in in_all.items():
             if total > 0:

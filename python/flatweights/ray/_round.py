@@ -105,6 +105,16 @@ class Round:
         self._session: tuple[str, str] | None = None  # the session of Ray in which it was put
         self._in_store: list[NDArray[Any]] = []  # the parts in the store, if none can change
 
+    @classmethod
+    def again(cls, like: Round, number: int, *seconds: float) -> Round:
+        """Return a round like another one without weights; see `facts_again`."""
+        one = cls.__new__(cls)
+        one.__dict__.update(like.__dict__)
+        one.number, one.seconds = number, dict(zip(like.seconds, seconds, strict=True))
+        one.failed, one.extras, one.scores = {**like.failed}, {**like.extras}, {**like.scores}
+        one.ways, one.links, one.staleness = {**like.ways}, {**like.links}, {**like.staleness}
+        return one
+
     @property
     def weights(self) -> Any:
         """The average, of the kind that the workers returned.
@@ -210,8 +220,25 @@ class Round:
         return f"<table>{''.join(rows)}</table>"
 
 
-facts_of = operator.attrgetter(*[*inspect.signature(Round).parameters][1:])
+_FACTS = [*inspect.signature(Round).parameters][1:]
+_NUMBER, _SECONDS = _FACTS.index("number"), _FACTS.index("seconds")
+
+facts_of = operator.attrgetter(*_FACTS)
 """Returns the arguments of `Round` after the weights, for a process that has the weights."""
+
+
+def facts_again(facts: tuple[Any, ...], number: int, *seconds: float) -> tuple[Any, ...]:
+    """Return the `facts_of` a round with the ``number``, like one that had these.
+
+    Args:
+        facts: The facts of that one.
+        number: The number of the round.
+        seconds: The seconds of each step of that one, in their order.
+    """
+    again = [*facts]
+    again[_NUMBER] = number
+    again[_SECONDS] = dict(zip(facts[_SECONDS], seconds, strict=True))
+    return tuple(again)
 
 
 def ranks_left_out(result: Round) -> dict[str, list[int]]:

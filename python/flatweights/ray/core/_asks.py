@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flatweights._average import Nonfinite
 
-_MOST_LAYOUTS = 64  # layouts that need not be sent again
+_MOST_KNOWN = 64  # layouts that need not be sent again, and asks
 
 Operation = Literal["average", "broadcast", "all_gather", "leave", "give", "heal"]
 
@@ -149,6 +149,17 @@ class Ask(NamedTuple):
         return tuple(self) if self.name is not None or self.gpu is not None else self[:-3]
 
     @property
+    def terms(self) -> tuple[Any, ...]:
+        """Everything but the weight: an ask of the same terms repeats this one."""
+        return self[:3] + self[4:]
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether all that the host has to know of it is in the messages of repetitions."""
+        is_plain = self.operation in ("average", "broadcast") and self.rule is None
+        return is_plain and self.gpu is None and not (self.lacks or self.twins)
+
+    @property
     def kind(self) -> Kind:
         """The kind of call: the outcome of one answers asks of the same kind."""
         return self.operation, self.digest, self.root, self.name, self.state
@@ -193,6 +204,8 @@ class Outcome(NamedTuple):
         error: The error that all members raise.
         layout: The layout of the weights, pickled; None, if the asks contain it.
         facts: The arguments of `Round` after the weights; empty with an error.
+        prepared: The number by which those whose asks it answers may repeat them; 0, if they may
+            not.
         placed: The window of a GPU that has the weights; None, if they are on the host.
         may_stay: Whether members may leave their weights on the GPU in the next such call.
         values: The objects that all have gathered, by rank, pickled.
@@ -207,6 +220,7 @@ class Outcome(NamedTuple):
     error: Exception | None = None
     layout: bytes | None = None
     facts: tuple[Any, ...] = ()
+    prepared: int = 0
     placed: Placed | None = None
     may_stay: bool = False
     values: Mapping[int, bytes] = {}
@@ -217,12 +231,12 @@ class Outcome(NamedTuple):
         return tuple(self) if self.values or self.may_stay or self.placed else self[:-3]
 
 
-Told: TypeAlias = tuple[bytes, NDArray[np.uint8] | None]
-"""An outcome as a member gets it, pickled; and its weights, or a state."""
+Told: TypeAlias = tuple[bytes | Outcome, NDArray[np.uint8] | None]
+"""An outcome as a member gets it, pickled except of a repetition; and its weights, or a state."""
 
 
-def remember(known: dict[str, Any], digest: str, layout: Any = None) -> None:
-    """Add a layout that a member sends its host, and forget the oldest, as the other end does."""
-    known[digest] = layout
-    if len(known) > _MOST_LAYOUTS:
+def remember(known: dict[Any, Any], key: Any, value: Any = None) -> None:
+    """Add what a member and its host both know from now on, and forget the oldest."""
+    known[key] = value
+    if len(known) > _MOST_KNOWN:
         del known[next(iter(known))]

@@ -46,6 +46,7 @@ from flatweights.ray.core._events import (
     Reduced,
     Refused,
     Release,
+    Repeated,
     Send,
     SendAgain,
     SendKept,
@@ -119,6 +120,8 @@ class Calls:
             self._lose(event.peer, event.why)
         elif isinstance(event, StateCopied):
             self._state_copied(event)
+        elif isinstance(event, Repeated):
+            self._note_series(event)
         else:
             self._ask_again(now)
 
@@ -142,6 +145,22 @@ class Calls:
             if healing.is_waited_for and healing.deadline.end is not None:
                 ends.append(healing.deadline.end)
         return Awaited(max(1, len(working)) if on_time else 1, min(ends) if ends else None)
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether `Repeated` may be the next event: all members are on time, and none waits."""
+        on_time = map(self._is_on_time, self.peers.present.values())
+        return not self._past.has_twins and all(on_time)
+
+    def _note_series(self, event: Repeated) -> None:
+        """Note calls that were made without the core."""
+        peers = [*self.peers.present.values()]
+        self.number += event.calls
+        for ask, number, nbytes in event.made:
+            kept = Kept(number, nbytes, None, self._past.before(ask))
+            self._do(Keep(self._past.keep(ask, kept, peers)))
+        for peer in peers:
+            peer.told(self.number)
 
     def _do(self, action: Action) -> None:
         self._actions.append(action)

@@ -50,6 +50,32 @@ class Refused(NamedTuple):
     """The call of `Reduce` is an error, which all that take part in it raise."""
 
 
+class Made(NamedTuple):
+    """The last call of one kind in a series.
+
+    Attributes:
+        ask: The ask of the lowest rank.
+        number: The number of its outcome.
+        nbytes: The bytes of its outcome.
+    """
+
+    ask: Ask
+    number: int
+    nbytes: int
+
+
+class Repeated(NamedTuple):
+    """All members have repeated calls, and have the outcomes.
+
+    Attributes:
+        calls: The number of calls.
+        made: The last one of each kind, in the order of their numbers.
+    """
+
+    calls: int
+    made: Sequence[Made]
+
+
 class AskAgain(NamedTuple):
     """The call of `Reduce` needs weights that are on a GPU, through memory of the host."""
 
@@ -65,7 +91,9 @@ class Tick(NamedTuple):
     """All that has happened so far was told: what is due now?"""
 
 
-Event: TypeAlias = Asked | Gave | Ended | Reduced | Refused | AskAgain | StateCopied | Tick
+Event: TypeAlias = (
+    Asked | Gave | Ended | Reduced | Refused | Repeated | AskAgain | StateCopied | Tick
+)
 
 
 # Actions.

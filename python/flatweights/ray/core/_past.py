@@ -88,6 +88,11 @@ class Past:
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
         self._twins: set[str] = set()  # the keys of asks that are twins
 
+    @property
+    def has_twins(self) -> bool:
+        """Whether two models of one layout take turns in the calls of a member."""
+        return bool(self._twins)
+
     def answer_for(self, seat: Peer) -> Kept | None:
         """Return the outcome that answers the ask of ``seat`` at once; None if it has to wait.
 

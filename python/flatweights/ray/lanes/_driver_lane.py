@@ -26,6 +26,7 @@ from flatweights.ray.lanes._protocol import (
     NUMBER,
     REDUCED,
     REFUSAL,
+    REPEAT,
     VALUE,
     WEIGHTS,
     WELCOME,
@@ -105,6 +106,15 @@ class DriverLane(LaneEnd):
             self.is_given_up = True
             raise
 
+    def was_posted(self, extents: list[Extent]) -> None:
+        """Note that `_core.RepeatedCalls` has read an answer, and posted the next command."""
+        self._sent, self._is_read = extents, False
+
+    @property
+    def peer_windows(self) -> dict[int, tuple[int, _core.PeerWindow]]:
+        """The worker's windows, by index, with their generations; it changes as they come."""
+        return self._of_peer
+
     def serve(self, call: Callable[[int], Any]) -> None:
         """Make another Ray call that serves commands, by ``call``, which takes its number."""
         self._count += 1
@@ -146,15 +156,15 @@ class DriverLane(LaneEnd):
         Returns:
             One of the kinds in `flatweights.ray.lanes._protocol`; and, for ``VALUE``, the result;
             for ``WEIGHTS``, the result as `Packed`; for ``BY_CALL``, the number of the Ray call
-            that returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK`` and
-            ``REDUCED``, body and buffers.
+            that returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK``, ``REDUCED``
+            and ``REPEAT``, body and buffers.
         """
         self._is_read = True
         try:
             kind, buffers, body = self.mailbox.read_message(False, self._of_peer)
         except IndexError:
             kind, buffers, body = self.read()
-        if kind in (ASK, REDUCED):
+        if kind in (ASK, REDUCED, REPEAT):
             return kind, (body, buffers)
         if kind == WEIGHTS:
             (buffer,) = buffers
@@ -303,6 +313,21 @@ class Lanes:
             lane.receive()
             if lane.is_closed:
                 self._drop(lane)
+
+    def repeated_calls(self, lanes: Sequence[DriverLane]) -> _core.RepeatedCalls:
+        """Return calls that the workers at the other ends of ``lanes`` may repeat: none so far."""
+        boxes = [lane.mailbox for lane in lanes]
+        return _core.RepeatedCalls(boxes, [lane.peer_windows for lane in lanes])
+
+    def run_repeated(
+        self, calls: _core.RepeatedCalls, number: int, seconds: float, seen: list[float]
+    ) -> Any:
+        """Make ``calls`` until something else is to be done; see `_core.RepeatedCalls.run`."""
+        if failpoints.hook is not None:  # there are no such points in C++
+            return 0, 0, 0.0, 0.0, 0.0, seen, []
+        ended = calls.run(number, seconds, self._doorbell, self._poll.fileno(), seen)
+        self.look()
+        return ended
 
     wake = staticmethod(_core.Mailbox.wake)
     """Wake the workers that sleep at mailboxes, after `DriverLane.post` with a list of them."""

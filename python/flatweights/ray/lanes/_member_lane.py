@@ -4,19 +4,22 @@ The host posts each outcome as a command, and the member's next ask is the answe
 between two calls the mailbox is BUSY: the member works, and the host waits for its answer.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flatweights import _core
 from flatweights.ray import _clock
 from flatweights.ray._failpoints import reach
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._message import buffer_message
 from flatweights.ray.lanes._protocol import ASK
+from flatweights.ray.lanes._windows import Windows
 from flatweights.ray.lanes._worker_lane import WorkerLane
 
-_SLICE = 0.25  # seconds between two checks that the host is alive
+SLICE = 0.25  # seconds between two checks that the host is alive
 _STAY = 1  # a member is in one call of the mailbox's protocol for ever: its number
 
 
@@ -24,8 +27,35 @@ class HostDiedError(RuntimeError):
     """The host of the meeting has ended."""
 
 
+class RepeatedAsk(NamedTuple):
+    """The way to ask for a call again, without Python.
+
+    Attributes:
+        exchange: Asks and waits; see `_core.RepeatedAsk.exchange`.
+        memory: The memory in a window from which the host reads the weights.
+        windows: The windows.
+        changes: How often they had changed.
+    """
+
+    exchange: Callable[[float, float], Any]
+    memory: NDArray[np.uint8]
+    windows: Windows
+    changes: int
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the window is still there."""
+        return self.windows.changes == self.changes
+
+
 class MemberLane(WorkerLane):
-    """A member's end of the lane to its host."""
+    """A member's end of the lane to its host.
+
+    Attributes:
+        is_told: Whether `RepeatedAsk.exchange` has received an outcome, which `outcome` reads.
+    """
+
+    is_told = False
 
     def close(self) -> None:
         """Close the socket, and release the memory of all windows without a live array."""
@@ -80,6 +110,20 @@ class MemberLane(WorkerLane):
         reach("asked")
         return True
 
+    def repeated_ask(self, call: int, buffer: NDArray[np.uint8]) -> RepeatedAsk | None:
+        """Return the way to ask again for ``call``, with weights where ``buffer`` is.
+
+        Returns:
+            None, if it does not lie in a window.
+        """
+        windows = self._windows
+        extent = windows.find(buffer)
+        if extent is None or self._doorbell is None:
+            return None
+        ask = _core.RepeatedAsk(self.mailbox, self._doorbell, self._of_peer, call, extent)
+        memory = windows[extent.window].memory()[extent.offset : extent.offset + extent.nbytes]
+        return RepeatedAsk(ask.exchange, memory, windows, windows.changes)
+
     def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         """Wait for the next command; return its body, its buffers and its kind.
 
@@ -88,8 +132,8 @@ class MemberLane(WorkerLane):
             HostDiedError: If the host is gone.
         """
         end = None if seconds is None else _clock.now() + seconds
-        while True:
-            left = _SLICE if end is None else min(_SLICE, end - _clock.now())
+        while not self.is_told:
+            left = SLICE if end is None else min(SLICE, end - _clock.now())
             self.mailbox.enter(_STAY)
             if self.mailbox.wait(max(0.0, left), _STAY):
                 break
@@ -98,6 +142,7 @@ class MemberLane(WorkerLane):
                 raise HostDiedError("the host has ended")
             if end is not None and _clock.now() >= end:
                 raise TimeoutError(f"no answer of the host within {seconds} s")
+        self.is_told = False
         try:
             kind, buffers, body = self.read()
         except (LaneError, ValueError) as error:

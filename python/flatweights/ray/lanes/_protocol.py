@@ -8,10 +8,12 @@ import struct
 WELCOME = b"A"  # it has the mailbox, and recognises the worker by its token
 REFUSAL = b"N"  # it does not expect the worker
 
-# Kinds of commands. The last two are for members whose weights are in windows of a GPU.
+# Kinds of commands. The others than `COMMAND` are for members of a meeting. The core knows the
+# numbers of REPEATED and REPEAT (repeated_calls.hpp).
 COMMAND = 0
-REDUCE = 1  # average such windows; answered by REDUCED
-RESEND = 2  # send the weights of the last ask again, in memory of the host; answered by an ASK
+REDUCE = 1  # average windows of a GPU; answered by REDUCED
+RESEND = 2  # send the last ask again, whole, with weights in memory of the host
+REPEATED = 3  # the outcome of a call that all have repeated; holds a `TOLD_AGAIN` and a buffer
 
 # Kinds of answers.
 VALUE = 0  # a pickled result
@@ -21,5 +23,8 @@ WEIGHTS = 3  # the buffer of `FlatWeights`, in the layout of the last ones sent 
 BROKEN = 4  # the lane cannot be used, and the command was not run; holds the reason
 ASK = 5  # a member's ask; holds a body and at most one buffer
 REDUCED = 6  # the result of REDUCE; holds a body
+REPEAT = 7  # a member's ask, as before; holds an `ASKED_AGAIN` and at most one buffer
 
 NUMBER = struct.Struct("<q")
+ASKED_AGAIN = struct.Struct("=Qd")  # the number of the prepared call, and the weight
+TOLD_AGAIN = struct.Struct("=qdd")  # the number of the outcome, seconds waited, and averaged

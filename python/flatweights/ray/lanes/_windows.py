@@ -35,6 +35,9 @@ class Windows:
     """Windows by index: made when they are needed, replaced when their size does not fit.
 
     A window is free while no array of this process is over it and no peer holds a view.
+
+    Attributes:
+        changes: How often a window took the place of another one.
     """
 
     def __init__(self, most: int, holds: Callable[[int], int]) -> None:
@@ -49,6 +52,7 @@ class Windows:
         self._windows: list[_core.Window] = []
         self._generations: list[int] = []
         self._warned = False
+        self.changes = 0
 
     def __getitem__(self, index: int) -> _core.Window:
         """Return a window."""
@@ -57,6 +61,7 @@ class Windows:
     def clear(self) -> None:
         """Make no more windows, and forget the present ones; arrays over them stay valid."""
         self._most = 0
+        self.changes += 1
         self._windows.clear()
         self._generations.clear()
 
@@ -141,6 +146,7 @@ class Windows:
         is_replaced = len(free) > 1 or (bool(free) and is_full)
         if is_replaced:  # release its memory before more is allocated
             index = free[0]
+            self.changes += 1
             self._windows[index] = _core.Window(0)
             self._generations[index] += 1
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
 from flatweights.ray._failpoints import reach
+from flatweights.ray._round import facts_again
 from flatweights.ray._variables import Memory, Variables
 from flatweights.ray.core._asks import (
     Ask,
@@ -27,8 +29,17 @@ from flatweights.ray.core._asks import (
 )
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._gpu_windows import OwnWindow
-from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
-from flatweights.ray.lanes._protocol import NUMBER, REDUCE, REDUCED, RESEND
+from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane, RepeatedAsk
+from flatweights.ray.lanes._protocol import (
+    ASKED_AGAIN,
+    NUMBER,
+    REDUCE,
+    REDUCED,
+    REPEAT,
+    REPEATED,
+    RESEND,
+    TOLD_AGAIN,
+)
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
 from flatweights.ray.members._host import Host
@@ -110,7 +121,13 @@ class HostEnd(ABC):
         """Return the ask of a member that sends nothing, which tells where ``variables`` are."""
         return ask
 
-    def exchange(self, ask: Ask, layout: Layout, sent: Sent) -> tuple[Outcome, Any]:
+    def again(self, ask: Ask, buffer: Sent) -> Repeating | None:
+        """Return the way to make a call again that was just made; None, if there is none."""
+        return None
+
+    def exchange(
+        self, ask: Ask, layout: Layout, sent: Sent, *, was_told: bool | None = None
+    ) -> tuple[Outcome, Any]:
         """Ask, and wait for the outcome; return the outcome, and its weights, which are read-only.
 
         The weights are in a window of a GPU only if those that were sent could be.
@@ -119,6 +136,8 @@ class HostEnd(ABC):
             ask: The ask.
             layout: The layout of the expected weights, and of those that are sent.
             sent: The packed weights, if they are sent.
+            was_told: If `Repeating` has asked already, whether it has received an outcome that
+                it cannot read; else None.
 
         Raises:
             HostDiedError: If the host is gone.
@@ -129,10 +148,10 @@ class HostEnd(ABC):
         patience = None if ask.timeout is None else ask.timeout + _GRACE
         if not ask.brings_weights:
             patience = None  # the others may still be in an epoch, or have stopped
-        told, got = self._swap(ask, layout, sent, patience)
+        told, got = self._swap(ask, layout, sent, patience, was_told)
         self.is_told = True
         self.is_asking = False
-        outcome = Outcome(*pickle.loads(told))
+        outcome = _outcome_in(told)
         self._learn(outcome, ask)
         if outcome.error is not None:
             self.is_told = False
@@ -174,7 +193,14 @@ class HostEnd(ABC):
         """Close this end; the host learns that the member is gone, and what it ``raised``."""
 
     @abstractmethod
-    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
+    def _swap(
+        self,
+        ask: Ask,
+        layout: Layout,
+        sent: Sent,
+        patience: float | None,
+        was_told: bool | None,
+    ) -> Told:
         """Send an ask and its weights; return the body of the outcome, and its weights.
 
         Args:
@@ -182,7 +208,35 @@ class HostEnd(ABC):
             layout: The layout of the weights.
             sent: The weights.
             patience: Seconds to wait for the outcome; for ever, if None.
+            was_told: See `exchange`.
         """
+
+
+@dataclass
+class _Prepared:
+    """What this member may ask for again.
+
+    Attributes:
+        outcome: The outcome of the last call that was not a repetition.
+        was_repeated: Whether the last one was a repetition.
+    """
+
+    outcome: Outcome
+    was_repeated: bool = False
+
+
+class Repeating:
+    """The way to make a call again: `exchange` asks and waits, with what is in `memory`."""
+
+    def __init__(self, way: RepeatedAsk, known: _Prepared) -> None:
+        """Take the way of the lane, and what is known of such calls."""
+        self.exchange, self.memory = way.exchange, way.memory
+        self._way, self._known = way, known
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the host has repeated the last such call, and the window is still there."""
+        return self._known.was_repeated and self._way.is_valid
 
 
 class HostByLane(HostEnd):
@@ -200,7 +254,9 @@ class HostByLane(HostEnd):
         super().__init__(actor, pass_, platform)
         self._lane = lane
         self._gpu = GpuEnd(lane, seat)
+        self._seat = seat
         self._may_stay: set[Kind] = set()  # kinds of call whose weights may stay on their GPU
+        self._prepared: dict[tuple[Any, ...], _Prepared] = {}  # by terms, what may be repeated
 
     def offer(self, nbytes: int) -> None:
         """Offer a window."""
@@ -210,7 +266,7 @@ class HostByLane(HostEnd):
         """Wait for the first command."""
         told = self._outcome(timeout)
         assert told is not None
-        return Outcome(*pickle.loads(told[0]))
+        return _outcome_in(told[0])
 
     def leave(self) -> None:
         """Answer the last command."""
@@ -238,7 +294,22 @@ class HostByLane(HostEnd):
         uuid = gpu_of(variables)
         return ask if uuid is None else ask._replace(gpu=OnGpu(uuid))
 
-    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
+    def again(self, ask: Ask, buffer: Sent) -> Repeating | None:
+        """Return the way to ask again, if the host has just repeated the call."""
+        known = self._prepared.get(ask.terms)
+        if known is None or not known.was_repeated or not isinstance(buffer, np.ndarray):
+            return None
+        way = self._lane.repeated_ask(known.outcome.prepared, buffer)
+        return None if way is None else Repeating(way, known)
+
+    def _swap(
+        self,
+        ask: Ask,
+        layout: Layout,
+        sent: Sent,
+        patience: float | None,
+        was_told: bool | None,
+    ) -> Told:
         while True:
             if isinstance(sent, OwnWindow):
                 try:
@@ -248,16 +319,28 @@ class HostByLane(HostEnd):
                 buffer = None
             else:
                 buffer = sent
-            self._send(self._body(ask, layout), buffer, ask.is_urgent)
-            told = self._outcome(patience)
+            known = self._prepared.get(ask.terms)
+            if was_told is not None:
+                self._lane.is_told, was_told = was_told, None
+            elif known is None or not self._repeat(ask, known, buffer):
+                self._send(self._body(ask, layout), buffer, ask.is_urgent)
+            told = self._outcome(patience, known)
             if told is not None:
                 return told
-            # The host wants the same weights again, in its own memory.
-            assert isinstance(sent, OwnWindow)
-            self._may_stay.discard(ask.kind)
-            ask = ask.through_host()
-            window, sent = sent.memory, self.new_buffer(layout)
-            window.copy_to(sent)
+            # The host wants the same again: the whole ask, with weights in its own memory.
+            self._prepared.pop(ask.terms, None)
+            if isinstance(sent, OwnWindow):
+                self._may_stay.discard(ask.kind)
+                ask = ask.through_host()
+                window, sent = sent.memory, self.new_buffer(layout)
+                window.copy_to(sent)
+
+    def _repeat(self, ask: Ask, known: _Prepared, buffer: NDArray[np.uint8] | None) -> bool:
+        """Ask by a number; return whether there was a window."""
+        body = ASKED_AGAIN.pack(known.outcome.prepared, ask.weight)
+        # A host that makes repetitions without Python sees them in time; see `RepeatedCalls`.
+        is_urgent = ask.is_urgent and not known.was_repeated
+        return self._lane.ask(body, buffer, is_urgent=is_urgent, kind=REPEAT)
 
     def _send(self, body: bytes, buffer: NDArray[np.uint8] | None, is_urgent: bool) -> None:
         if not self._lane.ask(body, buffer, is_urgent=is_urgent):
@@ -267,6 +350,12 @@ class HostByLane(HostEnd):
             self._lane.ask(b"", None, is_urgent=is_urgent)
 
     def _learn(self, outcome: Outcome, ask: Ask) -> None:
+        if self._seat in outcome.seats:
+            terms = ask.terms
+            if not outcome.prepared:
+                self._prepared.pop(terms, None)
+            elif not (terms in self._prepared and self._prepared[terms].was_repeated):
+                remember(self._prepared, terms, _Prepared(outcome._replace(layout=None)))
         if outcome.may_stay:
             self._may_stay.add(ask.kind)
         else:
@@ -275,12 +364,24 @@ class HostByLane(HostEnd):
     def _memory_of(self, outcome: Outcome, got: NDArray[np.uint8] | None) -> Memory:
         return as_array(got) if outcome.placed is None else self._gpu.memory(outcome.placed)
 
-    def _outcome(self, patience: float | None) -> Told | None:
-        """Return the outcome; None if the host asks for the weights again."""
+    def _outcome(self, patience: float | None, known: _Prepared | None = None) -> Told | None:
+        """Return the outcome; None if the host wants the ask again.
+
+        Args:
+            patience: Seconds to wait for it; for ever, if None.
+            known: What is known of such calls, if the ask was repeated.
+        """
         while True:
             body, buffers, kind = self._lane.outcome(patience)
             if kind == RESEND:
                 return None
+            if kind == REPEATED and known is not None:
+                known.was_repeated = True
+                number, *seconds = TOLD_AGAIN.unpack(body)
+                facts = facts_again(known.outcome.facts, number, *seconds)
+                return known.outcome._replace(number=number, facts=facts), buffers[0]
+            if known is not None:
+                known.was_repeated = False
             if kind != REDUCE:
                 break
             self._lane.ask(self._gpu.reduce(body), None, is_urgent=True, kind=REDUCED)
@@ -306,7 +407,7 @@ class HostByStore(HostEnd):
     def start(self, timeout: float | None) -> Outcome:
         """Call without a body."""
         call = self._actor.exchange.remote(self._pass.token)
-        return Outcome(*pickle.loads(self._take(call, timeout)[0]))
+        return _outcome_in(self._take(call, timeout)[0])
 
     def leave(self) -> None:
         """Deliver an ask without waiting for the outcome."""
@@ -319,7 +420,14 @@ class HostByStore(HostEnd):
             self._platform.check_connected()
             self._actor.lose.remote(self._pass.token, end_of(self._pass.who, raised))
 
-    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
+    def _swap(
+        self,
+        ask: Ask,
+        layout: Layout,
+        sent: Sent,
+        patience: float | None,
+        was_told: bool | None,
+    ) -> Told:
         self._platform.check_connected()
         body = self._body(ask, layout)
         call = self._actor.exchange.remote(self._pass.token, body, sent)
@@ -336,6 +444,10 @@ class HostByStore(HostEnd):
         if refs is None:
             return body, None
         return body, self._platform.get_shared(refs[0])
+
+
+def _outcome_in(told: bytes | Outcome) -> Outcome:
+    return told if isinstance(told, Outcome) else Outcome(*pickle.loads(told))
 
 
 class Entered(NamedTuple):

@@ -60,6 +60,7 @@ from flatweights.ray.core._events import (
     Reduced,
     Refused,
     Release,
+    Repeated,
     Send,
     SendAgain,
     SendKept,
@@ -78,6 +79,7 @@ from flatweights.ray.members._door import Door
 from flatweights.ray.members._gpu_rounds import AskAgainError, GpuRounds, Stayed
 from flatweights.ray.members._news import News
 from flatweights.ray.members._platform import PLATFORM, Platform
+from flatweights.ray.members._repetitions import Ending, Repetitions
 from flatweights.ray.members._seats import (
     Letter,
     Post,
@@ -145,6 +147,7 @@ class Meeting:
         self._agents = platform.agents(offer, terms.sums, BranchAgent, (host,), _CALLS)
         self._put = platform.put
         self._gpu = GpuRounds(self._lanes)
+        self._repetitions = Repetitions(name, self._lanes)
         self._seconds_waited = 0.0  # for the open call
         self._kept: dict[int, _Kept] = {}  # outcomes for members that are late, by number
         self._given: Packed | None = None  # a state that has just come
@@ -180,11 +183,27 @@ class Meeting:
         awaited = self.calls.awaited()
         ends = [*self.door.ends(), *([] if awaited.end is None else [awaited.end])]
         patience = max(0.0, min(ends) - begin) if ends else None
+        if self._repetitions.are_ready(self.door.present) and self.calls.may_repeat:
+            ending = self._repeat(patience)
+            if ending in (Ending.NEWS, Ending.PAUSE):
+                self.news.read()
+                return
+            begin = _clock.now()
         heard = wait_for([*self.door.present.values()], self.news, patience, awaited.asks)
         self._seconds_waited += _clock.now() - begin
         for seat in heard:
             self._hear(seat)
         self.news.read()
+
+    def _repeat(self, patience: float | None) -> Ending:
+        """Make the calls that all members repeat; return why they have ended."""
+        series = self._repetitions.run(self.calls.number, patience)
+        self._seconds_waited = series.seconds_waited
+        for number, (outcome, weights) in series.outcomes.items():
+            self._kept[number] = _Kept(pickle.dumps(outcome.fields), weights)
+        if series.calls:
+            self._tell(Repeated(series.calls, series.made))
+        return series.ending
 
     def _tell(self, event: Event) -> bool:
         """Tell the core what has happened, and do what it says; return whether it closed a call."""
@@ -340,15 +359,14 @@ class Meeting:
             self.calls.receive(Reduced(result.used, nbytes, gpu), _clock.now())
         for action in self.calls.actions():
             if isinstance(action, Send):
-                self._send(action, first, asks, result, weights, error)
+                self._send(action, call, result, weights, error)
             else:
                 self._do(action)
 
     def _send(
         self,
         send: Send,
-        first: Ask,
-        asks: dict[int, Ask],
+        call: Reduce,
         result: Round | None,
         weights: Packed | Stayed | None,
         error: Exception | None,
@@ -357,12 +375,12 @@ class Meeting:
 
         Args:
             send: Who gets it.
-            first: The ask of the lowest rank.
-            asks: The asks by rank.
+            call: The call.
             result: The round; None, if there was an error.
             weights: The weights; None, if there are none.
             error: The error.
         """
+        first, asks = call.first, call.asks
         is_average = first.operation == "average"
         facts: tuple[Any, ...] = ()
         layout: bytes | None = None
@@ -377,6 +395,8 @@ class Meeting:
                 pickler = ray.cloudpickle
             facts = facts_of(result)
         stayed = weights if isinstance(weights, Stayed) else None
+        seats = _seats(call.peers)
+        prepared = self._repetitions.prepare(call, send, result, weights, seats)
         outcome = Outcome(
             send.number,
             self._size,
@@ -387,10 +407,13 @@ class Meeting:
             error,
             layout,
             facts,
+            prepared,
             None if stayed is None else stayed.handle.placed,
             self._gpu.may_stay(first, send.readers),
             result.weights if result is not None and first.operation == "all_gather" else {},
         )
+        if prepared and prepared != send.number and isinstance(weights, Packed):
+            self._repetitions.make_ready(outcome, weights, seats)
         body = pickler.dumps(outcome.fields)
         if result is not None:
             self._kept[send.number] = _Kept(body, weights)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import pickle
 import threading
+from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar, cast
@@ -23,12 +23,13 @@ from flatweights._numbers import as_integer, check_count
 from flatweights._sources import Template, check_flat_weights
 from flatweights._trees import as_array
 from flatweights._weights import frozen
-from flatweights.ray import _clock
+from flatweights.ray import _clock, _failpoints
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
 from flatweights.ray._variables import Variables, scatter, text_of
 from flatweights.ray.core._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
-from flatweights.ray.lanes._member_lane import HostDiedError
+from flatweights.ray.lanes._member_lane import SLICE, HostDiedError
+from flatweights.ray.members._again import Again, Calls
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._host_end import HostEnd, Sent, enter
 from flatweights.ray.members._platform import PLATFORM, Platform
@@ -194,6 +195,7 @@ class Member:
         self.raises_elsewhere = False
         self._host = host
         self._turns = Turns(name)
+        self._again = Calls()
         self._turn = threading.Lock()
         self._caller = 0  # the thread that holds it
         self._over: str = ""
@@ -304,6 +306,12 @@ class Member:
             TypeError: If ``variables`` have no layout.
             Exception: As `average`; the variables have not changed.
         """
+        arguments = weight, timeout, min_results, nonfinite
+        again = self._again.get(id(variables))
+        if again is not None and rule is None and again.arguments == arguments:
+            result = self._average_again(again, variables, state)
+            if result is not None:
+                return result
         self._check_process()
         layout = _layout_of(variables, "variables")
         check_flat_weights(layout, "variables")
@@ -314,7 +322,62 @@ class Member:
             ask, sent = host.gather(variables, ask)
             outcome, mean = self._exchange(host, ask, layout, sent, state)
             scatter(variables, mean)
-            return self._round(outcome, None)
+            result = self._round(outcome, None)
+            repeating = host.again(ask, sent)
+            if repeating is not None:
+                like = Round.again(result, 0, *result.seconds.values())
+                more = repeating, self._turns.changes, like
+                self._again.note(variables, state, arguments, ask, more)
+            return result
+
+    def _average_again(
+        self, again: Again, variables: Variables, state: Variables | None
+    ) -> Round | None:
+        """Average as before; None, with nothing done, if this call is not like that one."""
+        if self._over or self._process != os.getpid() or _get_running_loop() is not None:
+            return None
+        is_healthy = state is None or not self.lacks_state
+        if not (is_healthy and again.is_for(variables, state, self._turns)):
+            return None
+        if self._turn.locked():  # by another thread's call, or by one of this thread
+            return None
+        with self._turn:
+            return self._exchange_again(again, variables, state)
+
+    def _exchange_again(
+        self, again: Again, variables: Variables, state: Variables | None
+    ) -> Round | None:
+        """Average as before; None, with nothing done, if the window is not free."""
+        host = self._host
+        try:
+            self._caller = threading.get_ident()
+            host.is_asking = host.is_told = False
+            variables.gather_into(again.memory)
+            host.is_asking = True
+            if _failpoints.hook is not None:
+                _failpoints.reach("asking")
+            told = again.repeating.exchange(again.ask.weight, SLICE)
+            if told is None:
+                host.is_asking = False
+                return None
+            if isinstance(told, bool):
+                outcome, mean = self._exchange(
+                    host, again.ask, again.layout, again.memory, state, was_told=told
+                )
+                result = self._round(outcome, None)
+            else:
+                host.is_asking, host.is_told = False, True
+                if _failpoints.hook is not None:
+                    _failpoints.reach("told")
+                number, waited, averaged, mean = told
+                result = Round.again(again.like, number, waited, averaged)
+            scatter(variables, mean)
+            return result
+        except BaseException as error:
+            self._fail(error, state)
+            raise
+        finally:
+            self._caller = 0
 
     def broadcast(self, weights: Model, root: int = 0, *, timeout: float | None = None) -> Model:
         """Return the weights of rank ``root`` in all members.
@@ -513,6 +576,8 @@ class Member:
         layout: Layout,
         weights: Sent,
         state: Variables | None,
+        *,
+        was_told: bool | None = None,
     ) -> tuple[Outcome, Any]:
         """Ask for an average; give ``state``, or set it, if the outcome says so."""
         while True:
@@ -521,7 +586,8 @@ class Member:
                 if sent.lacks:
                     outcome, mean = host.exchange(sent.through_host(), layout, None)
                 else:
-                    outcome, mean = host.exchange(sent, layout, weights)
+                    told, was_told = was_told, None
+                    outcome, mean = host.exchange(sent, layout, weights, was_told=told)
                 if state is not None and outcome.giver == self._seat:
                     host.exchange(_state_ask("give", state), state.layout, _gathered(host, state))
                 if state is not None and self._seat in outcome.lacking:
@@ -548,19 +614,27 @@ class Member:
             self._host.is_asking = self._host.is_told = False
             try:
                 yield self._host
-            except HostDiedError as error:
-                self._break_off(str(error))
-                raise MemberError(f"meeting {self.name!r}: {error}") from None
-            except ray.exceptions.RayError as error:
-                self._break_off(f"the host cannot be reached: {error}")
-                raise MemberError(f"meeting {self.name!r}: {self._over}") from error
             except BaseException as error:
-                if self._host.is_told and not self._host.is_asking and state is not None:
-                    self.lacks_state = True
-                elif self._host.is_told or self._host.is_asking:
-                    # A later call would receive this outcome, or bring weights without it.
-                    self._break_off(f"a call was broken off by {type(error).__name__}", error)
+                self._fail(error, state)
                 raise
+
+    def _fail(self, error: BaseException, state: Variables | None) -> None:
+        """Note that ``error`` has ended a call.
+
+        Raises:
+            MemberError: Instead of ``error``, if the host is gone.
+        """
+        if isinstance(error, HostDiedError):
+            self._break_off(str(error))
+            raise MemberError(f"meeting {self.name!r}: {error}") from None
+        if isinstance(error, ray.exceptions.RayError):
+            self._break_off(f"the host cannot be reached: {error}")
+            raise MemberError(f"meeting {self.name!r}: {self._over}") from error
+        if self._host.is_told and not self._host.is_asking and state is not None:
+            self.lacks_state = True
+        elif self._host.is_told or self._host.is_asking:
+            # A later call would receive this outcome, or bring weights without it.
+            self._break_off(f"a call was broken off by {type(error).__name__}", error)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -637,9 +711,7 @@ def _name_of(rule: Rule) -> str:
 
 def _check_thread() -> None:
     """Raise if this thread runs an event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if _get_running_loop() is None:
         return
     raise RuntimeError(
         "a member's calls wait for other processes, and would block the event loop of this "

@@ -32,7 +32,7 @@ from flatweights.ray.core._asks import Ask, MemberDiedError, end_of, remember
 from flatweights.ray.core._peer import Peer, State
 from flatweights.ray.lanes._driver_lane import DriverLane
 from flatweights.ray.lanes._message import Message, buffer_message
-from flatweights.ray.lanes._protocol import COMMAND, NUMBER, REDUCED, RESEND
+from flatweights.ray.lanes._protocol import ASKED_AGAIN, COMMAND, NUMBER, REDUCED, REPEAT, RESEND
 from flatweights.ray.lanes._windows import Windows
 from flatweights.ray.members._news import News
 from flatweights.ray.peers._by_agent import AgentEnd
@@ -73,6 +73,18 @@ class Away(NamedTuple):
     spoiled: Exception | None
 
 
+class Prepared(NamedTuple):
+    """What a member may ask for again, by a number.
+
+    Attributes:
+        ask: The ask.
+        layout: The layout that it names.
+    """
+
+    ask: Ask
+    layout: Layout | None
+
+
 @dataclass(eq=False)
 class Seat(Peer):
     """The record of one member, at a host or a branch.
@@ -84,6 +96,9 @@ class Seat(Peer):
         answer: Its ask, while it is `ASKING`.
         fault: The error that describes its end, until those who count members know of it.
         announced: The outcome that it has to fetch, until it asks again.
+        prepared: What it may ask for again, by number.
+        seen: The time at which its ask was seen, before it was read; 0, if it was not.
+        is_quiet: Whether its next ask may ring no bell although it has a timeout.
     """
 
     agent: AgentEnd | None = None
@@ -92,6 +107,9 @@ class Seat(Peer):
     answer: SeatAnswer | None = None
     fault: MemberDiedError | None = None
     announced: Announced | None = None
+    prepared: dict[int, Prepared] = field(default_factory=dict)
+    seen: float = 0.0
+    is_quiet: bool = False
     _letters: deque[Letter] = field(default_factory=deque)
     _caller: Future[Reply] | None = None  # of its call through Ray, which waits
     _layouts: dict[str, Layout] = field(default_factory=dict)  # layouts that it has sent, by digest
@@ -154,12 +172,26 @@ class Seat(Peer):
         lane = self.lane
         body: bytes | None = None
         buffer: NDArray[np.uint8] | Away | None = None
+        kind, since = 0, 0.0
         if lane is not None and lane.is_answered:
             kind, (body, buffers) = lane.take()
+            since, self.seen = self.seen, 0.0
             if kind == REDUCED:  # too late: the others have gone on without it
                 lane.order(RESEND)
                 return
             buffer = buffers[0] if buffers else None
+            del buffers
+        if kind == REPEAT and body is not None:
+            number, weight = ASKED_AGAIN.unpack(body)
+            known = self.prepared.get(number)
+            if known is None:  # an interrupt has kept the member from learning of a later number
+                assert lane is not None
+                buffer = None
+                lane.order(RESEND)
+                return
+            ask, layout = known.ask._replace(weight=weight), known.layout
+            self._take(SeatAnswer(self, ask, body, layout, buffer, number), since)
+            return
         if self._letters and (lane is None or body == b""):
             body, buffer, self._caller = self._letters.popleft()
         if body is None:
@@ -170,9 +202,11 @@ class Seat(Peer):
             sent = unpickle_layout(pickled)
             remember(self._layouts, sent.digest, sent)
         layout = None if ask.digest is None else self._layouts[ask.digest]
-        self.answer = SeatAnswer(self, ask, body, layout, buffer)
-        self.announced = None
-        self.asks(ask, _clock.now())
+        self._take(SeatAnswer(self, ask, body, layout, buffer), since)
+
+    def _take(self, answer: SeatAnswer, since: float) -> None:
+        self.answer, self.announced, self.is_quiet = answer, None, False
+        self.asks(answer.ask, since or _clock.now())
 
 
 def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: int) -> list[Seat]:
@@ -195,8 +229,10 @@ def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: i
             return [*heard]
         # Before its first outcome a member asks for nothing, but its mailbox looks answered.
         lanes = [one.lane for one in seats if one.state is State.WORKING and one.lane is not None]
-        # All asks except the last are read while that member still works.
-        news.lanes.wait(lanes, left, max(1, enough - len(heard) - 1))
+        # All asks except the last are read while that member still works. The first one may begin
+        # the time of a call, even if it does not ring.
+        is_quiet = any(seat.is_quiet for seat in seats)
+        news.lanes.wait(lanes, left, 1 if is_quiet else max(1, enough - len(heard) - 1))
 
 
 def _is_urgent(seat: Seat) -> bool:
@@ -213,7 +249,9 @@ class SeatAnswer(RayAnswer):
         seat: The member.
         ask: The ask.
         body: The ask in the form in which it came.
+        prepared: The number by which it came; 0, if it came whole.
         away: The placeholder, if the weights stay on their node.
+        known_layout: The layout that the ask names, if it names one.
     """
 
     def __init__(
@@ -223,6 +261,7 @@ class SeatAnswer(RayAnswer):
         body: bytes,
         layout: Layout | None,
         buffer: NDArray[np.uint8] | Away | None,
+        prepared: int = 0,
     ) -> None:
         """Take the ask of ``seat``, and the layout and the buffer that it names.
 
@@ -233,8 +272,9 @@ class SeatAnswer(RayAnswer):
         self.seat = seat
         self.ask = ask
         self.body = body
+        self.prepared = prepared
         self.away: Away | None = None
-        self._layout = layout
+        self.known_layout = layout
         if isinstance(buffer, Away):
             self.away, self.agent = buffer, seat.agent
         elif layout is not None and ask.root in (None, seat.rank):
@@ -252,8 +292,8 @@ class SeatAnswer(RayAnswer):
     @property
     def layout(self) -> Layout:
         """The layout that the ask names."""
-        assert self._layout is not None
-        return self._layout
+        assert self.known_layout is not None
+        return self.known_layout
 
     def take(self) -> Any:
         """Return the weights; if they stay with `agent`, a summary of them."""

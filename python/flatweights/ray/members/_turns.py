@@ -18,11 +18,15 @@ class Turns:
 
     An object counts from its second turn on: a program may make new objects for each call, or for
     each of several trainings, one after the other.
+
+    Attributes:
+        changes: How often an object took the turn of another one of its layout.
     """
 
     def __init__(self, name: str) -> None:
         """Begin without calls, in the meeting ``name``."""
         self._name = name
+        self.changes = 0
         # By key: the object of the last call, and others of earlier ones, as far as they live.
         self._last: dict[str, weakref.ref[Any]] = {}
         self._earlier: dict[str, list[weakref.ref[Any]]] = {}
@@ -32,6 +36,7 @@ class Turns:
         """Note a call with ``one``; return whether it and another of this layout take turns."""
         last = self._last.get(key)
         if last is None or last() is not one:
+            self.changes += 1
             try:
                 self._last[key] = weakref.ref(one)
             except TypeError:  # its class has no weak references

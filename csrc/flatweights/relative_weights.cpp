@@ -1,23 +1,30 @@
-#include "relative_weights.hpp"
+#include "flatweights/relative_weights.hpp"
 
-#include <pybind11/pybind11.h>
-
+#include <array>
+#include <charconv>
+#include <stdexcept>
 #include <string>
 
-namespace flatweights::bind {
+namespace flatweights {
 namespace {
-
-namespace py = pybind11;
 
 // float32 reaches to 2^128: such a sum over any number of sources stays finite.
 constexpr double kMostRatio = 0x1p512;
 
+// The shortest text that is read as `number`.
+std::string text_of(double number) {
+  std::array<char, 32> digits{};
+  char* const end = std::to_chars(digits.begin(), digits.end(), number).ptr;
+  std::string text(digits.begin(), end);
+  return text.find_first_of(".en") == std::string::npos ? text + ".0" : text;
+}
+
 double ratio(double weight, double base) {
   const double value = weight / base;
   if (value <= kMostRatio) return value;
-  const auto text = [](double number) { return py::repr(py::float_(number)).cast<std::string>(); };
-  throw py::value_error("expected weights at most 1.3e+154 times the first positive one, got " +
-                        text(base) + " and " + text(weight));
+  throw std::invalid_argument(
+      "expected weights at most 1.3e+154 times the first positive one, got " + text_of(base) +
+      " and " + text_of(weight));
 }
 
 }  // namespace
@@ -42,4 +49,4 @@ double RelativeWeights::merge(const RelativeWeights& other) {
   return scale;
 }
 
-}  // namespace flatweights::bind
+}  // namespace flatweights

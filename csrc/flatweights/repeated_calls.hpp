@@ -1,0 +1,138 @@
+// Calls of a meeting's members that are the same as earlier ones, made by the host from end to end.
+//
+// A member whose ask is the same as one that was prepared sends the number of that one instead, in
+// a message of kind kRepeat, with its weight, and its model in a window. Once all have, the host
+// averages the models in the order of the ranks (or copies the root's) into one of two windows of
+// its own, posts a message of kind kRepeated to all, and waits again. Whatever is not a repetition
+// is left where it is, for a host that knows more: see `Ended`.
+//
+// The same messages, mailboxes and windows as in other calls, so either side may go on in the other
+// way at any time. One thread calls these functions.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "flatweights/doorbell.hpp"
+#include "flatweights/layout.hpp"
+#include "flatweights/mailbox.hpp"
+#include "flatweights/memory_file.hpp"
+#include "flatweights/message.hpp"
+
+namespace flatweights {
+
+// Kinds of messages; lanes/_protocol.py has all of them.
+inline constexpr std::uint32_t kRepeated = 3;  // a command
+inline constexpr std::uint32_t kRepeat = 7;    // an answer
+
+// The body of a message of kind kRepeat.
+struct Repeat {
+  std::uint64_t call;  // the number of a prepared call
+  double weight;
+};
+
+// The body of a message of kind kRepeated.
+struct Repeated {
+  std::int64_t number;  // of the outcome
+  double waited;        // seconds, for the last model
+  double averaged;      // seconds
+};
+
+// The bell that members ring, and the descriptors at which the host sleeps.
+struct Sleep {
+  Doorbell* door;
+  int bell;                       // the eventfd that the doorbell rings
+  int poll;                       // an epoll of the bell, and of the members' sockets
+  const std::atomic<bool>* news;  // whether another thread wants the host to stop
+};
+
+class RepeatedCalls {
+ public:
+  // A window of a member, as its message mentions it.
+  struct Window {
+    std::uint32_t index, generation;
+    std::shared_ptr<MemoryFile> file;
+  };
+
+  // A window of the host, of which the members know.
+  struct Result {
+    std::byte* memory;
+    Extent extent;
+  };
+
+  // A call that members may repeat.
+  struct Prepared {
+    std::uint64_t call;
+    Layout layout;
+    std::optional<std::size_t> root;  // the position of the member whose model all get
+    bool takes_nonfinite;             // whether NaN and infinity are averaged
+    std::vector<double> timeouts;     // seconds, by member
+    Result results[2];
+    // What has come of it.
+    std::size_t last = 0;  // the position in `results` of the last result
+    Repeated told{};       // what its members were told; number 0, if not in this series
+  };
+
+  // Why a series has ended. kOther: with a message that is no repetition, or a repetition that
+  // cannot be made here. kLate: the time of a call is up. kSocket: a member has died, or has sent a
+  // window. kPause: the seconds are over.
+  enum class Ended { kOther, kNews, kSocket, kLate, kPause };
+
+  // The mailboxes of all members, in the order of their ranks.
+  explicit RepeatedCalls(std::vector<Mailbox*> boxes);
+
+  void prepare(Prepared call);
+  void forget(std::uint64_t call);
+  [[nodiscard]] std::span<const Prepared> prepared() const noexcept { return prepared_; }
+  // Tells the windows of a member.
+  void know(std::size_t member, std::vector<Window> windows) {
+    windows_[member] = std::move(windows);
+  }
+
+  // Makes calls, with outcomes after `number`, for at most `seconds`, or until something else is to
+  // be done; returns why. It posts nothing that it has not finished. `seen`: what `seen()` was at
+  // the end of the last series, without the members whose messages were read since.
+  Ended run(std::int64_t number, double seconds, const Sleep& sleep, std::vector<double> seen);
+
+  // Of the last series.
+  [[nodiscard]] std::int64_t count() const noexcept { return count_; }
+  [[nodiscard]] double waited() const noexcept { return waited_; }
+  [[nodiscard]] double averaged() const noexcept { return averaged_; }
+  // The seconds waited for the call that was not made.
+  [[nodiscard]] double pending() const noexcept { return pending_; }
+  // By member, the time at which its message was seen, by CLOCK_MONOTONIC; 0, if it was not.
+  [[nodiscard]] std::span<const double> seen() const noexcept { return seen_; }
+
+ private:
+  enum class Found { kMissing, kAll, kOther };
+
+  Found look(double now);
+  std::optional<Ended> wait(double begin, double end, const Sleep& sleep);
+  std::optional<Ended> sleep_until(double end, const Sleep& sleep);
+  [[nodiscard]] Prepared* find(std::uint64_t call) noexcept;
+  [[nodiscard]] double deadline() const noexcept;
+  [[nodiscard]] std::uint32_t awaited() const noexcept;
+  bool make(std::int64_t number, double waited);
+  const std::byte* model_of(std::size_t member, const Prepared& call) const noexcept;
+  bool average(Prepared& call, const Result& result);
+  void post(const Prepared& call, const Result& result);
+
+  std::vector<Mailbox*> boxes_;
+  std::vector<std::vector<Window>> windows_;
+  std::vector<Prepared> prepared_;
+  // Of the messages of the next call, by member.
+  std::vector<double> seen_, seen_before_;
+  std::vector<Repeat> asks_;
+  std::vector<std::optional<Extent>> extents_;
+  std::vector<const std::byte*> models_;
+  double last_wait_ = 0;
+  std::int64_t count_ = 0;
+  double waited_ = 0, averaged_ = 0, pending_ = 0;
+};
+
+}  // namespace flatweights

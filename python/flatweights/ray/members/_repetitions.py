@@ -1,0 +1,285 @@
+"""The calls that all members of a meeting repeat: C++ makes them, as long as nothing else happens.
+
+If a call is plain, such as a mean of weights in shared memory in which all members take part, its
+outcome has a number (`Outcome.prepared`), and a member that asks for the same again sends that
+number. Once all have, the call is made ready: two windows for its results, of which all members
+know. From then on `_core.RepeatedCalls` waits for the members, averages, and tells them. It ends
+with whatever is no repetition, and leaves it for the meeting's thread; `Repeated` then tells the
+core what was done. A member that dies or joins makes all of that invalid.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import _core
+from flatweights._layout import Layout
+from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
+from flatweights.ray._result import Packed
+from flatweights.ray._round import Round, facts_again
+from flatweights.ray.core._asks import Ask, Outcome, remember
+from flatweights.ray.core._events import Made, Reduce, Send
+from flatweights.ray.lanes._driver_lane import Lanes
+from flatweights.ray.lanes._windows import Extent
+from flatweights.ray.members._seats import Prepared, Seat
+
+_MOST = 8  # calls that are ready; each has two windows
+_PAUSE = 1.0  # seconds after which the log and the metrics hear of calls
+
+_log = logging.getLogger("flatweights")
+
+
+class Ending(enum.Enum):
+    """Why a series of calls has ended; see `RepeatedCalls::Ended` in csrc."""
+
+    OTHER = 0
+    NEWS = 1
+    SOCKET = 2
+    LATE = 3
+    PAUSE = 4
+
+
+class Series(NamedTuple):
+    """What has come of a series of calls.
+
+    Attributes:
+        ending: Why it has ended.
+        calls: The number of calls.
+        made: The last one of each kind, in the order of their numbers.
+        outcomes: By number, the outcomes of these, and their weights.
+        seconds_waited: For the call after them.
+    """
+
+    ending: Ending
+    calls: int
+    made: list[Made]
+    outcomes: dict[int, tuple[Outcome, Packed]]
+    seconds_waited: float
+
+
+class _Ready(NamedTuple):
+    """A call that C++ can make.
+
+    Attributes:
+        ask: The ask of the lowest rank.
+        outcome: The outcome of the last one that was made in the general way.
+        layout: The layout of its weights.
+        results: The buffers for its results.
+        extents: Their positions.
+    """
+
+    ask: Ask
+    outcome: Outcome
+    layout: Layout
+    results: list[NDArray[np.uint8]]
+    extents: list[Extent]
+
+
+class Repetitions:
+    """The calls that members may repeat, and those that are ready."""
+
+    def __init__(self, name: str, lanes: Lanes) -> None:
+        """Begin without calls, in the meeting ``name``."""
+        self._name = name
+        self._lanes = lanes
+        self._seats: list[Seat] = []  # those of the calls that are ready, by rank
+        self._ready: dict[int, _Ready] = {}  # by number, the oldest first
+        self._calls: _core.RepeatedCalls | None = None
+
+    def are_ready(self, present: Mapping[bytes, Seat]) -> bool:
+        """Whether there is a call that all ``present`` members may repeat."""
+        if self._ready and not self._are_all(present):
+            self.clear()
+        return bool(self._ready)
+
+    def _are_all(self, present: Mapping[bytes, Seat]) -> bool:
+        """Whether these calls are those of all ``present`` members, and none has ended."""
+        if len(present) != len(self._seats):
+            return False
+        for seat in self._seats:
+            if present.get(seat.token) is not seat or seat.lane is None or seat.lane.is_closed:
+                return False
+        return True
+
+    def clear(self) -> None:
+        """Forget all calls that are ready, and release their windows."""
+        self._calls = None
+        self._seats = []
+        self._ready.clear()
+
+    def prepare(
+        self,
+        call: Reduce,
+        send: Send,
+        result: Round | None,
+        weights: object,
+        seats: Sequence[Seat],
+    ) -> int:
+        """Return the number by which ``seats`` may repeat a call that they took part in.
+
+        Args:
+            call: The call.
+            send: Who gets its outcome.
+            result: The round; None, if there was an error.
+            weights: Its weights.
+            seats: Those that took part, which still have their asks.
+
+        Returns:
+            0, if they may not.
+        """
+        if result is None or not isinstance(weights, Packed):
+            return 0
+        if send.late or send.lacking or call.lost or result.failed or not weights.buffer.nbytes:
+            return 0
+        known = set()
+        for seat in seats:
+            lane, answer = seat.lane, seat.answer
+            if lane is None or lane.is_closed or answer is None or not answer.ask.may_repeat:
+                return 0
+            known.add(answer.prepared)
+        if len(known) == 1 and 0 not in known:
+            return known.pop()
+        for seat in seats:
+            assert seat.answer is not None
+            again = Prepared(seat.answer.ask, seat.answer.known_layout)
+            remember(seat.prepared, send.number, again)
+        return send.number
+
+    def make_ready(self, outcome: Outcome, weights: Packed, seats: Sequence[Seat]) -> None:
+        """Make a call ready that ``seats``, all members, have just repeated.
+
+        Args:
+            outcome: Its outcome.
+            weights: The weights of that.
+            seats: The members, which still have their asks.
+        """
+        seats = sorted(seats, key=lambda seat: seat.rank)
+        asks = [seat.answer.ask for seat in seats if seat.answer is not None]
+        if self._calls is None or seats != self._seats:
+            self.clear()
+            lanes = [seat.lane for seat in seats if seat.lane is not None]
+            self._calls = self._lanes.repeated_calls(lanes)
+            self._seats = seats
+        if outcome.prepared in self._ready:
+            return
+        if len(self._ready) == _MOST:
+            oldest = next(iter(self._ready))
+            self._calls.forget(oldest)
+            del self._ready[oldest]
+        ask, layout = asks[0], weights.layout
+        found = [self._new_result(layout, seats) for _ in range(2)]
+        results = [one for one in found if one is not None]
+        if len(results) < len(found):
+            return
+        ranks = [seat.rank for seat in seats]
+        self._calls.prepare(
+            outcome.prepared,
+            layout.core,
+            [(*extent[:3], buffer) for extent, buffer in results],
+            None if ask.root is None else ranks.index(ask.root),
+            ask.nonfinite == "propagate" or ask.operation == "broadcast",
+            [one.timeout for one in asks],
+        )
+        extents, buffers = [extent for extent, _ in results], [buffer for _, buffer in results]
+        self._ready[outcome.prepared] = _Ready(ask, outcome, layout, buffers, extents)
+
+    def _new_result(
+        self, layout: Layout, seats: Sequence[Seat]
+    ) -> tuple[Extent, NDArray[np.uint8]] | None:
+        """Return a buffer in a window that all members know; None if there is none."""
+        windows = self._lanes.windows
+        windows.offer(layout.nbytes)
+        try:
+            buffer = layout.new_buffer()
+        finally:
+            _core.withdraw_offer()
+        extent = windows.find(buffer)
+        if extent is None:
+            return None
+        for seat in seats:
+            assert seat.lane is not None
+            try:
+                seat.lane.share(windows, [extent])
+            except OSError:  # it is dead, or its socket is full
+                return None
+            seat.lane.release([extent])
+        return extent, buffer
+
+    def run(self, number: int, patience: float | None) -> Series:
+        """Make calls, with outcomes after ``number``, until something else is to be done.
+
+        Args:
+            number: The number of the last outcome.
+            patience: Seconds after which something else is due; never, if None.
+        """
+        assert self._calls is not None
+        seconds = _PAUSE if patience is None else min(_PAUSE, patience)
+        times = [seat.seen for seat in self._seats]
+        run = self._lanes.run_repeated(self._calls, number, seconds, times)
+        code, count, waited, averaged, pending, seen, last = run
+        ending = Ending(code)
+        for seat, time in zip(self._seats, seen, strict=True):
+            seat.seen = time
+        if not count:
+            return Series(ending, 0, [], {}, pending)
+        last.sort(key=lambda one: one[1])
+        made, outcomes = [], {}
+        for call, at, position, *seconds_of in last:
+            outcomes[at] = self.outcome_of(call, at, position, seconds_of)
+            made.append(Made(self._ready[call].ask, at, outcomes[at][1].buffer.nbytes))
+        extent = self._ready[last[-1][0]].extents[last[-1][2]]
+        for seat in self._seats:
+            assert seat.lane is not None
+            seat.lane.was_posted([extent])
+            seat.announced, seat.is_quiet = None, True
+        self._report(count, number, waited, averaged, outcomes)
+        return Series(ending, count, made, outcomes, pending)
+
+    def outcome_of(
+        self, call: int, number: int, position: int, seconds: Sequence[float]
+    ) -> tuple[Outcome, Packed]:
+        """Return an outcome of a call that was repeated, and its weights.
+
+        Args:
+            call: The number by which it was repeated.
+            number: The number of the outcome.
+            position: Which of the results has the weights.
+            seconds: The seconds of its steps.
+        """
+        ready = self._ready[call]
+        facts = facts_again(ready.outcome.facts, number, *seconds)
+        weights = Packed(ready.results[position], ready.layout)
+        return ready.outcome._replace(number=number, facts=facts), weights
+
+    def _report(
+        self,
+        count: int,
+        number: int,
+        waited: float,
+        averaged: float,
+        outcomes: Mapping[int, tuple[Outcome, Packed]],
+    ) -> None:
+        """Count the calls of a series in the metrics, and log a line about them."""
+        members = len(self._seats)
+        # Series of several kinds of call are rare, and the kinds then take turns.
+        nbytes = sum(weights.buffer.nbytes for _, weights in outcomes.values()) // len(outcomes)
+        sent = count * members * nbytes
+        by_lane = "ways", "way", "lane"
+        counts = {ROUND: count, RECEIVED: sent, SENT: sent, by_lane: count * members}
+        METRICS.add(counts, {"wait": waited, "average": averaged}, members, count)
+        _log.info(
+            "meeting %r: %d calls as before, up to number %d, of %d ranks: wait %.6f, average %.6f "
+            "seconds each",
+            self._name,
+            count,
+            number + count,
+            members,
+            waited / count,
+            averaged / count,
+        )

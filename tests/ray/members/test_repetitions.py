@@ -1,0 +1,454 @@
+"""Calls that members repeat, which the host makes in C++, and what breaks a series of them off.
+
+No Ray is started: the host and the members are threads, with lanes between them.
+"""
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from meetings import LocalMeeting, kill
+from reference import same_bits
+
+import flatweights as fw
+from flatweights.ray import MemberError, WorkerError
+from flatweights.ray._report import METRICS
+from flatweights.ray._round import Round
+from flatweights.ray.members._host_end import HostByLane
+from flatweights.ray.members._member import Member
+
+PATIENCE = 60.0
+
+Act = Callable[[Member], Any]
+
+
+class Holder:
+    """Arrays as `Variables`."""
+
+    def __init__(self, **arrays: Any) -> None:
+        self.arrays = arrays
+        self.layout = fw.Layout.of(arrays)
+
+    def gather_into(self, buffer: Any) -> None:
+        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
+            view[...] = array
+
+    def scatter(self, buffer: Any) -> None:
+        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
+            array[...] = view
+
+
+class Watched(LocalMeeting):
+    """A meeting that counts the calls that were made in C++, and notes why series have ended."""
+
+    def __init__(self, size: int, **terms: Any) -> None:
+        super().__init__(size, **terms)
+        self._made = 0
+        self.endings: set[str] = set()
+        repetitions: Any = self.meeting._repetitions
+        run = repetitions.run
+
+        def watched(*args: Any) -> Any:
+            series = run(*args)
+            self._made += series.calls
+            self.endings.add(series.ending.name)
+            return series
+
+        repetitions.run = watched
+        self.members = self.join_all()
+
+    @property
+    def made(self) -> int:
+        """The calls that were made in C++, with those of a series that is not over."""
+        self.wait_until(lambda _: True)
+        return self._made
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as made:
+        yield made
+
+
+def all_of(threads: ThreadPoolExecutor, members: list[Member], act: Act) -> list[Any]:
+    calls: list[Future[Any]] = [threads.submit(act, member) for member in members]
+    return [call.result(PATIENCE) for call in calls]
+
+
+def models_of(rank: int, step: int) -> dict[str, Any]:
+    """Return the parts of a model that no other rank has at another step."""
+    drawn = np.random.default_rng([rank, step])
+    return {
+        "double": drawn.normal(size=(5, 3)),
+        "single": drawn.normal(size=70).astype(np.float32),
+        "half": drawn.normal(size=9).astype(np.float16),
+        "steps": np.array([step + 100 * rank]),
+        "complex": (drawn.normal(size=4) + 1j).astype(np.complex64),
+    }
+
+
+def weight_of(rank: int, step: int) -> float:
+    return 1.0 if step % 3 else 1.0 + rank
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout": 30.0, "min_results": 2}])
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_series_of_calls_have_the_bits_of_an_average(
+    threads: ThreadPoolExecutor, options: dict[str, Any], is_in_place: bool
+) -> None:
+    meeting = Watched(3)
+
+    def train(member: Member) -> list[tuple[Any, Round]]:
+        variables = Holder(**models_of(0, 0))
+        rounds: list[tuple[Any, Round]] = []
+        for step in range(40):
+            model, weight = models_of(member.rank, step), weight_of(member.rank, step)
+            if is_in_place:
+                for name, array in variables.arrays.items():
+                    array[...] = model[name]
+                result = member.average_variables(variables, weight, **options)
+                mean = {name: array.copy() for name, array in variables.arrays.items()}
+            else:
+                result = member.average(model, weight, **options)
+                mean = result.weights
+            rounds.append((mean, result))
+        return rounds
+
+    told = all_of(threads, meeting.members, train)
+    for step in range(40):
+        models = [models_of(rank, step) for rank in range(3)]
+        expected = fw.average(models, [weight_of(rank, step) for rank in range(3)])
+        for rounds in told:
+            mean, result = rounds[step]
+            assert all(same_bits(mean[name], expected[name]) for name in expected)
+            assert result.number == step + 1
+            assert result.used == (0, 1, 2)
+            assert result.ways == dict.fromkeys(range(3), "lane")
+            assert [*result.seconds] == ["wait", "average"]
+            assert min(result.seconds.values()) >= 0.0
+            assert result.nbytes == 3 * fw.Layout.of(expected).nbytes
+    assert meeting.made >= 30
+
+
+def test_kinds_of_calls_take_turns(threads: ThreadPoolExecutor) -> None:
+    meeting = Watched(2)
+
+    def act(member: Member) -> list[Any]:
+        actor, critic = Holder(actor=np.zeros(50)), Holder(critic=np.zeros(7))
+        got: list[Any] = []
+        for step in range(24):
+            actor.arrays["actor"][:] = step + member.rank
+            critic.arrays["critic"][:] = 10.0 * step + member.rank
+            first = member.average_variables(actor).number
+            sent = Holder(sent=np.full(3, float(step + member.rank)))
+            member.broadcast_variables(sent, 1)
+            if step % 8 == 5:
+                member.all_gather(step)
+            last = member.average_variables(critic).number
+            values = [actor.arrays["actor"][0], sent.arrays["sent"][0], critic.arrays["critic"][0]]
+            got.append((first, last, *values))
+        return got
+
+    first, second = all_of(threads, meeting.members, act)
+    assert first == second
+    number = 0
+    for step, (before, after, *values) in enumerate(first):
+        assert before == number + 1
+        number += 4 if step % 8 == 5 else 3
+        assert after == number
+        assert values == [step + 0.5, step + 1.0, 10.0 * step + 0.5]
+    assert meeting.made >= 40
+
+
+def test_models_with_nan_break_a_series_off(threads: ThreadPoolExecutor) -> None:
+    meeting = Watched(2)
+
+    def act(member: Member) -> list[str]:
+        told = []
+        for step in range(20):
+            spoiled = step in (9, 10) and member.rank == 1
+            model = [np.array([np.nan if spoiled else float(step)])]
+            try:
+                told.append(str(member.average(model).weights[0][0]))
+            except ValueError as error:
+                told.append(str(error))
+            skipped = member.average(model, nonfinite="skip", min_results=1)
+            assert skipped.used == ((0,) if step in (9, 10) else (0, 1))
+            assert skipped.weights[0][0] == step
+        return told
+
+    first, second = all_of(threads, meeting.members, act)
+    assert first == second
+    assert [text for text in first if "rank 1, slot 0" in text] == first[9:11]
+    assert first[11:] == [str(float(step)) for step in range(11, 20)]
+
+
+@pytest.mark.parametrize("min_results", [None, 1])
+def test_a_member_that_dies_in_a_series_is_left_out(
+    threads: ThreadPoolExecutor, min_results: int | None
+) -> None:
+    meeting = Watched(3)
+
+    def average(member: Member, times: int = 10) -> list[tuple[int, ...]]:
+        model = {"w": np.full(20, float(member.rank))}
+        rounds = [member.average(model, min_results=min_results) for _ in range(times)]
+        assert all(round.weights["w"][0] == np.mean(round.used) for round in rounds)
+        return [round.used for round in rounds]
+
+    assert all_of(threads, meeting.members, average) == [[(0, 1, 2)] * 10] * 3
+    kill(meeting.members[2])
+    if min_results is None:
+        for call in [threads.submit(average, member) for member in meeting.members[:2]]:
+            with pytest.raises(WorkerError, match="rank 2"):
+                call.result(PATIENCE)
+    else:
+        assert all_of(threads, meeting.members[:2], average) == [[(0, 1)] * 10] * 2
+    made = meeting.made
+    assert made >= 7
+    replacement = meeting.join(2)
+
+    def go_on(member: Member) -> list[tuple[int, ...]]:
+        used: list[tuple[int, ...]] = []
+        while member is replacement or not used or 2 in member.ranks:
+            used += average(member, 1)
+            if member is replacement and used.count((0, 1, 2)) == 20:
+                member.leave()
+                break
+        return used
+
+    for used in all_of(threads, [*meeting.members[:2], replacement], go_on):
+        assert used.count((0, 1, 2)) >= 19  # the first may have been made without the newcomer
+    assert meeting.made >= made + 10
+
+
+def test_a_late_member_in_a_series_is_told_so(threads: ThreadPoolExecutor) -> None:
+    meeting = Watched(2)
+    is_late, may_go_on = threading.Event(), threading.Event()
+
+    def act(member: Member) -> list[Round]:
+        rounds = []
+        for step in range(20):
+            if member.rank == 1 and step == 10:
+                is_late.set()
+                assert may_go_on.wait(PATIENCE)
+            model = Holder(w=np.full(4, float(member.rank)))
+            rounds.append(member.average_variables(model, timeout=0.2, min_results=1))
+            if member.rank == 0 and step == 10:
+                may_go_on.set()
+        return rounds
+
+    begin = time.monotonic()
+    first, second = all_of(threads, meeting.members, act)
+    assert is_late.is_set()
+    assert first[10].late == second[10].late == (1,)
+    assert first[10].used == (0,)
+    assert first[10].seconds["wait"] == pytest.approx(0.2, abs=0.1)
+    assert [round.used for round in first[:10]] == [(0, 1)] * 10
+    assert "LATE" in meeting.endings
+    assert time.monotonic() - begin < PATIENCE
+
+
+def test_a_call_of_its_own_is_found_in_a_series(threads: ThreadPoolExecutor) -> None:
+    meeting = Watched(2)
+
+    def act(member: Member) -> str:
+        for _ in range(8):
+            member.average(np.zeros(3))
+        if member.rank == 0:
+            member.average(np.zeros(3))
+            return "averaged"
+        member.average(np.zeros(4))
+        return "averaged"
+
+    calls = [threads.submit(act, member) for member in meeting.members]
+    for call in calls:
+        with pytest.raises(fw.ray.CallsDifferError, match="expected the same call"):
+            call.result(PATIENCE)
+
+    def go_on(member: Member) -> float:
+        model = np.full(3, 2.0 * member.rank)
+        return float([member.average(model) for _ in range(5)][-1].weights[0])
+
+    assert all_of(threads, meeting.members, go_on) == [1.0, 1.0]
+
+
+def test_a_host_that_does_not_know_a_number_asks_for_the_whole(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """As after an interrupt that kept the member from learning a later number."""
+    meeting = Watched(2)
+
+    def act(member: Member) -> list[float]:
+        host = member._host
+        assert isinstance(host, HostByLane)
+        means = []
+        for step in range(12):
+            if member.rank == 1 and step == 6:
+                for known in host._prepared.values():
+                    known.outcome = known.outcome._replace(prepared=123456)
+            mean = member.average(np.array([float(step + member.rank)])).weights
+            means.append(float(mean[0]))
+        return means
+
+    assert all_of(threads, meeting.members, act) == [[step + 0.5 for step in range(12)]] * 2
+
+
+def test_a_window_that_is_held_is_not_written(threads: ThreadPoolExecutor) -> None:
+    """A member that keeps the host's window, or whose window the host keeps, gets another."""
+    meeting = Watched(2)
+
+    def act(member: Member) -> None:
+        host = member._host
+        assert isinstance(host, HostByLane)
+        variables = Holder(w=np.zeros(30))
+        for step in range(30):
+            variables.arrays["w"][:] = step + member.rank
+            if step in (10, 20):
+                host._lane.mailbox.add_hold(step == 10, 0)
+                host._lane.mailbox.add_hold(step == 10, 1)
+            member.average_variables(variables)
+            assert variables.arrays["w"][0] == step + 0.5
+            if step in (14, 24):
+                host._lane.mailbox.drop_hold(step == 14, 0)
+                host._lane.mailbox.drop_hold(step == 14, 1)
+
+    all_of(threads, meeting.members, act)
+
+
+def test_an_interrupt_in_a_repeated_call_ends_the_member(threads: ThreadPoolExecutor) -> None:
+    meeting = Watched(2)
+    variables = [Holder(w=np.full(5, float(rank))) for rank in range(2)]
+
+    def average(member: Member) -> None:
+        for _ in range(8):
+            member.average_variables(variables[member.rank], min_results=1)
+
+    all_of(threads, meeting.members, average)
+    assert meeting.made >= 5
+    other, member = meeting.members
+    main = threading.main_thread().ident or 0
+    timer = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        member.average_variables(variables[1], min_results=1)
+    with pytest.raises(MemberError, match="broken off by KeyboardInterrupt"):
+        member.average_variables(variables[1], min_results=1)
+    timer.join()
+    # What was sent before the interrupt counts.
+    for used in ((0, 1), (0,)):
+        assert other.average_variables(variables[0], min_results=1).used == used
+
+
+def test_a_member_is_healed_in_a_series(threads: ThreadPoolExecutor) -> None:
+    meeting = Watched(2)
+
+    def act(member: Member) -> list[Round]:
+        state, gradient = Holder(state=np.zeros(4)), Holder(gradient=np.zeros(6))
+        rounds = []
+        for step in range(20):
+            if step == 10 and member.rank == 1:
+                member.lacks_state = True
+                state.arrays["state"][:] = -1.0
+            gradient.arrays["gradient"][:] = step + member.rank
+            rounds.append(member.average_variables(gradient, state=state))
+            state.arrays["state"] += gradient.arrays["gradient"][0]
+            mean = step if step == 10 else step + 0.5
+            assert gradient.arrays["gradient"][0] == mean
+        assert state.arrays["state"][0] == sum(step + 0.5 for step in range(20)) - 0.5
+        return rounds
+
+    for rounds in all_of(threads, meeting.members, act):
+        assert [round.healed for round in rounds] == [() if k != 10 else (1,) for k in range(20)]
+        assert rounds[10].used == (0,)
+
+
+def test_models_of_one_layout_that_take_turns_are_noticed(
+    threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    meeting = Watched(2)
+
+    def act(member: Member) -> None:
+        models = [Holder(w=np.full(3, float(member.rank + k))) for k in range(2)]
+        for step in range(16):
+            model = models[step % 2 if step >= 8 else 0]
+            member.average_variables(model)
+
+    all_of(threads, meeting.members, act)
+    assert "several models of one layout take turns" in caplog.text
+
+
+def test_time_begins_with_the_first_ask_after_a_death(threads: ThreadPoolExecutor) -> None:
+    """In a series members ring no bell, and the host has just stopped to look by itself."""
+    meeting = Watched(4)
+    may_call = threading.Event()
+
+    def average(member: Member) -> Round:
+        model = np.full(3, float(member.rank))
+        return [member.average(model, timeout=0.1, min_results=1) for _ in range(8)][-1]
+
+    all_of(threads, meeting.members, average)
+    assert meeting.made >= 5
+    kill(meeting.members[3])
+    meeting.wait_until(lambda meeting: len(meeting.door.present) == 3)
+
+    def call(member: Member) -> Round:
+        if member.rank:
+            assert may_call.wait(PATIENCE)
+        result = member.average(np.full(3, float(member.rank)), timeout=0.1, min_results=1)
+        may_call.set()
+        return result
+
+    first, *_ = all_of(threads, meeting.members[:3], call)
+    assert first.used == (0,)
+    assert first.late == (1, 2)
+    assert first.seconds["wait"] < 0.9  # the host looks every second in any case
+
+
+def test_a_series_is_logged_and_counted(
+    threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(METRICS, "add", lambda *args: counted.append(args))
+    meeting = Watched(2)
+    with caplog.at_level(logging.INFO, "flatweights"):
+        for _ in range(20):
+            all_of(threads, meeting.members, lambda member: member.average(np.zeros(8)))
+        assert meeting.made >= 15
+    lines = [record.getMessage() for record in caplog.records if "as before" in record.message]
+    assert sum(int(line.split()[2]) for line in lines) == meeting.made
+    rounds = sum(args[0].get(("rounds", "", ""), 0) for args in counted if len(args) == 4)
+    assert rounds == meeting.made
+    nbytes = sum(args[0].get(("bytes", "direction", "in"), 0) for args in counted if len(args) == 4)
+    assert nbytes == meeting.made * 2 * 64
+
+
+def test_a_repeated_call_enters_few_functions(threads: ThreadPoolExecutor) -> None:
+    meeting = Watched(2)
+
+    def act(member: Member) -> int:
+        variables = Holder(w=np.zeros(8))
+        for _ in range(10):
+            member.average_variables(variables)
+        entered: list[str] = []
+
+        def note(_frame: Any, event: str, _arg: Any) -> None:
+            if event in ("call", "c_call"):
+                entered.append(event)
+
+        sys.setprofile(note)
+        try:
+            member.average_variables(variables)
+        finally:
+            sys.setprofile(None)
+        return len(entered)
+
+    moves = 2 * 5  # of `Holder` itself
+    counts = all_of(threads, meeting.members, act)
+    assert max(counts) <= moves + 30, counts
