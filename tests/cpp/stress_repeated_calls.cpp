@@ -1,0 +1,145 @@
+// Stresses repeated calls: one host and several members, as threads under ThreadSanitizer.
+//
+// Each model consists of the number of the call and the rank, so a mean shows whether a window was
+// read or written out of turn. Another thread stops the host at random; it goes on at once.
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "flatweights/layout.hpp"
+#include "flatweights/memory_file.hpp"
+#include "flatweights/repeated_calls.hpp"
+
+namespace {
+
+using namespace flatweights;
+
+constexpr std::size_t kMembers = 3, kNumbers = 304;
+constexpr std::int64_t kCalls = 20000;
+constexpr std::uint64_t kCall = 7;
+
+std::atomic<bool> failed{false};
+
+void expect(bool is_so, const char* what) {
+  if (is_so) return;
+  std::fprintf(stderr, "stress_repeated_calls: %s\n", what);
+  failed = true;
+}
+
+struct Bell {
+  std::unique_ptr<Doorbell> door = std::make_unique<Doorbell>();
+  int bell = eventfd(0, EFD_NONBLOCK);
+  int poll = epoll_create1(0);
+
+  Bell() {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.fd = bell;
+    expect(epoll_ctl(poll, EPOLL_CTL_ADD, bell, &event) == 0, "cannot poll");
+  }
+  void ring() const {
+    const std::uint64_t one = 1;
+    expect(write(bell, &one, sizeof one) > 0, "cannot ring");
+  }
+};
+
+struct Member {
+  std::unique_ptr<Mailbox> box = std::make_unique<Mailbox>();
+  std::shared_ptr<MemoryFile> window = MemoryFile::create(kNumbers * sizeof(double));
+};
+
+void be_member(std::size_t rank, Member& member, const Bell& bell,
+               std::span<const std::shared_ptr<MemoryFile>> results) {
+  Mailbox& box = *member.box;
+  const auto take = [&box] {
+    do box.enter(1);
+    while (box.await(100'000'000, 1) != Mailbox::Awaited::kTaken);
+  };
+  take();
+  auto* const numbers = reinterpret_cast<double*>(member.window->data());
+  for (std::int64_t number = 1; number <= kCalls; ++number) {
+    expect(box.holds(Mailbox::Side::kDriver, 0) == 0, "the host holds a window that it has read");
+    std::fill_n(numbers, kNumbers, static_cast<double>(number) + static_cast<double>(rank));
+    struct {
+      std::uint32_t kind = kRepeat, count = 1;
+      Extent extent{0, 1, 0, kNumbers * sizeof(double)};
+      Repeat body{kCall, 1.0};
+    } ask;
+    box.add_hold(Mailbox::Side::kDriver, 0);
+    box.answer_and_stay(std::as_bytes(std::span(&ask, 1)));
+    if (bell.door->count_down()) bell.ring();
+    take();
+    const Message told(box, Mailbox::Side::kWorker);
+    Repeated body;
+    std::memcpy(&body, told.body().data(), sizeof body);
+    expect(told.kind() == kRepeated && body.number == number, "an outcome has another number");
+    const Extent extent = told.extents().front();
+    const auto* const mean = reinterpret_cast<const double*>(results[extent.window]->data());
+    const bool is_right = std::all_of(mean, mean + kNumbers, [number](double value) {
+      return value == static_cast<double>(number) + (kMembers - 1) / 2.0;
+    });
+    expect(is_right, "a mean is wrong");
+    box.drop_hold(Mailbox::Side::kWorker, extent.window);
+  }
+}
+
+}  // namespace
+
+int main() {
+  Bell bell;
+  std::vector<Member> members(kMembers);
+  std::vector<Mailbox*> boxes;
+  for (Member& member : members) boxes.push_back(member.box.get());
+  std::vector<std::shared_ptr<MemoryFile>> results;
+  for (int k = 0; k < 2; ++k) results.push_back(MemoryFile::create(kNumbers * sizeof(double)));
+
+  Slot slot;
+  slot.shape = {kNumbers};
+  slot.dtype = DType::kFloat64;
+  slot.itemsize = sizeof(double);
+  RepeatedCalls calls(boxes);
+  RepeatedCalls::Prepared prepared{kCall, Layout({slot}), {}, false, {}, {}};
+  prepared.timeouts.assign(kMembers, 30.0);
+  for (std::uint32_t k = 0; k < 2; ++k)
+    prepared.results[k] = {results[k]->data(), {k, 1, 0, prepared.layout.nbytes()}};
+  for (std::size_t k = 0; k < kMembers; ++k) calls.know(k, {{0, 1, members[k].window}});
+  calls.prepare(std::move(prepared));
+
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < kMembers; ++rank)
+    threads.emplace_back(be_member, rank, std::ref(members[rank]), std::cref(bell),
+                         std::span<const std::shared_ptr<MemoryFile>>(results));
+  std::atomic<bool> news{false}, is_over{false};
+  threads.emplace_back([&] {
+    while (!is_over) {
+      news = true;
+      bell.ring();
+      std::this_thread::sleep_for(std::chrono::microseconds(500));
+    }
+  });
+  for (Mailbox* const box : boxes) box->post({}, 0);
+  const Sleep sleep{bell.door.get(), bell.bell, bell.poll, &news};
+  std::vector<double> seen(kMembers, 0.0);
+  for (std::int64_t number = 0; number < kCalls;) {
+    const RepeatedCalls::Ended ended = calls.run(number, 10.0, sleep, seen);
+    expect(ended == RepeatedCalls::Ended::kNews || number + calls.count() == kCalls,
+           "a series has ended without news");
+    if (failed) return 1;
+    news = false;
+    number += calls.count();
+    seen.assign(calls.seen().begin(), calls.seen().end());
+  }
+  is_over = true;
+  for (std::thread& thread : threads) thread.join();
+  return failed ? 1 : 0;
+}

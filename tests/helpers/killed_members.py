@@ -1,0 +1,186 @@
+"""Members that are killed and stopped at random moments of calls that they repeat.
+
+``python tests/helpers/killed_members.py FAULTS SEED`` prints what came of it. The host is a thread
+of this process, and members are forks of a process without threads. A member replaces each one
+that was killed. No Ray is started.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import numpy as np
+from meetings import LocalMeeting
+
+import flatweights as fw
+from flatweights.ray import MemberError
+from flatweights.ray.lanes._member_lane import MemberLane
+from flatweights.ray.members._door import Ticket
+from flatweights.ray.members._host_end import HostByLane, Pass
+from flatweights.ray.members._member import Member
+
+SIZE = 4
+TIMEOUT = 0.5  # seconds for which members wait for one that was stopped
+STUCK = 30.0  # seconds without a call
+
+
+class Weights:
+    """A vector as `Variables`; all its numbers are 2**rank, so a sum tells its ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.own = 2.0**rank
+        self.values = np.full(700, self.own)
+        self.layout = fw.Layout.of([self.values])
+
+    def gather_into(self, buffer: Any) -> None:
+        self.layout.packed_views(buffer)[0][:] = self.own
+
+    def scatter(self, buffer: Any) -> None:
+        self.values[:] = self.layout.packed_views(buffer)[0]
+
+
+def be_member(told: dict[str, Any], to: str) -> None:
+    """Take part until this process is killed, or its host ends; tell of wrong averages."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
+        link.connect(to)
+        token, ticket = bytes.fromhex(told["token"]), Ticket(told["rank"], told["seat"], None)
+        lane = MemberLane(bytes.fromhex(told["address"]), token)
+        link.send(json.dumps({"token": told["token"], "nonce": lane.mailbox.nonce.hex()}).encode())
+        host = HostByLane(None, Pass(token, f"process {os.getpid()}"), lane, ticket.seat)
+        member = Member("local", host, ticket, host.start(STUCK))
+        weights = Weights(told["rank"])
+        with contextlib.suppress(MemberError):
+            while True:
+                result = member.average_variables(weights, timeout=TIMEOUT, min_results=1)
+                expected = sum(2.0**rank for rank in result.used) / len(result.used)
+                if not (weights.values == expected).all():
+                    wrong = f"{result!r}: expected {expected}, got {weights.values[:3]}"
+                    link.send(json.dumps({"wrong": wrong}).encode())
+
+
+def fork_members(orders: socket.socket, to: str) -> NoReturn:
+    """Fork a member for each order, and answer with its process."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while order := orders.recv(4096):
+        child = os.fork()
+        if child == 0:
+            orders.close()
+            try:
+                be_member(json.loads(order), to)
+            finally:
+                os._exit(0)
+        orders.send(str(child).encode())
+    os._exit(0)
+
+
+class Run:
+    """The host, and what it is told."""
+
+    def __init__(self, orders: socket.socket, inbox: socket.socket) -> None:
+        self.orders, self.inbox = orders, inbox
+        self.meeting = LocalMeeting(SIZE)
+        self.wrong: list[str] = []
+        self.members: dict[int, int] = {}  # by rank, the process
+        self.made = 0
+        repetitions: Any = self.meeting.meeting._repetitions
+        run = repetitions.run
+
+        def watched(*args: Any) -> Any:
+            series = run(*args)
+            self.made += series.calls
+            return series
+
+        repetitions.run = watched
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        meeting = self.meeting.meeting
+        while True:
+            said = json.loads(self.inbox.recv(4096))
+            if "wrong" in said:
+                self.wrong.append(said["wrong"])
+                continue
+            with contextlib.suppress(Exception):  # it was killed meanwhile
+                token, nonce = bytes.fromhex(said["token"]), bytes.fromhex(said["nonce"])
+                meeting.news.ask(meeting.attach, token, nonce)
+
+    def start(self, rank: int) -> None:
+        """Start a member."""
+        entry = self.meeting.enter(rank)
+        ticket = entry.ticket.result(STUCK)
+        assert ticket.address is not None
+        order = {"token": entry.token.hex(), "rank": rank, "seat": ticket.seat}
+        self.orders.send(json.dumps(order | {"address": ticket.address.hex()}).encode())
+        self.members[rank] = int(self.orders.recv(64))
+
+    def kill(self, rank: int) -> None:
+        """Kill a member, and start another one."""
+        process = self.members[rank]
+        os.kill(process, signal.SIGKILL)
+        meeting = self.meeting.meeting
+        for seat in [*meeting.door.present.values()]:
+            if seat.rank == rank and seat.lane is None:  # it had not connected
+                meeting.news.tell(meeting.lose, seat.token, None)
+        self.start(rank)
+
+    def stop(self, rank: int, seconds: float) -> None:
+        """Stop a member for a while."""
+        os.kill(self.members[rank], signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(self.members[rank], signal.SIGCONT)
+
+    def number(self) -> int:
+        """Return the number of calls so far."""
+        return self.meeting.meeting.news.asked(lambda: self.meeting.meeting.calls.number).result(
+            STUCK
+        )
+
+
+def main(faults: int, seed: int) -> None:
+    """Let ``faults`` befall members, and print what came of it."""
+    to = f"\0flatweights-killed-{os.getpid()}"
+    inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    inbox.bind(to)
+    orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        orders.close()
+        fork_members(theirs, to)
+    theirs.close()
+    run, rng = Run(orders, inbox), random.Random(seed)
+    for rank in range(SIZE):
+        run.start(rank)
+    last, since, kills = 0, time.monotonic(), 0
+    for _ in range(faults):
+        time.sleep(rng.choice((0.0, 0.005, 0.05, 0.1)) * rng.random())
+        if rng.random() < 0.7:
+            run.kill(rng.randrange(SIZE))
+            kills += 1
+        else:
+            run.stop(rng.randrange(SIZE), rng.choice((0.001, 0.01, 0.01, 1.2)) * rng.random())
+        number = run.number()
+        if number > last:
+            last, since = number, time.monotonic()
+        if time.monotonic() > since + STUCK:
+            run.wrong.append(f"no call since {STUCK} s")
+            break
+    end = time.monotonic() + STUCK
+    while run.number() < last + 200 and time.monotonic() < end:  # all go on
+        time.sleep(0.01)
+    if run.number() < last + 200:
+        run.wrong.append("the members do not go on")
+    told = {"calls": run.number(), "in C++": run.made, "kills": kills, "wrong": run.wrong}
+    for process in run.members.values():
+        os.kill(process, signal.SIGKILL)
+    print(json.dumps(told), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

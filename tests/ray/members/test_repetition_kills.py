@@ -1,0 +1,28 @@
+"""Members that are killed and stopped in calls that they repeat; see `killed_members`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from reference import clean_environment
+
+HELPERS = Path(__file__).parents[2] / "helpers"
+
+
+@pytest.mark.parametrize("faults", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_averages_are_right_whoever_is_killed_in_a_series(faults: int) -> None:
+    ran = subprocess.run(
+        [sys.executable, HELPERS / "killed_members.py", str(faults), "7"],
+        capture_output=True,
+        text=True,
+        env=clean_environment(PYTHONPATH=str(HELPERS)),
+        check=False,
+        timeout=60 + faults,
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout)
+    assert told["wrong"] == []
+    assert told["kills"] >= faults / 2
+    assert told["in C++"] >= faults
