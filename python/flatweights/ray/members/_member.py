@@ -26,7 +26,14 @@ from flatweights._weights import frozen
 from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
-from flatweights.ray._variables import Variables, scatter, text_of
+from flatweights.ray._variables import (
+    State,
+    Variables,
+    WholeState,
+    scatter,
+    text_of,
+    whole_state,
+)
 from flatweights.ray.core._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
 from flatweights.ray.lanes._member_lane import HostDiedError
 from flatweights.ray.members._door import Ticket
@@ -194,6 +201,7 @@ class Member:
         self.raises_elsewhere = False
         self._host = host
         self._turns = Turns(name)
+        self._last_state: WholeState | None = None
         self._turn = threading.Lock()
         self._caller = 0  # the thread that holds it
         self._over: str = ""
@@ -215,7 +223,7 @@ class Member:
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
         rule: AnyRule | None = None,
-        state: Variables | None = None,
+        state: State | None = None,
     ) -> Round:
         """Average ``weights`` with those of the other members.
 
@@ -243,8 +251,12 @@ class Member:
             rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``; the same
                 in all members. A function runs in the host, on a list of `FlatWeights`.
             state: The state of the training, which heals members: a
-                `flatweights.tensorflow.TensorFlowVariables`, or any `Variables`; of the same layout
-                in all members. Without it, no member is healed.
+                `flatweights.tensorflow.TensorFlowVariables`, or any `Variables`; an object with
+                ``save`` and ``restore`` of bytes (`Saved`), such as a place in the data; or a list
+                of these, which are set in its order. The same kinds in the same order in all
+                members, and `Variables` of the same layout. The member that gives its state saves
+                it then; the first call with such an object saves it once, to see that it can.
+                Without a state, no member is healed.
 
         Returns:
             A `Round`, whose ``weights`` are of the given kind. They are the same in all members.
@@ -259,6 +271,7 @@ class Member:
             MemberError: If the host has ended, or this member has left.
         """
         self._check_process()
+        state = self._whole(state)
         template = Template.of(weights, "weights")
         parts = template.read(weights, "weights")
         targets = None if out is None else template.targets(out)
@@ -279,7 +292,7 @@ class Member:
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
         rule: AnyRule | None = None,
-        state: Variables | None = None,
+        state: State | None = None,
     ) -> Round:
         """Average ``variables`` with those of the other members, in place.
 
@@ -305,6 +318,7 @@ class Member:
             Exception: As `average`; the variables have not changed.
         """
         self._check_process()
+        state = self._whole(state)
         layout = _layout_of(variables, "variables")
         check_flat_weights(layout, "variables")
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
@@ -389,7 +403,7 @@ class Member:
         *,
         timeout: float | None = None,
         min_results: int | None = None,
-        state: Variables | None = None,
+        state: State | None = None,
     ) -> Round:
         """Give every member the objects of all: settings, scores, places in the data.
 
@@ -420,6 +434,7 @@ class Member:
             MemberError: As `average`.
         """
         self._check_process()
+        state = self._whole(state)
         if not isinstance(name, str):
             raise TypeError(f"name: expected a text, got {name!r}")
         try:
@@ -502,9 +517,17 @@ class Member:
             None if checked is None else (_name_of(checked), ray.cloudpickle.dumps(checked)),
             None if state is None else _layout_of(state, "state").digest,
         )
-        if state is not None and self._turns.is_twin(state, ask.keys[0]):
+        first = state.parts[0] if isinstance(state, WholeState) else state
+        if first is not None and self._turns.is_twin(first, ask.keys[0]):
             ask = ask._replace(twins=ask.keys[:1])
         return ask
+
+    def _whole(self, state: State | None) -> Variables | None:
+        """Return ``state`` as one `Variables`."""
+        if state is None or hasattr(state, "gather_into"):
+            return cast("Variables | None", state)
+        self._last_state = whole_state(state, self._last_state)
+        return self._last_state
 
     def _exchange(
         self,
@@ -523,10 +546,11 @@ class Member:
                 else:
                     outcome, mean = host.exchange(sent, layout, weights)
                 if state is not None and outcome.giver == self._seat:
-                    host.exchange(_state_ask("give", state), state.layout, _gathered(host, state))
+                    given = state.copy() if isinstance(state, WholeState) else state
+                    host.exchange(_state_ask("give", given), given.layout, _gathered(host, given))
                 if state is not None and self._seat in outcome.lacking:
-                    _, given = host.exchange(_state_ask("heal", state), state.layout, None)
-                    state.scatter(given)
+                    _, got = host.exchange(_state_ask("heal", state), state.layout, None)
+                    state.scatter(got)
                     self.lacks_state = False
                 return outcome, mean
             except LacksStateError as error:  # also if the giver died: the next has another
