@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).parents[1]
 STUB = ast.parse(Path(fw.__file__).with_name("_core.pyi").read_text())
 MODULES = [
     "_average",
+    "_choice",
     "_config",
     "_daemon",
     "_dtypes",

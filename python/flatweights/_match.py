@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from flatweights._layout import Layout
@@ -18,6 +18,7 @@ def match_slots(
     *,
     strict: bool = False,
     rename: Mapping[str, str] | None = None,
+    ignored: Collection[str] = (),
 ) -> dict[int, str]:
     """Return the slots that ``weights`` are meant for.
 
@@ -33,6 +34,8 @@ def match_slots(
         layout: Slots of the model.
         strict: Accept only exactly the model's names.
         rename: Maps names in ``weights`` to names of the model.
+        ignored: Names of the model that have no slot. Unless ``strict``, weights of these names
+            are ignored, and then nothing is set by position.
 
     Returns:
         By position of the slot, the name in ``weights``.
@@ -59,10 +62,12 @@ def match_slots(
             raise ValueError(
                 f"strict: expected the names of the model; missing {missing}, unknown {unknown}"
             )
-    if known and not unknown:
+    others = [key for key in unknown if names[key] not in ignored]
+    if known and not others:
         return known
     if (
-        len(weights) == len(layout)
+        len(others) == len(unknown)
+        and len(weights) == len(layout)
         and all(isinstance(name, str) for name in names.values())
         and _layout_of(weights).signature == layout.signature
         and not _are_shuffled(list(names.values()), layout.names)
@@ -75,7 +80,7 @@ def match_slots(
             "networks in one TensorFlow graph: place each network definition in its own tf.Graph"
         )
     warnings.warn(
-        f"set_weights ignores {len(unknown)} weights that the model does not have: {unknown}",
+        f"set_weights ignores {len(others)} weights that the model does not have: {others}",
         stacklevel=3,
     )
     return known

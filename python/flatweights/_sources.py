@@ -279,7 +279,12 @@ def first_difference(expected: Layout, layout: Layout) -> str | None:
     if layout is expected or layout.digest == expected.digest:
         return None
     if len(layout) != len(expected):
-        return f"expected {len(expected)} slots, got {len(layout)}"
+        counts = f"expected {len(expected)} slots, got {len(layout)}"
+        if not (expected.named and layout.named):
+            return counts
+        lacking = [f", without {name!r}" for name in expected.names if name not in layout]
+        added = [f", with {name!r}" for name in layout.names if name not in expected]
+        return "".join([counts, *lacking[:1], *added[:1]])
     return next(
         f"slot {i}: expected {ours}, got {theirs}"
         for i, (ours, theirs) in enumerate(zip(expected.slots, layout.slots, strict=True))

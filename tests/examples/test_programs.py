@@ -192,6 +192,7 @@ OPTIONS = Namespace(
     fraction=0.25,
     hostile=0,
     local_epochs=1,
+    personal=False,
     rounds=1,
     seed=0,
 )
@@ -241,6 +242,32 @@ def test_a_process_that_dies_takes_one_client_with_it(client: Any) -> None:
     assert list(counts.values()) == [3, 1]
     survivors = [one for one, fate in drawn if fate == "trains"]
     check_mean(client, start, survivors, server.weights)
+
+
+def test_the_last_layer_of_a_client_stays_in_its_own_file(way: str, tmp_path: Path) -> None:
+    actor = ray.remote(num_cpus=0)(federated.Client)
+    handle = actor.remote(Namespace(**{**vars(OPTIONS), "personal": True}))
+    try:
+        start = ray.get(handle.get_weights.remote()).copy()
+        assert not [name for name in start if "head" in name]
+        clients = [(17, "trains"), (8, "raises"), (5, "trains")]
+        found = federated.play_round([handle], start, 0, clients, home=tmp_path)
+        assert tuple(found.weights) == tuple(start)
+        first = {file.stem: load_file(file) for file in tmp_path.iterdir()}
+        assert {*first} == {"5", "17"}
+        assert first["5"]["head/kernel"].shape == (32, 10)
+        assert not np.array_equal(first["5"]["head/kernel"], first["17"]["head/kernel"])
+        # It goes on from its own layer: its accuracy is that of the layer in the file.
+        own = [ray.get(handle.own_accuracy.remote(start, 5, home=tmp_path)) for _ in range(2)]
+        ray.get(handle.own_accuracy.remote(start, 17, home=tmp_path))
+        assert own == [ray.get(handle.own_accuracy.remote(start, 5, home=tmp_path))] * 2
+        federated.play_round([handle], start, 1, [(17, "trains")], home=tmp_path)
+        second = {file.stem: load_file(file) for file in tmp_path.iterdir()}
+        for name, value in second["5"].items():
+            np.testing.assert_array_equal(value, first["5"][name])
+        assert not np.array_equal(second["17"]["head/kernel"], first["17"]["head/kernel"])
+    finally:
+        ray.kill(handle)
 
 
 @pytest.mark.slow

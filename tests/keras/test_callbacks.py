@@ -861,3 +861,159 @@ def test_the_host_of_a_rule_for_logs_needs_no_keras(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(tmp_path / "rule")]
     assert subprocess.run(command, check=True, capture_output=True).stdout == b"2.0\n"
+
+
+LAYERS = ("body", "norm", "head")
+
+
+def with_a_head(rank: int) -> Any:
+    """A compiled model of three layers, whose variables all differ from those of other ranks."""
+    import keras
+
+    layers = [keras.layers.Dense(4, name="body"), keras.layers.BatchNormalization(name="norm")]
+    layers = [keras.Input((8,)), *layers, keras.layers.Dense(1, name="head")]
+    model = keras.Sequential(layers)
+    optimizer = keras.optimizers.Adam(0.01)
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+    rng = np.random.default_rng(rank)
+    for variable in model.weights:
+        variable.assign(rng.uniform(0.5, 1.5, variable.shape))
+    return model
+
+
+def noted(model: Any) -> list[tuple[str, Any]]:
+    """Copies of all variables and slots, each with its layer; empty for the optimizer's own."""
+    variables = [*model.weights, *model.optimizer.variables]
+    layers = [next((one for one in LAYERS if one in v.path), "") for v in variables]
+    return [(layer, v.numpy().copy()) for layer, v in zip(layers, variables, strict=True)]
+
+
+AT_HOME: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
+    "a head": (lambda: {"exclude": "head"}, ("head",)),
+    "FedBN": (lambda: {"exclude": lambda slot: "norm/" in slot.name}, ("norm",)),
+    "two, by an iterator": (lambda: {"exclude": iter(["head", "norm"])}, ("head", "norm")),
+    "all but the body": (lambda: {"only": ["body"]}, ("head", "norm", "")),
+}
+
+
+@pytest.mark.parametrize("outer", [None, partial(FedAvgM, momentum=0.0)])
+@pytest.mark.parametrize("include_optimizer", [False, True])
+@pytest.mark.parametrize("what", AT_HOME)
+def test_variables_that_stay_at_home_keep_their_bits_and_the_others_are_averaged(
+    what: str, include_optimizer: bool, outer: Any
+) -> None:
+    import keras
+
+    from flatweights.keras import AverageWeights
+
+    choice, home = AT_HOME[what]
+
+    def fit(member: Any) -> Any:
+        model, notes = models[member.rank], list[Any]()
+        begins = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: notes.append(noted(model)),
+            on_epoch_end=lambda epoch, logs: notes.append(noted(model)),
+        )
+        averaging = AverageWeights(
+            member=member,
+            weight=1.0 + member.rank,
+            include_optimizer=include_optimizer,
+            outer=outer,
+            **choice(),
+        )
+        ends = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: notes.append(noted(model)),
+            on_epoch_end=lambda epoch, logs: notes.append(noted(model)),
+        )
+        x, y = images("dense")
+        mine = slice(member.rank, None, 2)
+        model.fit(x[mine], y[mine], BATCH, 3, verbose=0, callbacks=[begins, averaging, ends])
+        return notes
+
+    models = [with_a_head(rank) for rank in range(2)]
+    count = len(models[0].weights)
+    with ThreadPoolExecutor(2) as pool:
+        both = [*pool.map(fit, LocalMeeting(2).join_all())]
+    assert [len(notes) for notes in both] == [8, 8]
+    for k in range(0, 8, 2):  # the start, and three epochs
+        for i, (layer, _) in enumerate(both[0][k]):
+            before, after = ([notes[k + j][i][1] for notes in both] for j in (0, 1))
+            if layer in home or (i >= count and not include_optimizer):
+                assert [one.tobytes() for one in after] == [one.tobytes() for one in before]
+                continue
+            assert after[0].tobytes() == after[1].tobytes()
+            expected = before[0] if k == 0 else np.average(before, axis=0, weights=[1.0, 2.0])
+            np.testing.assert_allclose(after[0], expected, rtol=1e-5, atol=1e-7)
+    last = [notes[-1] for notes in both]
+    for i, (layer, value) in enumerate(last[0]):
+        if layer in home and layer:
+            assert not np.array_equal(value, last[1][i][1]), "each has trained its own"
+
+
+def test_best_weights_of_layers_that_stay_at_home_are_each_members_own() -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs, AverageWeights
+
+    def fit(member: Any) -> Any:
+        model, first = models[member.rank], list[Any]()
+        averaging = AverageWeights(2, member=member, exclude=["head", "norm/gamma"])
+        early = keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True)
+        note = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: first.extend([] if epoch else model.get_weights())
+        )
+        x, y = images("dense")
+        mine = slice(member.rank, None, 2)
+        callbacks = [averaging, AverageLogs(member=member), early, note]
+        model.fit(x[mine], y[mine], BATCH, 2, verbose=0, callbacks=callbacks)
+        return first, model.get_weights()
+
+    models = [with_a_head(rank) for rank in range(2)]
+    paths = [one.path.partition("/")[2] for one in models[0].weights]
+    with ThreadPoolExecutor(2) as pool:
+        both = [*pool.map(fit, LocalMeeting(2).join_all())]
+    for i, path in enumerate(paths):
+        firsts, lasts = ([one[j][i] for one in both] for j in (0, 1))
+        if path in ("head/kernel", "head/bias", "norm/gamma"):
+            assert [one.tobytes() for one in lasts] == [one.tobytes() for one in firsts]
+        else:
+            assert lasts[0].tobytes() == lasts[1].tobytes()
+            np.testing.assert_allclose(lasts[0], np.mean(firsts, axis=0), rtol=1e-6)
+
+
+def test_a_choice_that_is_none_is_refused_before_or_at_the_start_of_the_training() -> None:
+    from flatweights.keras import AverageWeights
+
+    with pytest.raises(ValueError, match="exclude: expected None with only, got both"):
+        AverageWeights(exclude="head", only="body")
+    with pytest.raises(TypeError, match="only: expected names, prefixes of names, or a function"):
+        AverageWeights(only=3)  # type: ignore[arg-type]
+    (member,) = LocalMeeting(1).join_all()
+    model = with_a_head(0)
+    x, y = images("dense")
+    outer = partial(FedAvgM, momentum=0.9)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("got 'heads', which none has; near it are 'head'", {"exclude": "heads"}),
+        ("expected variables that are left", {"only": lambda slot: False}),
+        ("expected trainable variables to average", {"only": "norm/moving_mean", "outer": outer}),
+    ]
+    for text, options in cases:
+        averaging = AverageWeights(member=member, **options)
+        with pytest.raises(ValueError, match=text):
+            model.fit(x, y, BATCH, verbose=0, callbacks=[averaging])
+
+
+def test_members_with_other_choices_get_names_of_both() -> None:
+    from flatweights.keras import AverageWeights
+
+    def fit(member: Any) -> str:
+        averaging = AverageWeights(member=member, exclude=("head", "norm")[member.rank])
+        with pytest.raises(CallsDifferError) as error:
+            models[member.rank].fit(*images("dense"), BATCH, verbose=0, callbacks=[averaging])
+        return str(error.value)
+
+    models = [with_a_head(rank) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for text in pool.map(fit, LocalMeeting(2).join_all()):
+            assert "expected 6 slots, got 4, without 'norm/gamma', with 'head/kernel'" in text

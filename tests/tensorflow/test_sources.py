@@ -137,7 +137,7 @@ def test_a_strange_variable_is_refused_by_its_name_and_can_be_left_out() -> None
         TensorFlowVariables([model, label])
     tree = Leaf()
     tree.label = label
-    with pytest.raises(TypeError, match=r"variable 'label': .*passing the list of the other vari"):
+    with pytest.raises(TypeError, match=r"variable 'label': .*leave it out by exclude=.label."):
         TensorFlowVariables(tree)
     rest = [v for v in tree.variables if v.dtype != tf.string]
     assert len(TensorFlowVariables(rest).variables) == 2

@@ -11,13 +11,19 @@ does. Each server gets the same clients, and the same failures.
     flatweights examples --plot federated.png federated --failing 0.5
     flatweights examples federated --server FedAvg FedAvgM FedAdam FedYogi
     flatweights examples federated --server FedAvg --hostile 2 --rule mean trimmed_mean
+    flatweights examples federated --server FedAvg --personal
 
 With ``--hostile``, that many clients of each round send their own update multiplied by -5. Then the
 mean does not learn. The rules of `flatweights.robust` do, if clients are alike enough to
 distinguish hostile clients from the others (``--concentration 10``).
 
-A client keeps nothing between rounds, so a few actors play them all. Clients that fail raise an
-error; in one round of every ``--deaths``, one of them kills the process of its actor. Ray
+With ``--personal``, the last layer of a client never leaves it (FedPer: Arivazhagan et al.,
+"Federated Learning with Personalization Layers", 2019): `TensorFlowVariables` leaves it out, so the
+server averages only the layers before it. A client keeps its layer in a file. The accuracy is then
+the mean of those of the round's clients, each on the digits whose labels it has.
+
+A client keeps nothing else between rounds, so a few actors play them all. Clients that fail raise
+an error; in one round of every ``--deaths``, one of them kills the process of its actor. Ray
 restarts the process (``max_restarts``) and repeats the calls of other clients that waited there
 (``max_task_retries``), except the one that died, which would die again. So the round lacks only the
 clients that failed: `Round.failed` lists them, with the reasons.
@@ -29,8 +35,10 @@ import argparse
 import itertools
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +55,7 @@ BATCH, LEARNING_RATE = 8, 0.2  # of the clients
 ENOUGH = 0.9
 LAST = 5  # rounds whose mean accuracy is the final one, since single rounds jump
 LINES = 10  # of progress, for each server
+HEAD = "head"  # the layer that stays with each client, with --personal
 LIE = 5.0  # a hostile client sends its update multiplied by minus this
 
 Digits = tuple[NDArray[Any], NDArray[Any]]  # images and labels
@@ -109,17 +118,33 @@ class Client(FlatWorker):
         import keras
         import tensorflow as tf
 
+        from flatweights.tensorflow import TensorFlowVariables
+
         tf.config.threading.set_intra_op_parallelism_threads(1)  # the actors share the cores
         self.options = options
         self.digits, self.test = split_data(options)
         keras.utils.set_random_seed(options.seed)
         hidden = [keras.layers.Dense(width, activation="relu") for width in (64, 32)]
-        self.model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(10)])
+        head = keras.layers.Dense(10, name=HEAD)
+        self.model = keras.Sequential([keras.Input((64,)), *hidden, head])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self.model.compile(keras.optimizers.SGD(LEARNING_RATE), loss)
-        return self.model
+        self.head = TensorFlowVariables(self.model, only=HEAD)
+        self.first_head = self.head.get_weights()
+        return TensorFlowVariables(self.model, exclude=HEAD if options.personal else ())
 
-    def train(self, weights: FlatWeights, number: int, client: int, fate: str) -> Any:
+    def take(self, weights: FlatWeights, client: int, home: Path | None) -> None:
+        """Set the server's ``weights`` and, if clients have a ``home``, the client's own layer."""
+        self.set_weights(weights)
+        file = home and home / f"{client}.safetensors"
+        if file and file.exists():
+            self.head.load(file)
+        elif file:
+            self.head.set_weights(self.first_head)
+
+    def train(
+        self, weights: FlatWeights, number: int, client: int, fate: str, home: Path | None = None
+    ) -> Any:
         """Train ``weights`` on the digits of ``client`` in a round; return them and their number.
 
         A client whose ``fate`` is "raises" or "dies" does that at the end instead. A client that
@@ -127,7 +152,7 @@ class Client(FlatWorker):
         """
         images, labels = self.digits[client]
         rng = np.random.default_rng([self.options.seed, number, client])
-        self.set_weights(weights)
+        self.take(weights, client, home)
         for _ in range(self.options.local_epochs):
             order = rng.permutation(len(labels))
             # Batches are of one size: the last one takes from the beginning again.
@@ -137,6 +162,8 @@ class Client(FlatWorker):
             os._exit(1)
         if fate == "raises":
             raise ConnectionError(f"client {client} is off line")
+        if home:
+            self.head.save(home / f"{client}.safetensors")
         learned = self.get_weights()
         if fate == "lies":
             lerp_(learned, weights, 1 + LIE)
@@ -145,7 +172,17 @@ class Client(FlatWorker):
     def accuracy(self, weights: FlatWeights) -> float:
         """Return the accuracy of ``weights`` on digits that no client has."""
         self.set_weights(weights)
+        return self.score(*self.test)
+
+    def own_accuracy(self, weights: FlatWeights, client: int, home: Path) -> float:
+        """Return that of ``weights`` and the client's own layer, on digits of its labels."""
+        self.take(weights, client, home)
         images, labels = self.test
+        of_client = np.isin(labels, self.digits[client][1])
+        return self.score(images[of_client], labels[of_client])
+
+    def score(self, images: NDArray[Any], labels: NDArray[Any]) -> float:
+        """Return the accuracy of the model."""
         return float(np.mean(np.argmax(self.model(images), axis=1) == labels))
 
 
@@ -174,6 +211,7 @@ def play_round(
     number: int,
     clients: Sequence[tuple[int, str]],
     rule: robust.Rule | None = None,
+    home: Path | None = None,
 ) -> Round:
     """Let ``clients`` train from ``weights``; average by ``rule``, or weighted by their images."""
     refs = []
@@ -181,11 +219,28 @@ def play_round(
         train = actors[rank % len(actors)].train
         if fate == "dies":  # repeating the call would kill the next process, too
             train = train.options(max_task_retries=0)
-        refs.append(train.remote(weights, number, client, fate))
+        refs.append(train.remote(weights, number, client, fate, home))
     if rule is not None:
         return average(refs, rule=rule, min_results=1)
     # Lies may make the mean diverge: that shows in the accuracy.
     return average(refs, lambda result: result[1], min_results=1, nonfinite="propagate")
+
+
+def measure(
+    actors: Sequence[Any],
+    weights: Any,
+    number: int,
+    clients: Sequence[tuple[int, str]],
+    home: Path | None,
+) -> float:
+    """Return the accuracy after a round: of the server's model, or the mean of its clients'."""
+    if not home:
+        return float(ray.get(actors[number % len(actors)].accuracy.remote(weights)))
+    own = [
+        actors[rank % len(actors)].own_accuracy.remote(weights, client, home)
+        for rank, (client, _) in enumerate(clients)
+    ]
+    return float(np.mean(ray.get(own)))
 
 
 def run_server(
@@ -196,14 +251,19 @@ def run_server(
 ) -> tuple[list[float], dict[str, object]]:
     """Train for all rounds; return the accuracy after each, and counts for the table."""
     weights, accuracies, failures = ray.put(optimizer.weights), [], list[Exception]()
+    folder = tempfile.TemporaryDirectory() if options.personal else None
+    home = Path(folder.name) if folder else None
     for number in range(options.rounds):
-        result = play_round(actors, weights, number, draw_clients(number, options), rule)
+        clients = draw_clients(number, options)
+        result = play_round(actors, weights, number, clients, rule, home)
         weights = ray.put(optimizer.step(result.weights))
-        accuracies.append(ray.get(actors[number % len(actors)].accuracy.remote(weights)))
+        accuracies.append(measure(actors, weights, number, clients, home))
         failures += result.failed.values()
         if (number + 1) % max(1, options.rounds // LINES) == 0:
             line = f"round {number + 1} of {options.rounds}: accuracy {accuracies[-1]:.3f}"
             print(line, flush=True)
+    if folder:
+        folder.cleanup()
     died = sum(isinstance(error, ray.exceptions.RayActorError) for error in failures)
     return accuracies, {"raised": len(failures) - died, "died": died}
 
@@ -237,6 +297,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the data and the first weights")
     add("--hostile", type=int, default=0, help="clients of a round that lie; default: 0")
     add("--rule", nargs="+", choices=RULES, default=["mean"], help="averages; default: mean")
+    add("--personal", action="store_true", help="the last layer stays with each client")
     options = parser.parse_args(arguments)
     for name, expected, is_valid in (
         ("rounds", "at least 1", options.rounds >= 1),
@@ -286,7 +347,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, list[flo
     worst = min(np.mean(accuracies[-LAST:]) for accuracies in curves.values())
     if worst < ENOUGH and not options.hostile:
         raise SystemExit(f"accuracy below {ENOUGH}: it needs more --rounds")
-    return {"accuracy on digits that no client has by round": curves}
+    whose = "of their own labels" if options.personal else "that no client has"
+    return {f"accuracy on digits {whose} by round": curves}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from itertools import compress
 from typing import Any, Literal
 
 import keras
@@ -12,6 +13,7 @@ import numpy as np
 
 from flatweights import FlatWeights
 from flatweights._average import Nonfinite, check_nonfinite
+from flatweights._choice import Choice, Which
 from flatweights._numbers import check_count, real_number
 from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
@@ -89,6 +91,8 @@ class AverageWeights(MemberCallback):
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
         rule: AnyRule | None = None,
+        exclude: Which | None = None,
+        only: Which | None = None,
     ) -> None:
         """Average in a meeting.
 
@@ -115,13 +119,20 @@ class AverageWeights(MemberCallback):
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
             rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``; see
                 `flatweights.ray.Member.average`. If it has no weights, all members count equally.
+            exclude: Variables that stay each member's own, from the first weights on; with
+                ``include_optimizer``, with their slots. As of
+                `flatweights.tensorflow.TensorFlowVariables`, for the model's variables and
+                ``[model, model.optimizer]``; the same in all members.
+            only: The variables to average, instead of those to leave out.
 
         Raises:
             TypeError: If ``member`` is not a `Member`, ``every`` is not an integer, ``outer`` is
                 neither a function nor an optimizer of `flatweights.server`, ``rule`` is not a rule,
-                or it has no weights and ``weight`` is a number other than 1.
+                or it has no weights and ``weight`` is a number other than 1; or ``exclude`` or
+                ``only`` is neither texts nor a function.
             ValueError: If ``every`` is below 1, ``unit`` or ``weight`` is something else, or
-                ``min_results`` is given with ``outer``, whose copies must all get every average.
+                ``min_results`` is given with ``outer``, whose copies must all get every average;
+                or ``exclude`` and ``only`` are both given.
         """
         if unit not in ("epoch", "batch"):
             raise ValueError(f"unit: expected 'epoch' or 'batch', got {unit!r}")
@@ -143,6 +154,7 @@ class AverageWeights(MemberCallback):
             )
         if outer is not None and min_results is not None:
             raise ValueError("min_results: expected None with outer, whose step needs all members")
+        self._choice: dict[str, Any] = Choice(exclude, only).arguments
         needs_all = "" if outer is None else "AverageWeights(outer=...)"
         super().__init__(
             MemberLease("AverageWeights", member, timeout, min_results, needs_all=needs_all)
@@ -248,9 +260,12 @@ class AverageWeights(MemberCallback):
         weight = self._samples.read() or 1.0 if self._weight == "samples" else self._weight
         has_best = lease.gather(best is not None, "best weights", at="end").weights.values()
         if best is not None and all(has_best):
+            chosen = [*compress(best, self._averaged)]
             with calls_are_equal(self._member, "end"):
-                result = self._member.average(best, weight, **lease.terms, **self._options)
-            keeper.best_weights = result.weights
+                result = self._member.average(chosen, weight, **lease.terms, **self._options)
+            averages = iter(result.weights)
+            pairs = zip(best, self._averaged, strict=True)
+            keeper.best_weights = [next(averages) if averaged else own for own, averaged in pairs]
         elif any(has_best):
             _log.warning(
                 "AverageWeights: some members have no best weights, so the others set their own"
@@ -284,12 +299,20 @@ class AverageWeights(MemberCallback):
         # Seeds stay each member's own, or all would drop the same units.
         named = named_variables(model.weights, model)
         self._found = len(named)
-        plain: dict[str, Any] = dict(named)
+        plain: dict[str, Any] = {}
         if self._includes_optimizer:
-            plain = dict(with_slots(named, model.optimizer).variables)
+            plain |= with_slots(named, model.optimizer, **self._choice).variables
+        elif named:
+            plain |= TensorFlowVariables(named, **self._choice).variables
+        self._averaged = [name in plain for name in named]
         if outer is not None:
             trained = {id(inner_variable(one)) for one in model.trainable_variables}
-            learned = {n: one for n, one in named.items() if id(inner_variable(one)) in trained}
+            learned = {n: one for n, one in plain.items() if id(inner_variable(one)) in trained}
+            if not learned:
+                raise ValueError(
+                    "AverageWeights(outer=...): expected trainable variables to average, got "
+                    f"{list(plain)}"
+                )
             self._learned = TensorFlowVariables(learned)
             plain = {name: one for name, one in plain.items() if name not in learned}
         self._plain = TensorFlowVariables(plain) if plain else None

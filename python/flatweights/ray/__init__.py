@@ -16,7 +16,7 @@ from flatweights.ray._errors import (
 )
 from flatweights.ray._group import WorkerGroup
 from flatweights.ray._round import Round
-from flatweights.ray._variables import Variables
+from flatweights.ray._variables import Saved, Variables
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.core._asks import (
     CallsDifferError,
@@ -49,6 +49,7 @@ __all__ = [
     "RefusedWeightsError",
     "ReplaceWorkers",
     "Round",
+    "Saved",
     "StaleWeightsError",
     "StaleWorkerError",
     "StoreTooSmallError",

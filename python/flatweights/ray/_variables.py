@@ -1,8 +1,9 @@
-"""`Variables`: the protocol of objects that hold a model's weights for workers and members."""
+"""`Variables` and `Saved`: the protocols of objects that hold weights, or parts of a state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from flatweights import _core
 from flatweights._core import move_parts
 from flatweights._flatten import flatten
-from flatweights._layout import Layout, cast_for_slot
+from flatweights._layout import ALIGNMENT, Layout, cast_for_slot
 from flatweights._match import match_slots
 from flatweights._trees import as_vector
 from flatweights._weights import FlatWeights
@@ -66,6 +67,163 @@ class Variables(Protocol):
 
         The buffer is valid only during the call: copy its values.
         """
+
+
+@runtime_checkable
+class Saved(Protocol):
+    """A part of a training's state that is saved as bytes: a place in the data, for example.
+
+    The ``state`` of a `Member`'s calls may contain such objects. Bytes may be of any length, and of
+    another one each time. Your own class needs these two methods and no base class:
+
+    >>> class Place:
+    ...     batch = 0
+    ...     def save(self):
+    ...         return b"%d" % self.batch
+    ...     def restore(self, saved):
+    ...         self.batch = int(saved)
+    >>> isinstance(Place(), Saved)
+    True
+    """
+
+    def save(self) -> bytes:
+        """Return what `restore` needs, and change nothing."""
+
+    def restore(self, saved: bytes) -> None:
+        """Go on from where the object was whose `save`, in another process, returned ``saved``."""
+
+
+State: TypeAlias = Variables | Saved | Sequence[Variables | Saved]
+"""The state of a training, which heals members."""
+
+
+class WholeState:
+    """A state of several parts, or with parts that are saved as bytes, as one `Variables`.
+
+    The packed form is: the lengths of the saved parts, if there are any, and then all parts in
+    their order, each from a multiple of 64 bytes on.
+
+    Attributes:
+        parts: The parts.
+        layout: The layout of the state. Saved parts are empty in it, so it is the same in all
+            members; only in a `copy` they have their length.
+    """
+
+    def __init__(self, parts: Sequence[Any], saved: Sequence[bytes] | None = None) -> None:
+        """Take the parts.
+
+        Args:
+            parts: The parts.
+            saved: The bytes of the saved parts; None, if they are still to be saved.
+        """
+        self.parts = tuple(parts)
+        self._layouts = [one.layout if _moves(one) else None for one in self.parts]
+        count = self._layouts.count(None)
+        self._saved = saved
+        lengths = [0] * count if saved is None else map(len, saved)
+        self._header = struct.Struct(f"<{count}q")
+        slots: list[tuple[str, tuple[int, ...], Any]] = []
+        if count:
+            slots.append(("lengths of saved parts", (self._header.size,), np.uint8))
+        rest = iter(lengths)
+        for i, (part, layout) in enumerate(zip(self.parts, self._layouts, strict=True)):
+            if layout is None:
+                slots.append((f"{i}/{type(part).__name__}", (next(rest),), np.uint8))
+            else:
+                slots += [(f"{i}/{slot.name}", slot.shape, slot.dtype) for slot in layout.slots]
+        names, shapes, dtypes = zip(*slots, strict=True)
+        self.layout = Layout(names, shapes, dtypes)
+
+    def is_of(self, parts: Sequence[Any]) -> bool:
+        """Whether it has these ``parts``, with the layouts that they have now."""
+        return len(parts) == len(self.parts) and all(
+            one is own and (layout is None or one.layout is layout or one.layout == layout)
+            for one, own, layout in zip(parts, self.parts, self._layouts, strict=True)
+        )
+
+    def copy(self) -> WholeState:
+        """Save the parts that are saved as bytes; return the state with these bytes.
+
+        Raises:
+            TypeError: If one returns something else.
+        """
+        saved: list[bytes] = []
+        for i, (part, layout) in enumerate(zip(self.parts, self._layouts, strict=True)):
+            if layout is None:
+                one = part.save()
+                if not isinstance(one, (bytes, bytearray, memoryview)):
+                    raise TypeError(
+                        f"state, part {i}: expected bytes of {type(part).__name__}.save(), got "
+                        f"{type(one).__name__}"
+                    )
+                saved.append(bytes(one))
+        return WholeState(self.parts, saved)
+
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        """Copy all parts into ``buffer``."""
+        saved = [] if self._saved is None else [*self._saved]
+        if saved:
+            buffer[: self._header.size] = _bytes_of(self._header.pack(*map(len, saved)))
+        begin, rest = _aligned(self._header.size), iter(saved)
+        for part, layout in zip(self.parts, self._layouts, strict=True):
+            if layout is None:
+                one = next(rest)
+                buffer[begin : begin + len(one)] = _bytes_of(one)
+                begin += _aligned(len(one))
+            else:
+                part.gather_into(buffer[begin : begin + layout.nbytes])
+                begin += layout.nbytes
+
+    def scatter(self, buffer: NDArray[np.uint8]) -> None:
+        """Set all parts from ``buffer``, in which saved parts have any length."""
+        rest = iter(self._header.unpack(buffer[: self._header.size].tobytes()))
+        begin = _aligned(self._header.size)
+        for part, layout in zip(self.parts, self._layouts, strict=True):
+            if layout is None:
+                length = next(rest)
+                part.restore(buffer[begin : begin + length].tobytes())
+                begin += _aligned(length)
+            else:
+                part.scatter(buffer[begin : begin + layout.nbytes])
+                begin += layout.nbytes
+
+
+def whole_state(state: Any, last: WholeState | None) -> WholeState:
+    """Return a ``state`` that is no `Variables` as one; ``last``, if that is of the same parts.
+
+    Raises:
+        TypeError: If it, or a part of it, is none of the kinds of `State`.
+    """
+    is_list = isinstance(state, (list, tuple))
+    parts = [*state] if is_list else [state]
+    if last is not None and last.is_of(parts):
+        return last
+    for i, part in enumerate(parts):
+        is_saved = isinstance(part, Saved) and not isinstance(part, type)
+        if not (_moves(part) and isinstance(part.layout, Layout)) and not is_saved:
+            where = f"state, part {i}" if is_list else "state"
+            raise TypeError(
+                f"{where}: expected an object with layout, gather_into and scatter, such as "
+                "TensorFlowVariables(model), or one with save and restore of bytes, got "
+                f"{text_of(part)}"
+            )
+    if not parts:
+        raise TypeError("state: expected one or several objects, got none")
+    whole = WholeState(parts)
+    whole.copy()  # an error here is better than one when a member is to be healed
+    return whole
+
+
+def _moves(part: Any) -> bool:
+    return all(hasattr(part, name) for name in ("layout", "gather_into", "scatter"))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _bytes_of(saved: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(saved, np.uint8)
 
 
 def text_of(value: Any) -> str:

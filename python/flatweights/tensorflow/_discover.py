@@ -1,14 +1,17 @@
 """Finds and names the variables in the objects that a user passes."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from flatweights._choice import Choice
+from flatweights._layout import Layout, Slot
 from flatweights.tensorflow._buckets import is_synchronized_on_reading
 from flatweights.tensorflow._kinds import is_symbolic, unique_names
 from flatweights.tensorflow._layers import leaves
+from flatweights.tensorflow._optimizers import owner_key
 from flatweights.tensorflow._structure import Held, find_variables
 
 _MOVED = frozenset(
@@ -31,6 +34,8 @@ class Discovered(NamedTuple):
         replicas: By name, the other replicas of a mirrored variable, which are kept equal.
         graph: The graph of the variables; None for eager ones.
         layers: The layers that hold some of them.
+        owners: By name, the variable of the model that a slot of an optimizer is for.
+        left_out: The names of variables that are not among them by choice.
     """
 
     wrappers: dict[str, Any]
@@ -38,17 +43,25 @@ class Discovered(NamedTuple):
     replicas: dict[str, Sequence[tf.Variable]]
     graph: tf.Graph | None
     layers: Sequence[Any] = ()
+    owners: Mapping[str, str] = {}
+    left_out: Collection[str] = ()
 
 
 def discover(
-    output: Any, input_variables: Any, session: Any, *, trainable_only: bool = False
+    output: Any,
+    input_variables: Any,
+    session: Any,
+    *,
+    trainable_only: bool = False,
+    choice: Choice | None = None,
 ) -> Discovered:
     """Return the variables of ``output`` and ``input_variables``, each once, in order.
 
     Raises:
         TypeError: If something else is passed, or a variable's dtype cannot be moved.
         ValueError: If there are no variables; or if some are eager and others of a graph, or
-            of several graphs; or if one has no fixed shape, is not built, or is a sharded DTensor.
+            of several graphs; or if one has no fixed shape, is not built, or is a sharded DTensor;
+            or as `Choice.kept`.
     """
     items = [item for _, item in leaves(output, ())]
     symbolic = [item for item in items if is_symbolic(item)]
@@ -68,9 +81,35 @@ def discover(
         raise ValueError(f"expected output or input_variables to have {which}, found none")
     if discovered.graph is None and session is not None:
         raise ValueError("expected variables of the session's graph, got eager ones")
-    for name, variable in discovered.variables.items():
-        _check_movable(name, variable)
+    if choice:
+        discovered = _chosen(discovered, choice)
+    _check_movable(discovered.variables)
     return discovered._replace(layers=layers)
+
+
+def layout_of(variables: Mapping[str, tf.Variable]) -> Layout:
+    """Return the layout of ``variables``, by name."""
+    return Layout(
+        list(variables),
+        [v.shape.as_list() for v in variables.values()],
+        [v.dtype.base_dtype.as_numpy_dtype for v in variables.values()],
+    )
+
+
+def _chosen(discovered: Discovered, choice: Choice) -> Discovered:
+    """Return what ``choice`` leaves of the variables, under the names that they have among all."""
+    variables = discovered.variables
+    slots: Sequence[Slot] = ()
+    if choice.by_slot:
+        _check_movable(variables)
+        slots = layout_of(variables).slots
+    left = choice.kept(list(variables), discovered.owners, slots)
+    return discovered._replace(
+        wrappers={name: discovered.wrappers[name] for name in left},
+        variables={name: variables[name] for name in left},
+        replicas={name: discovered.replicas[name] for name in left if name in discovered.replicas},
+        left_out=variables.keys() - {*left},
+    )
 
 
 def _eager(held: list[Held], listed: list[Held]) -> Discovered:
@@ -87,7 +126,13 @@ def _eager(held: list[Held], listed: list[Held]) -> Discovered:
             item.variable, tf.distribute.DistributedValues
         ) and not is_synchronized_on_reading(item.variable):
             variables[name], *replicas[name] = item.variable.values
-    return Discovered(wrappers, variables, replicas, None)
+    keys = {owner_key(item.variable): name for name, item in zip(names, items, strict=True)}
+    owners = {
+        name: keys[item.owner]
+        for name, item in zip(names, items, strict=True)
+        if item.owner is not None and item.owner in keys
+    }
+    return Discovered(wrappers, variables, replicas, None, owners=owners)
 
 
 def _in_graph(
@@ -148,26 +193,30 @@ def _find_dependencies(
     return [variable for variable in candidates if variable.op in explored]
 
 
-def _check_movable(name: str, variable: tf.Variable) -> None:
+def _check_movable(variables: Mapping[str, tf.Variable]) -> None:
+    for name, variable in variables.items():
+        _check_one(name, variable)
+
+
+def _check_one(name: str, variable: tf.Variable) -> None:
     if is_synchronized_on_reading(variable) and variable.aggregation == tf.VariableAggregation.NONE:
         raise ValueError(
             f"variable {name!r}: expected an aggregation, without which TensorFlow does not read "
-            "a variable that is synchronized on reading; leave it out by passing the list of the "
-            "other variables"
+            f"a variable that is synchronized on reading; leave it out by exclude={name!r}"
         )
     layout = getattr(variable, "layout", None)  # of a DTensor
     if layout is not None and not layout.is_fully_replicated():
         raise ValueError(
             f"variable {name!r}: expected a DTensor with all values on each device, got the layout "
-            f"{layout.sharding_specs}; leave it out by passing the list of the other variables"
+            f"{layout.sharding_specs}; leave it out by exclude={name!r}"
         )
     if variable.dtype.base_dtype not in _MOVED:
         raise TypeError(
             f"variable {name!r}: expected numbers or booleans, got {variable.dtype.name}; "
-            "leave it out by passing the list of the other variables"
+            f"leave it out by exclude={name!r}"
         )
     if not variable.shape.is_fully_defined():
         raise ValueError(
             f"variable {name!r}: expected a fixed shape, got {variable.shape}; leave it out by "
-            "passing the list of the other variables"
+            f"exclude={name!r}"
         )

@@ -18,8 +18,8 @@ from flatweights.tensorflow._kinds import (
 
 def optimizer_variables(
     optimizer: Any, path: KeyPath, owners: Mapping[str, KeyPath]
-) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield path and variable, in the optimizer's own order.
+) -> Iterator[tuple[KeyPath, Any, str | None]]:
+    """Yield path, variable, and the `owner_key` of a slot's owner, in the optimizer's own order.
 
     A slot is named after its variable and the attribute that keeps it, such as
     ``dense/kernel/momentums``. Others (``iteration``, ``learning_rate``) keep their own names.
@@ -39,7 +39,7 @@ def optimizer_variables(
             f"{type(optimizer).__name__} is not built, so some of its variables do not exist: call "
             "build(model.trainable_variables), or apply gradients once, first"
         )
-    slots: dict[int, KeyPath] = {}
+    slots: dict[int, _Place] = {}
     for part in parts:
         slots |= _slot_paths(part, owners)
     variables = optimizer.variables
@@ -50,11 +50,11 @@ def optimizer_variables(
         places = {slot: place for place, slot in enumerate(slots)}
         variables = sorted(variables, key=lambda variable: places.get(id(variable), -1))
     for variable in variables:
-        step = slots.get(id(variable), (last_name(variable),))
-        yield (*path, *step), variable
+        step, owner = slots.get(id(variable), ((last_name(variable),), None))
+        yield (*path, *step), variable, owner
     loss_scale = getattr(optimizer, "_loss_scale", None)  # of `tf_keras`, which does not list it
     for variable in getattr(loss_scale, "_weights", {}).values():
-        yield (*path, "loss_scale", last_name(variable)), variable
+        yield (*path, "loss_scale", last_name(variable)), variable, None
 
 
 def owner_key(variable: tf.Variable) -> str:
@@ -80,8 +80,12 @@ def _is_built(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_hypers_created", True))
 
 
-def _slot_paths(optimizer: Any, owners: Mapping[str, KeyPath]) -> dict[int, KeyPath]:
-    """Return the path of each slot, by the slot variable's identity."""
+_Place = tuple[KeyPath, str | None]
+"""The path of a slot within the optimizer, and the `owner_key` of the variable it is for."""
+
+
+def _slot_paths(optimizer: Any, owners: Mapping[str, KeyPath]) -> dict[int, _Place]:
+    """Return the place of each slot, by the slot variable's identity."""
     by_owner = {} if hasattr(optimizer, "_variables") else getattr(optimizer, "_slots", {})
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         if not tf.executing_eagerly():
@@ -91,21 +95,23 @@ def _slot_paths(optimizer: Any, owners: Mapping[str, KeyPath]) -> dict[int, KeyP
             for owner, slot in slots.items():
                 by_owner.setdefault(owner, {})[kind] = slot
     keys, names = _owners_of(optimizer, by_owner)
-    paths = [owners.get(key, (name,)) for key, name in zip(keys, unique_names(names), strict=True)]
-    slot_paths: dict[int, KeyPath] = {}
+    paths = [
+        (owners.get(key, (name,)), key) for key, name in zip(keys, unique_names(names), strict=True)
+    ]
+    slot_paths: dict[int, _Place] = {}
     # Older optimizers keep a dict of slots for each variable.
     if by_owner:
-        for owner, slots in zip(paths, by_owner.values(), strict=True):
-            slot_paths |= {id(slot): (*owner, kind) for kind, slot in slots.items()}
+        for (owner, key), slots in zip(paths, by_owner.values(), strict=True):
+            slot_paths |= {id(slot): ((*owner, kind), key) for kind, slot in slots.items()}
         return slot_paths
     for attribute, held in vars(optimizer).items():
         if attribute in ("_variables", "_trainable_variables"):
             continue
         # Others keep slots of one kind in a list, in the order of the variables they belong to.
         if isinstance(held, (list, tuple)) and len(held) == len(paths):
-            for owner, slot in zip(paths, held, strict=True):
+            for (owner, key), slot in zip(paths, held, strict=True):
                 if is_variable(slot):
-                    slot_paths.setdefault(id(slot), (*owner, attribute.lstrip("_")))
+                    slot_paths.setdefault(id(slot), ((*owner, attribute.lstrip("_")), key))
     return slot_paths
 
 

@@ -40,12 +40,14 @@ class Held(NamedTuple):
         wrapper: The variable as the model holds it: a `tf.Variable` or a Keras variable.
         variable: The `tf.Variable` itself.
         is_trained: Whether the model trains it.
+        owner: The `owner_key` of the variable for which it is a slot of an optimizer.
     """
 
     path: KeyPath
     wrapper: Any
     variable: tf.Variable
     is_trained: bool
+    owner: str | None = None
 
 
 def find_variables(
@@ -69,15 +71,19 @@ def find_variables(
     # Slots are named after variables of models, which may come after their optimizer.
     owners = {owner_key(item.variable): item.path for item in (*beside, *models)}
 
+    owned: dict[int, str | None] = {}
+
     def expanded() -> Iterator[_Item]:
         for path, value, is_trained in held:
             if is_trained is not None:
                 yield path, value, is_trained
                 continue
-            for where, variable in optimizer_variables(value, path, owners):
+            for where, variable, owner in optimizer_variables(value, path, owners):
+                owned.setdefault(id(inner_variable(variable)), owner)
                 yield where, variable, False
 
-    return _once(expanded())
+    found = _once(expanded())
+    return [item._replace(owner=owned.get(id(item.variable))) for item in found]
 
 
 def _once(items: Iterable[_Item]) -> list[Held]:

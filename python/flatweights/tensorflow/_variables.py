@@ -14,6 +14,7 @@ import tensorflow as tf
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from flatweights import _core
+from flatweights._choice import Choice, Which
 from flatweights._core import check_out, is_settable
 from flatweights._dtypes import is_averaged, is_floating, is_integer, read_dtype
 from flatweights._flatten import new_vector
@@ -27,7 +28,7 @@ from flatweights.tensorflow._adapted import Adapted
 from flatweights.tensorflow._apply import Steps
 from flatweights.tensorflow._buckets import Operations, make_buckets
 from flatweights.tensorflow._changes import Changes
-from flatweights.tensorflow._discover import discover
+from flatweights.tensorflow._discover import discover, layout_of
 from flatweights.tensorflow._eager import EagerOperations
 from flatweights.tensorflow._frozen import check_frozen
 from flatweights.tensorflow._gradients import Gradients
@@ -89,10 +90,26 @@ class TensorFlowVariables:
         input_variables: Any = None,
         *,
         trainable_only: bool = False,
+        exclude: Which | None = None,
+        only: Which | None = None,
     ) -> None:
         """Find the variables of ``output``.
 
         In a graph this adds operations; later gets and sets add none.
+
+        With ``exclude`` or ``only``, this object has some of the variables: vectors, buffers and
+        weights by name contain no others, and nothing reads or sets the others. So layers can stay
+        at home: what a worker or a member sends, receives and averages is what such an object has.
+        An optimizer's slots stay where their variable stays; its counters are variables of their
+        own. Names, by which processes compare what they have, are those among all variables.
+
+        >>> import keras
+        >>> layers = [keras.layers.Dense(4, name="body"), keras.layers.Dense(2, name="head")]
+        >>> model = keras.Sequential([keras.Input((3,)), *layers])
+        >>> list(TensorFlowVariables(model, exclude="head").variables)
+        ['body/kernel', 'body/bias']
+        >>> list(TensorFlowVariables(model, only=lambda slot: "kernel" in slot.name).variables)
+        ['body/kernel', 'head/kernel']
 
         Args:
             output: Operations or tensors of a graph (all global variables that they
@@ -104,23 +121,31 @@ class TensorFlowVariables:
             input_variables: More variables, after those of ``output``.
             trainable_only: Leave out variables that are not trained: frozen layers, moving
                 statistics, seeds, optimizers.
+            exclude: Variables to leave out: names; prefixes of names, up to a ``/`` (``"block"``
+                is ``block/norm/gamma``, but not ``block_1/kernel``); or a function that is true of
+                their `flatweights.Slot`. A text or several; the same in all processes.
+            only: The variables to have, instead of those to leave out.
 
         Raises:
             TypeError: If there is something else in ``output``, or a variable whose dtype
                 cannot be moved (strings, quantized types).
             ValueError: If there are no variables, they are of several graphs, or some are not
-                built or have no fixed shape.
+                built or have no fixed shape. If ``exclude`` and ``only`` are both given, leave no
+                variable, or contain a text that is no variable's name or prefix.
             RuntimeError: If the graph is finalized, or the environment variable
                 FLATWEIGHTS_TENSORFLOW requires bound variables and the op library is not
                 available.
         """
-        discovered = discover(output, input_variables, sess, trainable_only=trainable_only)
-        self._variables = discovered.wrappers
-        self._layout = Layout(
-            list(discovered.variables),
-            [v.shape.as_list() for v in discovered.variables.values()],
-            [v.dtype.base_dtype.as_numpy_dtype for v in discovered.variables.values()],
+        discovered = discover(
+            output,
+            input_variables,
+            sess,
+            trainable_only=trainable_only,
+            choice=Choice(exclude, only),
         )
+        self._variables = discovered.wrappers
+        self._layout = layout_of(discovered.variables)
+        self._left_out = discovered.left_out
         self._dtype = self._layout.dtype
         self._seeds = {i for i, v in enumerate(discovered.variables.values()) if is_seed(v)}
         self._has_warned = False
@@ -551,6 +576,7 @@ class TensorFlowVariables:
            numbers), unless the names show that they are in another order.
         3. Some names are known: only those, with a warning that lists the others.
 
+        Weights of variables that ``exclude`` or ``only`` left out are ignored, unless ``strict``.
         Values are cast as by `set_flat`, except that variables of one byte, such as kernels of an
         int8 model, take whole numbers only: rounded, weights of a float model would be zeros.
         Everything is checked before anything is set.
@@ -584,7 +610,9 @@ class TensorFlowVariables:
                 return
         if isinstance(new_weights, Mapping):
             self._check_halves(new_weights)
-        keys = match_slots(new_weights, self._layout, strict=strict, rename=rename)
+        keys = match_slots(
+            new_weights, self._layout, strict=strict, rename=rename, ignored=self._left_out
+        )
         if not seeds:
             keys = {i: key for i, key in keys.items() if i not in self._seeds}
         if share:
@@ -690,7 +718,9 @@ class TensorFlowVariables:
         parts = FlatWeights.wrap(saved.buffer, saved.layout)
         try:
             self._check_halves(parts)
-            keys = match_slots(parts, self._layout, strict=strict, rename=rename)
+            keys = match_slots(
+                parts, self._layout, strict=strict, rename=rename, ignored=self._left_out
+            )
             names = {i: (rename or {}).get(key, key) for i, key in keys.items()}
             by_position = any(self._layout.names[i] != name for i, name in names.items())
             if by_position and not saved.is_ours:

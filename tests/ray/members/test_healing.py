@@ -1,7 +1,7 @@
 """Members that lack the state of a training get it, and go on like the others."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +11,7 @@ from meetings import LocalMeeting, kill
 from numpy.typing import NDArray
 
 from flatweights import FlatWeights, Layout
-from flatweights.ray import Member, WorkerError
+from flatweights.ray import CallsDifferError, Member, WorkerError
 
 SIZE = 20_000
 
@@ -77,7 +77,7 @@ def begin(meeting: LocalMeeting) -> list[Training]:
     return trainings
 
 
-def together(pool: ThreadPoolExecutor, trainings: list[Training], **options: Any) -> list[Any]:
+def together(pool: ThreadPoolExecutor, trainings: Sequence[Training], **options: Any) -> list[Any]:
     return [done.result(60) for done in [pool.submit(one.step, **options) for one in trainings]]
 
 
@@ -432,3 +432,154 @@ def test_variables_are_set_after_the_state_that_they_are_part_of(pool: Any) -> N
     average(trainings[0])
     assert waiting.result(60).healed == (1,)
     assert trainings[0].bits() == trainings[1].bits()
+
+
+class Place:
+    """A place in the data, whose saved bytes become longer and shorter."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.drawn = [rank]  # of a new process, which is to be healed
+        self.saves = self.restores = 0
+        self.breaks = False
+
+    def draw(self) -> None:
+        self.drawn = [] if len(self.drawn) == 3 else [*self.drawn, len(self.drawn) * 7]
+
+    def save(self) -> bytes:
+        self.saves += 1
+        return bytes(self.drawn) * 31
+
+    def restore(self, saved: bytes) -> None:
+        if self.breaks:
+            raise OSError("the data are gone")
+        self.restores += 1
+        self.drawn = [*saved[: len(saved) // 31]]
+
+
+class InParts(Training):
+    """A training whose state has several parts."""
+
+    def __init__(self, member: Member, order: str) -> None:
+        super().__init__(member)
+        self.places = [Place(member.rank), Place(member.rank + 1)]
+        known = {"training": self, "first": self.places[0], "second": self.places[1]}
+        known["half"] = Training(member)
+        self.half: Any = known["half"]
+        parts = [known[name] for name in order.split()]
+        self.state: Any = parts[0] if len(parts) == 1 else parts
+
+    def step(self, **options: Any) -> Any:
+        for place in self.places:
+            place.draw()
+        result = self.member.average({"g": self.gradient()}, state=self.state, min_results=1)
+        self.momentum[:] = 0.9 * self.momentum + result.weights["g"]
+        self.weights[:] = self.weights - 0.01 * self.momentum
+        self.steps += 1
+        self.rounds.append(result)
+        return result
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "training first",
+        "first training second",
+        "second half first training",
+        "first",
+        "half training",
+    ],
+)
+def test_a_state_in_parts_heals_all_of_them(order: str, pool: Any) -> None:
+    meeting = LocalMeeting(3)
+    trainings = [InParts(member, order) for member in meeting.join_all()]
+    for training in trainings:
+        training.weights[:] = 1.0
+        training.half.weights[:] = 2.0
+    for _ in range(4):
+        for victim in (1, 2):
+            together(pool, trainings)
+            kill(trainings[victim].member)
+            meeting.wait_until(lambda inside, k=victim: inside.door.seats[k].why is not None)
+            trainings[victim] = InParts(meeting.join(victim), order)
+            waiting = pool.submit(trainings[victim].step)
+            meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+            others = [one for k, one in enumerate(trainings) if k != victim]
+            result, *_ = [*together(pool, others), waiting.result(60)]
+            assert result.healed == (victim,)
+            giver, healed = trainings[0], trainings[victim]
+            if "training" in order:
+                assert giver.bits() == healed.bits()
+            if "half" in order:
+                assert giver.half.bits() == healed.half.bits()
+            for name, one, other in zip(
+                ("first", "second"), giver.places, healed.places, strict=True
+            ):
+                is_part = name in order
+                assert other.restores == is_part, name
+                assert not is_part or one.drawn == other.drawn, name
+    # Saved once by the first call, and then for each of its two healings of a round.
+    assert [one.saves for one in trainings[0].places] == [
+        9 * (name in order) for name in ("first", "second")
+    ]
+
+
+def test_a_part_that_cannot_be_restored_is_healed_by_the_next_call(pool: Any) -> None:
+    meeting = LocalMeeting(2)
+    trainings: list[Any] = [InParts(member, "training first") for member in meeting.join_all()]
+    together(pool, trainings)
+    trainings[1].member.lacks_state = True
+    trainings[1].places[0].breaks = True
+    waiting = pool.submit(trainings[1].step)
+    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    trainings[0].step()
+    with pytest.raises(OSError, match="the data are gone"):
+        waiting.result(60)
+    assert trainings[1].member.lacks_state
+    trainings[1].places[0].breaks = False
+    waiting = pool.submit(trainings[1].step)
+    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    trainings[0].step()
+    assert waiting.result(60).healed == (1,)
+    assert trainings[0].places[0].drawn == trainings[1].places[0].drawn
+    assert trainings[0].bits() == trainings[1].bits()
+
+
+def test_a_state_of_other_kinds_is_refused_before_anything_is_averaged() -> None:
+    (member,) = LocalMeeting(1).join_all()
+
+    class OfText:
+        def save(self) -> Any:
+            return "text"
+
+        def restore(self, saved: bytes) -> None: ...
+
+    class Broken(OfText):
+        def save(self) -> Any:
+            raise OSError("no disk")
+
+    part = {"x": np.zeros(1)}
+    one = Place()
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ([one, {}], TypeError, "state, part 1: expected an object with layout.* got a dict"),
+        ({"place": one}, TypeError, "state: expected an object .* or one with save and restore"),
+        ([], TypeError, "state: expected one or several objects, got none"),
+        (Place, TypeError, "state: expected an object"),
+        (OfText(), TypeError, r"state, part 0: expected bytes of OfText.save\(\), got str"),
+        (Broken(), OSError, "no disk"),
+    ]
+    for state, error, text in cases:
+        with pytest.raises(error, match=text):
+            member.average(part, state=state)
+    assert member.average(part, state=[one]).number == 1
+
+
+def test_members_whose_states_have_other_parts_are_told(pool: Any) -> None:
+    members = LocalMeeting(2).join_all()
+    states: list[Any] = [[Place()], [Place(), Place()]]
+    calls = [
+        pool.submit(member.average, {"x": np.zeros(1)}, state=state)
+        for member, state in zip(members, states, strict=True)
+    ]
+    for call in calls:
+        with pytest.raises(CallsDifferError, match="state of layout"):
+            call.result(60)

@@ -26,7 +26,14 @@ from flatweights._weights import frozen
 from flatweights.ray import _clock, _failpoints
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._round import Round
-from flatweights.ray._variables import Variables, scatter, text_of
+from flatweights.ray._variables import (
+    State,
+    Variables,
+    WholeState,
+    scatter,
+    text_of,
+    whole_state,
+)
 from flatweights.ray.core._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
 from flatweights.ray.lanes._member_lane import SLICE, HostDiedError
 from flatweights.ray.members._again import Again, Calls
@@ -196,6 +203,7 @@ class Member:
         self._host = host
         self._turns = Turns(name)
         self._again = Calls()
+        self._last_state: WholeState | None = None
         self._turn = threading.Lock()
         self._caller = 0  # the thread that holds it
         self._over: str = ""
@@ -217,7 +225,7 @@ class Member:
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
         rule: AnyRule | None = None,
-        state: Variables | None = None,
+        state: State | None = None,
     ) -> Round:
         """Average ``weights`` with those of the other members.
 
@@ -245,8 +253,12 @@ class Member:
             rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``; the same
                 in all members. A function runs in the host, on a list of `FlatWeights`.
             state: The state of the training, which heals members: a
-                `flatweights.tensorflow.TensorFlowVariables`, or any `Variables`; of the same layout
-                in all members. Without it, no member is healed.
+                `flatweights.tensorflow.TensorFlowVariables`, or any `Variables`; an object with
+                ``save`` and ``restore`` of bytes (`Saved`), such as a place in the data; or a list
+                of these, which are set in its order. The same kinds in the same order in all
+                members, and `Variables` of the same layout. The member that gives its state saves
+                it then; the first call with such an object saves it once, to see that it can.
+                Without a state, no member is healed.
 
         Returns:
             A `Round`, whose ``weights`` are of the given kind. They are the same in all members.
@@ -261,6 +273,7 @@ class Member:
             MemberError: If the host has ended, or this member has left.
         """
         self._check_process()
+        state = self._whole(state)
         template = Template.of(weights, "weights")
         parts = template.read(weights, "weights")
         targets = None if out is None else template.targets(out)
@@ -281,7 +294,7 @@ class Member:
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
         rule: AnyRule | None = None,
-        state: Variables | None = None,
+        state: State | None = None,
     ) -> Round:
         """Average ``variables`` with those of the other members, in place.
 
@@ -309,10 +322,12 @@ class Member:
         arguments = weight, timeout, min_results, nonfinite
         again = self._again.get(id(variables))
         if again is not None and rule is None and again.arguments == arguments:
-            result = self._average_again(again, variables, state)
+            # A state that is no `Variables` is not the one that was noted.
+            result = self._average_again(again, variables, cast("Variables | None", state))
             if result is not None:
                 return result
         self._check_process()
+        state = self._whole(state)
         layout = _layout_of(variables, "variables")
         check_flat_weights(layout, "variables")
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
@@ -452,7 +467,7 @@ class Member:
         *,
         timeout: float | None = None,
         min_results: int | None = None,
-        state: Variables | None = None,
+        state: State | None = None,
     ) -> Round:
         """Give every member the objects of all: settings, scores, places in the data.
 
@@ -483,6 +498,7 @@ class Member:
             MemberError: As `average`.
         """
         self._check_process()
+        state = self._whole(state)
         if not isinstance(name, str):
             raise TypeError(f"name: expected a text, got {name!r}")
         try:
@@ -565,9 +581,17 @@ class Member:
             None if checked is None else (_name_of(checked), ray.cloudpickle.dumps(checked)),
             None if state is None else _layout_of(state, "state").digest,
         )
-        if state is not None and self._turns.is_twin(state, ask.keys[0]):
+        first = state.parts[0] if isinstance(state, WholeState) else state
+        if first is not None and self._turns.is_twin(first, ask.keys[0]):
             ask = ask._replace(twins=ask.keys[:1])
         return ask
+
+    def _whole(self, state: State | None) -> Variables | None:
+        """Return ``state`` as one `Variables`."""
+        if state is None or hasattr(state, "gather_into"):
+            return cast("Variables | None", state)
+        self._last_state = whole_state(state, self._last_state)
+        return self._last_state
 
     def _exchange(
         self,
@@ -589,10 +613,11 @@ class Member:
                     told, was_told = was_told, None
                     outcome, mean = host.exchange(sent, layout, weights, was_told=told)
                 if state is not None and outcome.giver == self._seat:
-                    host.exchange(_state_ask("give", state), state.layout, _gathered(host, state))
+                    given = state.copy() if isinstance(state, WholeState) else state
+                    host.exchange(_state_ask("give", given), given.layout, _gathered(host, given))
                 if state is not None and self._seat in outcome.lacking:
-                    _, given = host.exchange(_state_ask("heal", state), state.layout, None)
-                    state.scatter(given)
+                    _, got = host.exchange(_state_ask("heal", state), state.layout, None)
+                    state.scatter(got)
                     self.lacks_state = False
                 return outcome, mean
             except LacksStateError as error:  # also if the giver died: the next has another

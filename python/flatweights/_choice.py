@@ -1,0 +1,130 @@
+"""The choice of some of a model's variables: ``exclude=`` and ``only=``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from flatweights._layout import Slot
+
+Which: TypeAlias = str | Iterable[str] | Callable[[Slot], Any]
+"""Names of variables or prefixes of names, or a function that is true of the slots that it means.
+
+A prefix ends where a part of a name ends: ``dense`` means ``dense/kernel``, not ``dense_1/kernel``.
+"""
+
+_SHOWN = 3  # names in an error
+
+
+class Choice:
+    """The variables that ``exclude=`` leaves out, or that ``only=`` keeps.
+
+    Attributes:
+        by_slot: Whether a function of slots decides.
+    """
+
+    def __init__(self, exclude: Which | None = None, only: Which | None = None) -> None:
+        """Check the arguments, of which one may be given.
+
+        Raises:
+            TypeError: If one is neither a text, nor texts, nor a function.
+            ValueError: If both are given.
+        """
+        if exclude is not None and only is not None:
+            raise ValueError("exclude: expected None with only, got both")
+        self._keeps = only is not None
+        self._argument = "only" if self._keeps else "exclude"
+        which = only if self._keeps else () if exclude is None else exclude
+        self._function: Callable[[Slot], Any] | None = None
+        self._texts: Sequence[str] = ()
+        if callable(which):
+            self._function = which
+        else:
+            self._texts = self._texts_of(which)
+        self.by_slot = self._function is not None
+
+    @property
+    def arguments(self) -> dict[str, Which]:
+        """The arguments that make an equal choice, whatever was given: an iterator is used up."""
+        return {self._argument: self._function or self._texts}
+
+    def __bool__(self) -> bool:
+        """Whether it may leave out any variable."""
+        return self._keeps or self.by_slot or bool(self._texts)
+
+    def kept(
+        self,
+        names: Sequence[str],
+        owners: Mapping[str, str] | None = None,
+        slots: Sequence[Slot] = (),
+    ) -> list[str]:
+        """Return the names of the variables that are left, in order.
+
+        Args:
+            names: The names of all variables.
+            owners: The names of optimizers' slots, each with that of the variable which it is for:
+                where a variable is left out, its slots are.
+            slots: The slots of all variables, if a function decides.
+
+        Raises:
+            ValueError: If a text means none of them, or none is left.
+        """
+        if self._function is None:
+            meant = self._meant(names)
+            meant |= {name for name, owner in (owners or {}).items() if owner in meant}
+        else:
+            meant = {slot.name for slot in slots if self._function(slot)}
+        left = meant if self._keeps else {*names} - meant
+        if self._function is not None:
+            left -= {name for name, owner in (owners or {}).items() if owner not in left}
+        if not left:
+            raise ValueError(
+                f"{self._argument}: expected variables that are left, got none of "
+                f"{len(names)}: {_listed(names)}"
+            )
+        return [name for name in names if name in left]
+
+    def _meant(self, names: Sequence[str]) -> set[str]:
+        """Return the names that the texts mean."""
+        meant = set[str]()
+        for text in self._texts:
+            prefix = text.rstrip("/") + "/"
+            found = {name for name in names if name == text or name.startswith(prefix)}
+            if not found:
+                raise ValueError(
+                    f"{self._argument}: expected names of variables or prefixes of names, got "
+                    f"{text!r}, which none has; {_near(text, names)}"
+                )
+            meant |= found
+        return meant
+
+    def _texts_of(self, which: Any) -> Sequence[str]:
+        expected = f"{self._argument}: expected names, prefixes of names, or a function of a slot"
+        if isinstance(which, str):
+            return (which,)
+        if isinstance(which, bytes) or not isinstance(which, Iterable):
+            raise TypeError(f"{expected}, got {which!r}")
+        texts = [*which]
+        for text in texts:
+            if not isinstance(text, str):
+                raise TypeError(f"{expected}, got {text!r} among them")
+        return texts
+
+
+def _near(text: str, names: Sequence[str]) -> str:
+    """Return a clause about names and prefixes that are like ``text``."""
+    prefixes = {
+        "/".join(parts[:count]): None
+        for parts in (name.split("/") for name in names)
+        for count in range(1, len(parts) + 1)
+    }
+    near = difflib.get_close_matches(text, prefixes, _SHOWN)
+    if near:
+        return f"near it are {', '.join(map(repr, near))}"
+    return f"the variables are {_listed(names)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more
