@@ -284,6 +284,72 @@ def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
     assert [history.epoch for history, _ in ended] == [[*range(EPOCHS)]] * 3
 
 
+class _Acts(keras.layers.Layer):  # type: ignore[misc]
+    """Does something in the middle of a step, between two synchronized layers."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self._act = act
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if not training:
+            return x
+        with tf.control_dependencies([tf.numpy_function(self._act, [], [])]):
+            return tf.identity(x)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["sleeps", "dies"])
+def test_the_others_go_on_without_a_member_in_the_middle_of_a_synchronized_step(
+    ends: bool, pool: ThreadPoolExecutor
+) -> None:
+    meeting, go_on, slept = LocalMeeting(3), threading.Event(), threading.Event()
+    first, late, last = fits(meeting)
+    steps: list[int] = []
+
+    def act() -> None:
+        steps.append(1)
+        if len(steps) == 2 * 20 + 5:
+            if ends:
+                kill(late.member)
+                raise KilledError
+            number = meeting.meeting.calls.number
+            meeting.wait_until(lambda inside: inside.calls.number > number + 40)
+            slept.set()
+
+    def model(between: Callable[[], object]) -> Any:
+        inputs = keras.Input((8,))
+        x = keras.layers.BatchNormalization(synchronized=True)(inputs)
+        x = keras.layers.Dense(8, "tanh")(_Acts(between)(x))
+        x = keras.layers.BatchNormalization(synchronized=True)(x)
+        return keras.Model(inputs, keras.layers.Dense(1)(x))
+
+    for fit in (first, late, last):
+        fit.model = model(act if fit is late else lambda: None)
+        if ends:
+            fit.at[3, -1] = lambda: go_on.wait(LIMIT)
+    if not ends:
+        first.goes_on_without(2, 4)
+        for fit in (first, last):  # they take their time once it has overslept
+            fit.at[2, 16] = lambda: slept.wait(LIMIT)
+            fit.at[2, 18] = lambda: meeting.wait_until(
+                lambda inside: inside.calls.healings or inside.calls.waiting.lacking
+            )
+    for fit in (first, late, last):
+        fit.start(pool)
+    new = late
+    if ends:
+        with pytest.raises((tf.errors.OpError, KilledError)):
+            late.done.result(LIMIT)
+        new = Fit(meeting.join(late.member.rank))
+        new.model = model(lambda: None)
+        new.start(pool)
+        meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+        go_on.set()
+    ended = [fit.done.result(LIMIT) for fit in (first, new, last)]
+    check_alike([state for _, state in ended])
+    assert [history.epoch[-1] for history, _ in ended] == [EPOCHS - 1] * 3
+
+
 @pytest.mark.parametrize("swaps", [False, True], ids=["", "swaps"])
 def test_a_member_that_sleeps_for_epochs_meets_the_others_again(
     pool: ThreadPoolExecutor, swaps: bool

@@ -29,6 +29,7 @@ HOOKS = {
     "Optimizer._clip_gradients": ("3.5", "3.15"),
     "EarlyStopping._set_monitor_op": ("3.5", "3.15"),  # of MonitorCallback since 3.12
     "SwapEMAWeights._ema_weights_in_model": ("3.5", "3.15"),
+    "BatchNormalization._moments": ("3.5", "3.15"),
 }
 
 
@@ -62,12 +63,12 @@ def test_no_other_file_has_a_private_name_of_keras() -> None:
     assert [file.name for file in files if frames.search(file.read_text())] == []
 
 
-def test_there_are_at_most_eight_and_each_has_a_test() -> None:
+def test_there_are_at_most_nine_and_each_has_a_test() -> None:
     private = set(private_names(PACKAGE / "_hooks.py", set()))
     assert private == {
         "_" + name for _, dot, name in (hook.partition("._") for hook in HOOKS) if dot
     }
-    assert len(HOOKS) <= 8
+    assert len(HOOKS) <= 9
 
 
 def installed_is_known(hook: str) -> str:
@@ -224,3 +225,28 @@ def test_it_is_known_whether_the_moving_averages_are_in_the_model() -> None:
     model.fit(*DATA, batch_size=8, epochs=2, verbose=0, callbacks=[swaps, Looks()])
     why = installed_is_known("SwapEMAWeights._ema_weights_in_model")
     assert told == [False, True, False, True], why
+
+
+def test_synchronized_layers_use_other_moments_in_training_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind, told = keras.layers.BatchNormalization, []
+    monkeypatch.setattr(kind, "_moments", kind._moments)  # undone after the test
+
+    def moments(layer: Any, inputs: Any, mask: Any, local: Any) -> Any:
+        told.append((layer, inputs.shape, mask))
+        return tuple(one + 1.0 for one in local())
+
+    x = np.float32([[1, 2], [3, 6]])
+    for _ in range(2):  # the later one replaces the earlier
+        _hooks.replace_moments(moments)
+    for synchronized in (True, False):
+        layer = kind(momentum=0.0, synchronized=synchronized)
+        layer(x)
+        assert told == []
+        layer(x, training=True)
+        why = installed_is_known("BatchNormalization._moments")
+        assert told == ([(layer, x.shape, None)] if synchronized else []), why
+        told.clear()
+        assert np.allclose(layer.moving_mean, np.add([2, 4], synchronized)), why
+        assert np.allclose(layer.moving_variance, np.add([1, 4], synchronized)), why

@@ -21,12 +21,20 @@ from flatweights.keras import _backend as _backend  # checks Keras before anythi
 from flatweights.keras._average_logs import AverageLogs
 from flatweights.keras._average_weights import AverageWeights
 from flatweights.keras._gradients import average_gradients
+from flatweights.keras._mean import mean_over_members
 from flatweights.keras._report import Report
 
 if TYPE_CHECKING:
     from flatweights.ray import ReplaceWorkers
 
-__all__ = ["AverageLogs", "AverageWeights", "ReplaceWorkers", "Report", "average_gradients"]
+__all__ = [
+    "AverageLogs",
+    "AverageWeights",
+    "ReplaceWorkers",
+    "Report",
+    "average_gradients",
+    "mean_over_members",
+]
 
 
 def __getattr__(name: str) -> Any:

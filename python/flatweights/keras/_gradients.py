@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import filterfalse
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from flatweights.keras._hooks import (
     variables_of,
 )
 from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.keras._moments import check_synchronized, synchronize
 from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import Progress, State, keepers_among
 from flatweights.keras._settings import check_alike, settings_of
@@ -37,6 +39,8 @@ from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import compute_in_python, device_of
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
+
+_averagings: weakref.WeakSet[Averaging] = weakref.WeakSet()
 
 
 def average_gradients(
@@ -131,6 +135,7 @@ def average_gradients(
     check_nonfinite(nonfinite)
     lease = MemberLease("average_gradients", member, timeout, min_results)
     Averaging(optimizer, lease, options)
+    synchronize(_averaging_of_layer)
     return optimizer
 
 
@@ -138,6 +143,7 @@ class Averaging:
     """Replaces some methods of one optimizer.
 
     Attributes:
+        rule: The rule that replaces the mean of gradients.
         lease: The member, and the time and the number of members that its calls wait for.
         progress: The member's progress in a `fit` that goes on without members that are late or
             have died; None if it needs all.
@@ -146,6 +152,7 @@ class Averaging:
     def __init__(self, optimizer: Any, lease: MemberLease, options: dict[str, Any]) -> None:
         """Change ``optimizer``; ``options`` are those of each average."""
         self.lease = lease
+        self.rule = options["rule"]
         self._optimizer = optimizer
         self._options = options
         self._is_started = False
@@ -156,12 +163,15 @@ class Averaging:
         self._steps_before: float = int(optimizer.iterations)
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
+        self._means: dict[tuple[Any, ...], _Exchange] = {}
+        self._names: dict[int, str] = {}  # of layers' variables
         self._states: dict[tuple[tuple[int, ...], tuple[str, ...]], State] = {}
         self._callbacks: list[Any] | None = None  # of the `fit` that begins, if they are known
         self.progress: Progress | None = None
         self._apply: Callable[..., None] = optimizer.apply
         self._finalize: Callable[[Any], None] = optimizer.finalize_variable_values
         self._make: Callable[[Any], None] = optimizer.build
+        _averagings.add(self)
         # On the object itself, without Keras's tracking: saving looks only at its class. A wrapper
         # would be saved in its place, and loading would need this package.
         methods = vars(optimizer)
@@ -279,15 +289,11 @@ class Averaging:
 
     def _begin(self, grads: Any, trainable_variables: Any) -> tuple[list[Any], list[Any]]:
         """Check the context of the call, and build; return the gradients and their variables."""
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        if graph is not None and not tf.inside_function():
-            raise RuntimeError("average_gradients: expected eager TensorFlow, got a TF1 graph")
-        if graph is not None and GraphOrParentsInXlaContext(graph):
-            raise RuntimeError(
-                "average_gradients: XLA compiles this step, and cannot wait for other members. "
-                "Use model.compile(..., jit_compile=False), or in a loop of your own "
-                "tf.function(jit_compile=True) around the computation of the gradients alone"
-            )
+        graph = checked_graph(
+            "average_gradients",
+            ", or in a loop of your own tf.function(jit_compile=True) around the computation of "
+            "the gradients alone",
+        )
         if type(graph).__name__ == "CondBranchFuncGraph":
             raise RuntimeError(
                 "average_gradients: gradients are applied under a condition, on which members may "
@@ -299,6 +305,7 @@ class Averaging:
         if trainable_variables is None:
             trainable_variables = variables_of(optimizer)
         variables = list(trainable_variables)
+        check_synchronized(variables)
         fit = running_fit()
         if fit is not None:
             self._know(fit.model)
@@ -326,6 +333,7 @@ class Averaging:
             self._model = (lambda: None) if model is None else weakref.ref(model)
             self._exchanges.clear()
             self._states.clear()
+            self._names.clear()
 
     def _check_fit(self, fit: Fit | None) -> None:
         """Raise if ``fit`` is one whose members may come back, without our callbacks."""
@@ -465,32 +473,72 @@ class Averaging:
         dense = [tf.convert_to_tensor(grad) for grad in grads]
         if exchange is None:
             with tf.init_scope():
-                exchange = self._exchanges[key] = _Exchange(self._named(variables), dense)
+                named = self._named(variables)
+                slots = TensorFlowVariables(named).layout.slots
+            names, sizes = [slot.name for slot in slots], [slot.size for slot in slots]
+            exchange = self._exchanges[key] = _Exchange(names, sizes, dense, [*named.values()])
         compute = functools.partial(self._exchange, exchange)
         device = device_of([*map(inner_variable, variables)])
         averages: list[tf.Tensor] = compute_in_python(compute, dense, device)
         return averages
 
-    def _exchange(self, exchange: _Exchange, grads: CalledTensors) -> None:
-        """Average ``grads``."""
-        progress = self.progress
-        if progress is not None and progress.is_apart:
-            grads.pass_on(exchange.layout.core)
+    def trains(self, ids: set[int]) -> bool:
+        """Whether the optimizer was built with a variable whose `id` is among ``ids``."""
+        optimizer = self._optimizer
+        return optimizer.built and not ids.isdisjoint(map(id, variables_of(optimizer)))
+
+    def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the mean of ``tensor`` over members; its gradient is the mean of the gradients.
+
+        Args:
+            tensor: A tensor whose shape is known.
+            name: What it is. It tells this call from others, as variables tell gradients.
+        """
+        checked_graph(f"mean over members of the {name}")
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def averaged(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            return self._mean(own, name), lambda grad: self.mean(grad, f"gradient of {name}")
+
+        mean: tf.Tensor = averaged(tensor)
+        return mean
+
+    def _mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        key = name, tensor.dtype, *tensor.shape
+        exchange = self._means.get(key)
+        if exchange is None:
+            exchange = self._means[key] = _Exchange([name], [tensor.shape.num_elements()], [tensor])
+        compute = functools.partial(self._exchange_mean, exchange)
+        mean: tf.Tensor = compute_in_python(compute, [tensor])[0]
+        mean.set_shape(tensor.shape)
+        return mean
+
+    def _exchange_mean(self, exchange: _Exchange, tensors: CalledTensors) -> None:
+        """Average a tensor of a step, whose gradients are averaged later.
+
+        It sends no state: members are healed with the gradients, since their variables must not
+        change before that. A member that is to be healed meets the others there.
+        """
+        progress, is_whole = self.progress, self.lease.min_results is None
+        if (progress is not None and progress.is_apart) or (
+            not is_whole and self.lease.take().lacks_state
+        ):
+            tensors.pass_on(exchange.layout.core)
             return
+        with self._step(exchange, tensors):
+            result = self.lease.take().average_variables(
+                exchange, nonfinite=self._options["nonfinite"], **self.lease.terms
+            )
+            if is_whole:
+                _check_in_time(result, exchange.layout.slots[0].name)
+
+    @contextlib.contextmanager
+    def _step(self, exchange: _Exchange, tensors: CalledTensors) -> Iterator[None]:
+        """Enclose a call of a step that averages ``tensors``, whose error `fit` is to raise."""
         try:
-            self._start(exchange.variables, in_step=True)
-            exchange.grads = grads
+            exchange.grads = tensors
             with calls_are_equal(self.lease.take(), "step"):
-                if progress is not None:
-                    result = progress.average(functools.partial(self._call, exchange), in_step=True)
-                elif self.lease.min_results is not None:
-                    state = self._state_of(exchange.variables)
-                    result = self._call(exchange, self.lease.take(), state)
-                else:
-                    result = self._call(exchange, self.lease.take(), None)
-                    _check_in_time(result, "gradients")
-            if result is None:
-                grads.pass_on(exchange.layout.core)
+                yield
         except BaseException as error:
             self._is_started = False  # all members start again in the next fit
             self._steps_before = np.inf
@@ -498,6 +546,37 @@ class Averaging:
             raise
         finally:
             exchange.grads = None
+
+    def moments_of(self, layer: Any) -> str:
+        """Return a name for the moments of ``layer``, equal in all members."""
+        fit = running_fit()
+        if fit is not None and averaging_of(fit.model) is self:
+            self._know(fit.model)
+        variable = next(iter(layer.variables))
+        key = id(inner_variable(variable))
+        if key not in self._names:
+            with tf.init_scope():
+                self._names[key] = next(iter(self._named([variable])))
+        return f"moments beside {self._names[key]}"
+
+    def _exchange(self, exchange: _Exchange, grads: CalledTensors) -> None:
+        """Average ``grads``."""
+        progress = self.progress
+        if progress is not None and progress.is_apart:
+            grads.pass_on(exchange.layout.core)
+            return
+        with self._step(exchange, grads):
+            self._start(exchange.variables, in_step=True)
+            if progress is not None:
+                result = progress.average(functools.partial(self._call, exchange), in_step=True)
+            elif self.lease.min_results is not None:
+                state = self._state_of(exchange.variables)
+                result = self._call(exchange, self.lease.take(), state)
+            else:
+                result = self._call(exchange, self.lease.take(), None)
+                _check_in_time(result, "gradients")
+            if result is None:
+                grads.pass_on(exchange.layout.core)
 
     def _call(self, exchange: _Exchange, member: Member, state: State | None) -> Round:
         return member.average_variables(
@@ -527,18 +606,23 @@ class Averaging:
 
 
 class _Exchange:
-    """The gradients of some variables, in the form that `Member.average_variables` takes.
+    """Gradients, or another tensor, in the form that `Member.average_variables` takes.
 
     Attributes:
-        variables: The variables.
-        layout: One vector for each gradient.
-        grads: The gradients and their averages, on the host or on a GPU, while they are averaged.
+        variables: The variables of the gradients.
+        layout: One vector for each tensor.
+        grads: The tensors and their averages, on the host or on a GPU, while they are averaged.
     """
 
-    def __init__(self, named: dict[str, Any], grads: Sequence[tf.Tensor]) -> None:
-        self.variables = [*named.values()]
-        slots = TensorFlowVariables(named).layout.slots
-        names, shapes = [slot.name for slot in slots], [(slot.size,) for slot in slots]
+    def __init__(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        grads: Sequence[tf.Tensor],
+        variables: Sequence[Any] = (),
+    ) -> None:
+        self.variables = variables
+        shapes = [(size,) for size in sizes]
         self.layout = Layout(names, shapes, [grad.dtype.as_numpy_dtype for grad in grads])
         self.grads: CalledTensors | None = None
 
@@ -584,6 +668,45 @@ def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
     """Return the `Averaging` of ``optimizer``; None without one."""
     averaging = getattr(getattr(optimizer, "apply", None), "__self__", None)
     return averaging if isinstance(averaging, Averaging) else None
+
+
+def averaging_of_variables(variables: Sequence[Any]) -> Averaging | None:
+    """Return the `Averaging` of the optimizer that was built with one of ``variables``, if any."""
+    ids = {id(one) for one in variables}
+    for averaging in [*_averagings]:
+        if averaging.trains(ids):
+            return averaging
+    return None
+
+
+def _averaging_of_layer(variables: Sequence[Any]) -> Averaging | None:
+    """Return the `Averaging` of the optimizer that trains a layer of ``variables``, if any."""
+    averaging = averaging_of_variables(variables)
+    fit = running_fit() if averaging is None else None
+    return averaging if fit is None else averaging_of(fit.model)
+
+
+def checked_graph(who: str, jit: str = "") -> Any:
+    """Return the graph that is traced, in which members can meet; None without one.
+
+    Args:
+        who: Whose calls the members make, for errors.
+        jit: Another remedy for a step that XLA compiles.
+
+    Raises:
+        RuntimeError: If members cannot meet in this graph.
+    """
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    if not tf.inside_function():
+        raise RuntimeError(f"{who}: expected eager TensorFlow, got a TF1 graph")
+    if GraphOrParentsInXlaContext(graph):
+        raise RuntimeError(
+            f"{who}: XLA compiles this step, and cannot wait for other members. Use "
+            f"model.compile(..., jit_compile=False){jit}"
+        )
+    return graph
 
 
 def _digest(values: Any) -> bytes:

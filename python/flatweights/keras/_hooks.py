@@ -1,4 +1,4 @@
-"""What this package knows of Keras beyond its documentation: eight names, each with its reason.
+"""What this package knows of Keras beyond its documentation: nine names, each with its reason.
 
 No other file uses one. tests/keras/test_hooks.py has a test for each, with the versions of Keras
 that have it. So if a new Keras changes one, that test fails, and only this file needs to change.
@@ -130,3 +130,25 @@ def know_direction(callback: Any) -> None:
     """
     if getattr(callback, "monitor_op", callback) is None:
         callback._set_monitor_op()
+
+
+def replace_moments(moments: Callable[[Any, Any, Any, Callable[[], Any]], Any]) -> None:
+    """Make all layers ``BatchNormalization(synchronized=True)`` use ``moments`` in training.
+
+    It is called with the layer, its inputs, their mask or None, and a function that returns Keras'
+    own mean and variance. Keras computes them over the replicas of a `tf.distribute.Strategy`,
+    which has no other members, by three calls for each layer. Everything else of the layer, such as
+    its moving statistics, stays Keras' own, and models are saved as they are.
+    """
+    kind: Any = keras.layers.BatchNormalization
+    own = vars(kind)["_moments"]
+    if hasattr(own, "replaced"):
+        own = own.replaced
+
+    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+        if not self.synchronized:
+            return own(self, inputs, mask)
+        return moments(self, inputs, mask, lambda: own(self, inputs, mask))
+
+    _moments.replaced = own  # type: ignore[attr-defined]
+    kind._moments = _moments
