@@ -167,6 +167,24 @@ def test_kinds_of_calls_take_turns(threads: ThreadPoolExecutor) -> None:
     assert meeting.made >= 40
 
 
+def test_many_small_kinds_of_calls_share_windows(threads: ThreadPoolExecutor) -> None:
+    """As the moments of many layers, and of a few large models, in each step."""
+    meeting = Watched(2)
+    sizes = [*range(3, 43), *range(40_000, 40_012)]
+
+    def act(member: Member) -> None:
+        kinds = [Holder(**{f"of {size}": np.zeros(size)}) for size in sizes]
+        for step in range(8):
+            for kind, variables in enumerate(kinds):
+                (array,) = variables.arrays.values()
+                array[:] = 100.0 * kind + step + member.rank
+                member.average_variables(variables)
+                assert (array == 100.0 * kind + step + 0.5).all()
+
+    all_of(threads, meeting.members, act)
+    assert meeting.made >= 5 * 48
+
+
 def test_models_with_nan_break_a_series_off(threads: ThreadPoolExecutor) -> None:
     meeting = Watched(2)
 

@@ -29,7 +29,10 @@ from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.lanes._windows import Extent
 from flatweights.ray.members._seats import Prepared, Seat
 
-_MOST = 8  # calls that are ready; each has two windows
+_MOST = 8  # calls that are ready, and have two windows of their own
+_SMALL = 1 << 14  # bytes of results that share two windows, as those of a layer
+_SHARED = 1 << 20  # bytes of such a window
+_UNUSED = 1000  # calls after which one that is ready may give its windows to another
 _PAUSE = 1.0  # seconds after which the log and the metrics hear of calls
 
 _log = logging.getLogger("flatweights")
@@ -81,6 +84,12 @@ class _Ready(NamedTuple):
     extents: list[Extent]
 
 
+_Result = tuple[Extent, NDArray[np.uint8]]
+"""Where a result goes: its position, and the buffer."""
+
+_SHARED_LAYOUT = Layout(["shared"], [(_SHARED,)], [np.dtype(np.uint8)])
+
+
 class Repetitions:
     """The calls that members may repeat, and those that are ready."""
 
@@ -90,6 +99,9 @@ class Repetitions:
         self._lanes = lanes
         self._seats: list[Seat] = []  # those of the calls that are ready, by rank
         self._ready: dict[int, _Ready] = {}  # by number, the oldest first
+        self._used: dict[int, int] = {}  # by number of the call, that of its last outcome
+        self._shared: list[NDArray[np.uint8]] = []  # the windows of small results
+        self._shared_used = 0  # bytes of each
         self._calls: _core.RepeatedCalls | None = None
 
     def are_ready(self, present: Mapping[bytes, Seat]) -> bool:
@@ -112,6 +124,8 @@ class Repetitions:
         self._calls = None
         self._seats = []
         self._ready.clear()
+        self._used.clear()
+        self._shared, self._shared_used = [], 0
 
     def prepare(
         self,
@@ -168,14 +182,9 @@ class Repetitions:
             self._seats = seats
         if outcome.prepared in self._ready:
             return
-        if len(self._ready) == _MOST:
-            oldest = next(iter(self._ready))
-            self._calls.forget(oldest)
-            del self._ready[oldest]
         ask, layout = asks[0], weights.layout
-        found = [self._new_result(layout, seats) for _ in range(2)]
-        results = [one for one in found if one is not None]
-        if len(results) < len(found):
+        results = self._small_results(layout, seats) or self._own_results(outcome, layout, seats)
+        if len(results) < 2:
             return
         ranks = [seat.rank for seat in seats]
         self._calls.prepare(
@@ -188,10 +197,39 @@ class Repetitions:
         )
         extents, buffers = [extent for extent, _ in results], [buffer for _, buffer in results]
         self._ready[outcome.prepared] = _Ready(ask, outcome, layout, buffers, extents)
+        self._used[outcome.prepared] = outcome.number
 
-    def _new_result(
-        self, layout: Layout, seats: Sequence[Seat]
-    ) -> tuple[Extent, NDArray[np.uint8]] | None:
+    def _small_results(self, layout: Layout, seats: Sequence[Seat]) -> list[_Result]:
+        """Return parts of the two windows of small results; none, if they do not fit."""
+        begin, end = self._shared_used, self._shared_used + layout.nbytes
+        if layout.nbytes > _SMALL or end > _SHARED:
+            return []
+        if not self._shared:
+            whole = [self._new_result(_SHARED_LAYOUT, seats) for _ in range(2)]
+            if None in whole:
+                return []
+            self._shared = [one[1] for one in whole if one is not None]
+        self._shared_used = end
+        parts = [buffer[begin:end] for buffer in self._shared]
+        found = [(self._lanes.windows.find(part), part) for part in parts]
+        return [(extent, part) for extent, part in found if extent is not None]
+
+    def _own_results(
+        self, outcome: Outcome, layout: Layout, seats: Sequence[Seat]
+    ) -> list[_Result]:
+        """Return two windows, perhaps those of a call that is not used any more."""
+        assert self._calls is not None
+        own = [call for call, ready in self._ready.items() if ready.layout.nbytes > _SMALL]
+        if len(own) >= _MOST:
+            oldest = min(own, key=self._used.__getitem__)
+            if outcome.number - self._used[oldest] < _UNUSED:
+                return []
+            self._calls.forget(oldest)
+            del self._ready[oldest], self._used[oldest]
+        found = [self._new_result(layout, seats) for _ in range(2)]
+        return [one for one in found if one is not None]
+
+    def _new_result(self, layout: Layout, seats: Sequence[Seat]) -> _Result | None:
         """Return a buffer in a window that all members know; None if there is none."""
         windows = self._lanes.windows
         windows.offer(layout.nbytes)
@@ -231,6 +269,7 @@ class Repetitions:
         last.sort(key=lambda one: one[1])
         made, outcomes = [], {}
         for call, at, position, *seconds_of in last:
+            self._used[call] = at
             outcomes[at] = self.outcome_of(call, at, position, seconds_of)
             made.append(Made(self._ready[call].ask, at, outcomes[at][1].buffer.nbytes))
         extent = self._ready[last[-1][0]].extents[last[-1][2]]
