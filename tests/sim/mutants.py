@@ -316,7 +316,7 @@ MUTANTS = {
     ),
     "a healed member keeps its own state": Mutant(
         "members/_member.py",
-        "                    state.scatter(given)\n",
+        "                    state.scatter(got)\n",
         "",
     ),
     # What goes through Ray.
@@ -341,7 +341,7 @@ MUTANTS = {
         "            self.lacks_state = True\n        elif",
         "            pass\n        elif",
     ),
-    # Repetitions.
+    # Repetitions; tests/ray/members/test_repetitions.py has more of their rules.
     "a series goes on with the dead": Mutant(
         "members/_repetitions.py",
         "seat.lane is None or seat.lane.is_closed:",
@@ -387,11 +387,6 @@ MUTANTS = {
         "        self.asks(answer.ask, since or _clock.now())\n",
         "        self.asks(answer.ask, _clock.now())\n",
     ),
-    "a host waits for all that ring no bell": Mutant(
-        "members/_seats.py",
-        "1 if is_quiet else max(",
-        "max(",
-    ),
     "a member repeats with its first weight": Mutant(
         "members/_seats.py",
         "known.ask._replace(weight=weight)",
@@ -407,30 +402,15 @@ MUTANTS = {
         "        is_urgent = ask.is_urgent and not known.was_repeated\n",
         "        is_urgent = False\n",
     ),
-    "a member that lacks the state repeats its calls": Mutant(
-        "members/_member.py",
-        "        is_healthy = state is None or not self.lacks_state\n",
-        "        is_healthy = True\n",
-    ),
     "a member repeats with other arguments": Mutant(
         "members/_member.py",
         " and again.arguments == arguments:",
         ":",
     ),
-    "a twin is not noticed in repetitions": Mutant(
-        "members/_again.py",
-        "self.turns == turns.changes and ",
-        "",
-    ),
     "a member repeats what its host does not": Mutant(
         "members/_host_end.py",
         "        return self._known.was_repeated and ",
         "        return ",
-    ),
-    "an outcome is read twice": Mutant(
-        "members/_member.py",
-        "                    told, was_told = was_told, None\n",
-        "                    told = was_told\n",
     ),
     # Others.
     "those that missed a call with a state go on": Mutant(
