@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_programs import build, images, prepare
 from meetings import LocalMeeting, kill
 
+from flatweights import Layout
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 from flatweights.keras._gradients import averaging_of
 from flatweights.ray import Member
@@ -59,6 +60,8 @@ class Fit:
         self.logs = AverageLogs()
         self.more: list[Any] = []
         self.optimizer: Any = keras.optimizers.Adam(0.01)
+        self.state: Any = None
+        self.data: Any = None
         self.patience = PATIENCE  # seconds, at the start
         self.done: Future[Any] = Future()
 
@@ -82,13 +85,18 @@ class Fit:
 
     def _run(self) -> tuple[Any, list[Any]]:
         optimizer = average_gradients(
-            self.optimizer, member=self.member, min_results=1, timeout=self.patience
+            self.optimizer,
+            member=self.member,
+            min_results=1,
+            timeout=self.patience,
+            state=self.state,
         )
         self.model.compile(optimizer, "mse", **self.compile)
         x, y = images("dense")
         mine = slice(self.member.rank, None, self.member.size)
         callbacks = [_Act(self), self.logs, *self.more]
-        history = self.model.fit(x[mine], y[mine], callbacks=callbacks, **self.options)
+        data = (x[mine], y[mine]) if self.data is None else (self.data,)
+        history = self.model.fit(*data, callbacks=callbacks, **self.options)
         slots = [np.asarray(one) for one in self.model.optimizer.variables]
         # Moving statistics are each member's own.
         return history, [*map(np.asarray, self.model.trainable_weights), *slots]
@@ -764,3 +772,142 @@ def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
         return
     with pytest.raises(RuntimeError, match="several models of one layout take turns"):
         train(new, 40)
+
+
+class Stream(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches of an endless stream, whose position is the number of finished epochs.
+
+    Attributes:
+        drawn: The numbers of the batches in the stream, in the order in which they were drawn
+            since the first epoch has begun: Keras has looked at some before.
+    """
+
+    def __init__(self, rank: int, batches: int) -> None:
+        super().__init__()
+        self.rank, self.batches, self.epochs = rank, batches, 0
+        self.drawn: list[int] = []
+        self.has_begun = False
+
+    def begin_epoch(self) -> None:
+        if not self.has_begun:
+            self.drawn.clear()
+        self.has_begun = True
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __getitem__(self, i: int) -> Any:
+        number = self.epochs * self.batches + i
+        self.drawn.append(number)
+        x = np.random.default_rng([self.rank, number]).normal(size=(4, 8)).astype(np.float32)
+        return x, np.sin(x.sum(axis=1, keepdims=True))
+
+    def end_epoch(self) -> None:
+        self.epochs += 1
+
+    def save(self) -> bytes:
+        return b"%d" % self.epochs
+
+    def restore(self, saved: bytes) -> None:
+        self.epochs = int(saved)
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
+    pool: ThreadPoolExecutor, in_list: bool
+) -> None:
+    meeting, arrays = LocalMeeting(2), [np.zeros(1), np.zeros(1), np.zeros(1)]
+
+    class Counter:
+        """The epochs that have begun, in an array that is set in place."""
+
+        def __init__(self, array: Any) -> None:
+            self.array, self.layout = array, Layout.of([array])
+
+        def gather_into(self, buffer: Any) -> None:
+            self.layout.packed_views(buffer)[0][...] = self.array
+
+        def scatter(self, buffer: Any) -> None:
+            self.array[...] = self.layout.packed_views(buffer)[0]
+
+    def prepared(fit: Fit, array: Any) -> Fit:
+        fit.data = Stream(fit.member.rank, 8)
+        fit.state = [Counter(array), fit.data] if in_list else fit.data
+        fit.options.pop("batch_size")
+        fit.options["shuffle"] = False
+
+        def begin_epoch() -> None:
+            fit.data.begin_epoch()
+            array[0] += 1
+
+        for epoch in range(MORE):
+            fit.at[epoch, -1] = begin_epoch
+            fit.at[epoch, END] = fit.data.end_epoch
+        return fit
+
+    first, dead = (
+        prepared(fit, array)
+        for fit, array in zip(fits(meeting, "dense", epochs=MORE), arrays, strict=False)
+    )
+    dead.at[2, 3] = dies(dead)
+    there, go_on = threading.Event(), threading.Event()
+    first.at[3, 2] = lambda: there.set() or go_on.wait(LIMIT)  # type: ignore[func-returns-value]
+    for fit in (first, dead):
+        fit.start(pool)
+    new = prepared(replacement(meeting, dead, kind="dense", epochs=MORE), arrays[2])
+    assert there.wait(LIMIT)
+    new.start(pool)
+    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    go_on.set()
+    (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, new)]
+    check_alike([state, other])
+    assert history.epoch == [4, 5]
+    assert first.data.drawn == [*range(8 * MORE)]
+    assert new.data.drawn == [*range(8 * 4, 8 * MORE)], "it neither repeats nor skips a batch"
+    assert new.data.epochs == first.data.epochs == MORE
+    if in_list:
+        assert arrays[0] == arrays[2] == MORE
+
+
+def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor) -> None:
+    meeting = LocalMeeting(2)
+    x, y = images("dense")
+
+    def loop(member: Member, place: Stream, model: Any, dies_at: int) -> Any:
+        optimizer: Any = keras.optimizers.Adam(0.01)
+        average_gradients(optimizer, member=member, min_results=1, timeout=PATIENCE, state=place)
+        optimizer.build(model.trainable_variables)
+        numbers = []
+        while optimizer.iterations < 30:
+            number = place.epochs
+            place.epochs += 1
+            if number == dies_at:
+                kill(member)
+                raise KilledError
+            if number == 20 and member.rank == 0:  # the other has come
+                meeting.wait_until(
+                    lambda inside: inside.calls.waiting.lacking or inside.calls.healings
+                )
+            with tf.GradientTape() as tape:
+                rows = slice(2 * number, 2 * number + 2)
+                loss = tf.reduce_mean((model(x[rows]) - y[rows]) ** 2)
+            grads = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+            numbers.append((int(optimizer.iterations), place.epochs))
+        return numbers
+
+    members = meeting.join_all()
+    models = [build("dense", 0) for _ in range(3)]
+    calls = [
+        pool.submit(loop, member, Stream(member.rank, 1), models[member.rank], dies_at)
+        for member, dies_at in zip(members, (-1, 7), strict=True)
+    ]
+    with pytest.raises(KilledError):
+        calls[1].result(LIMIT)
+    meeting.wait_until(lambda inside: inside.door.seats[1].why is not None)
+    again = pool.submit(loop, meeting.join(1), Stream(1, 1), models[2], -1)
+    survivor, replaced = calls[0].result(LIMIT), again.result(LIMIT)
+    assert survivor == [(step, step) for step in range(1, 31)]
+    healed = replaced[0][0]
+    assert 8 <= healed <= 21
+    assert replaced == [(step, step) for step in range(healed, 31)]

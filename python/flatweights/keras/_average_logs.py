@@ -16,7 +16,7 @@ from flatweights.keras._callback import MemberCallback
 from flatweights.keras._gradients import averaging_of_optimizer
 from flatweights.keras._hooks import callbacks_beside
 from flatweights.keras._lease import MemberLease, calls_are_equal
-from flatweights.keras._progress import SAVING, State, check_before
+from flatweights.keras._progress import SAVING, AnyState, check_before
 from flatweights.keras._report import Report
 from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
@@ -140,7 +140,7 @@ class AverageLogs(MemberCallback):
             "stops": np.float64(self.model.stop_training),
         }
 
-        def exchange(member: Member, state: State | None) -> Round:
+        def exchange(member: Member, state: AnyState | None) -> Round:
             return member.average(
                 part,
                 **self._lease.terms,

@@ -22,7 +22,7 @@ from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import (
     SAVING,
-    State,
+    AnyState,
     check_before,
     keepers_among,
 )
@@ -380,7 +380,7 @@ class AverageWeights(MemberCallback):
         self._since, self._steps, self._trained = 0.0, 0, False
 
     def _average_plain(
-        self, plain: TensorFlowVariables, weight: float, member: Member, state: State | None
+        self, plain: TensorFlowVariables, weight: float, member: Member, state: AnyState | None
     ) -> Round:
         return member.average_variables(
             plain,

@@ -11,7 +11,7 @@ import keras
 
 from flatweights.keras._gradients import averaging_of
 from flatweights.keras._lease import MemberLease, agree
-from flatweights.keras._progress import State
+from flatweights.keras._progress import AnyState
 from flatweights.keras._samples import Samples
 from flatweights.ray import Member, Round
 
@@ -95,7 +95,7 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         return self._progress is not None and self._progress.is_apart
 
     def _average_at(
-        self, call: Callable[[Member, State | None], Round], *, at: Literal["batch", "epoch"]
+        self, call: Callable[[Member, AnyState | None], Round], *, at: Literal["batch", "epoch"]
     ) -> Round | None:
         """Return the result of ``call``; None, if this member is not at the place of the others."""
         progress = self._progress

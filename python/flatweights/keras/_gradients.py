@@ -31,9 +31,9 @@ from flatweights.keras._hooks import (
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._moments import check_synchronized, synchronize
 from flatweights.keras._names import inner_variable, named_variables, with_slots
-from flatweights.keras._progress import Progress, State, keepers_among
+from flatweights.keras._progress import AnyState, Progress, State, keepers_among, with_more
 from flatweights.keras._settings import check_alike, settings_of
-from flatweights.ray import CallsDifferError, Member, Round, WorkerError
+from flatweights.ray import CallsDifferError, Member, Round, Saved, Variables, WorkerError
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import compute_in_python, device_of
@@ -51,6 +51,7 @@ def average_gradients(
     min_results: int | None = None,
     nonfinite: Nonfinite = "propagate",
     rule: AnyRule | None = None,
+    state: Variables | Saved | Sequence[Variables | Saved] | None = None,
 ) -> Optimizer:
     """Make ``optimizer`` average the gradients of all members before it applies them.
 
@@ -100,13 +101,18 @@ def average_gradients(
             the step.
         rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``; see
             `flatweights.ray.Member.average`.
+        state: What heals members besides the variables and the optimizer's slots, such as the
+            position in the data, as ``state`` of `flatweights.ray.Member.average`: an object with
+            ``save`` and ``restore`` of bytes, or a `flatweights.ray.Variables`, or a list of these.
+            The same kinds in all members. In ``fit``, a member that begins with a later epoch gets
+            it before that epoch. Without ``min_results``, no member is healed.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        TypeError: If it is not an optimizer of Keras 3, ``member`` is not a `Member`, or ``rule``
-            is not a rule.
+        TypeError: If it is not an optimizer of Keras 3, ``member`` is not a `Member`, ``rule`` is
+            not a rule, or ``state`` is of another kind (at the first step that needs it).
         ValueError: If it averages gradients already, or ``nonfinite`` does not suit it.
         RuntimeError: If it was made in the scope of a `tf.distribute.MirroredStrategy`.
     """
@@ -134,7 +140,8 @@ def average_gradients(
     options = {"nonfinite": nonfinite, "rule": None if rule is None else Rule.of(rule)}
     check_nonfinite(nonfinite)
     lease = MemberLease("average_gradients", member, timeout, min_results)
-    Averaging(optimizer, lease, options)
+    more = [*state] if isinstance(state, (list, tuple)) else [] if state is None else [state]
+    Averaging(optimizer, lease, options, more)
     synchronize(_averaging_of_layer)
     return optimizer
 
@@ -149,10 +156,20 @@ class Averaging:
             have died; None if it needs all.
     """
 
-    def __init__(self, optimizer: Any, lease: MemberLease, options: dict[str, Any]) -> None:
-        """Change ``optimizer``; ``options`` are those of each average."""
+    def __init__(
+        self, optimizer: Any, lease: MemberLease, options: dict[str, Any], more: Sequence[Any]
+    ) -> None:
+        """Change ``optimizer``.
+
+        Args:
+            optimizer: The optimizer.
+            lease: See the attribute.
+            options: Those of each average.
+            more: Parts of the state that heals members, besides variables and slots.
+        """
         self.lease = lease
         self.rule = options["rule"]
+        self._more = more
         self._optimizer = optimizer
         self._options = options
         self._is_started = False
@@ -202,7 +219,7 @@ class Averaging:
             self._optimizer.build(model.trainable_variables)
             if self.lease.min_results is not None:
                 state = self._state_of(model.weights, keepers_among(callbacks))
-                self.progress = Progress(self.lease, callback, callbacks, state)
+                self.progress = Progress(self.lease, callback, callbacks, state, self._more)
                 if self.lease.take().lacks_state:
                     self.progress.join()
             self._begun = model
@@ -570,7 +587,7 @@ class Averaging:
             if progress is not None:
                 result = progress.average(functools.partial(self._call, exchange), in_step=True)
             elif self.lease.min_results is not None:
-                state = self._state_of(exchange.variables)
+                state = with_more(self._state_of(exchange.variables), self._more)
                 result = self._call(exchange, self.lease.take(), state)
             else:
                 result = self._call(exchange, self.lease.take(), None)
@@ -578,7 +595,7 @@ class Averaging:
             if result is None:
                 grads.pass_on(exchange.layout.core)
 
-    def _call(self, exchange: _Exchange, member: Member, state: State | None) -> Round:
+    def _call(self, exchange: _Exchange, member: Member, state: AnyState | None) -> Round:
         return member.average_variables(
             exchange,
             state=state,

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -145,6 +145,29 @@ class State:
             yield k, parts[at : at + self._count]
 
 
+AnyState: TypeAlias = State | list[Any]
+"""A state, or a list of it and of its other parts."""
+
+
+def with_more(state: State, more: Sequence[Any]) -> AnyState:
+    """Return ``state`` with other parts, as `Member` takes it."""
+    return [state, *more] if more else state
+
+
+def _copy_of(part: Any) -> Any:
+    """Return the values of a part of a state, as `_set_copy` takes them."""
+    if not hasattr(part, "gather_into"):
+        return part.save()
+    buffer = part.layout.new_buffer()
+    part.gather_into(buffer)
+    return buffer
+
+
+def _set_copy(part: Any, copy: Any) -> None:
+    """Set a part of a state to the values of `_copy_of`."""
+    (part.scatter if hasattr(part, "gather_into") else part.restore)(copy)
+
+
 class Progress:
     """One `fit` of one member, while other members may be at other places of theirs.
 
@@ -158,7 +181,12 @@ class Progress:
     """
 
     def __init__(
-        self, lease: MemberLease, callback: Any, callbacks: list[Any], state: State
+        self,
+        lease: MemberLease,
+        callback: Any,
+        callbacks: list[Any],
+        state: State,
+        more: Sequence[Any] = (),
     ) -> None:
         """Begin, before the first epoch.
 
@@ -167,12 +195,14 @@ class Progress:
             callback: One of the callbacks of the `fit`.
             callbacks: All callbacks of the `fit`, in the list by which Keras calls them.
             state: The state that heals a member.
+            more: Other parts of it, such as a position in the data.
         """
         self.params: dict[str, Any] = callback.params
         self.has_joined = False
         self._lease = lease
         self._model = callback.model
         self._state = state
+        self._more = more
         self._list = callbacks  # of which some are missing at the end of an epoch that is skipped
         self._callbacks = [*callbacks]
         self._named = dict(zip(names_of(callbacks), callbacks, strict=True))
@@ -180,7 +210,7 @@ class Progress:
         self._now = FitState(steps=self.params.get("steps") if by_one else None)
         self._last: Any = None  # the callback that has told the end of the epoch
         self._pending: Place | None = None  # deciding callbacks go on from its counts
-        self._copy: NDArray[np.uint8] | None = None  # of the state
+        self._copy: list[Any] = []  # of the state, and of its other parts
         self._until, self._pause = 0.0, 0.0  # while the end waits for others
 
     @property
@@ -222,13 +252,13 @@ class Progress:
         begin_at(self._model, None)
 
     @property
-    def state(self) -> State:
+    def state(self) -> AnyState:
         """The state that heals this or another member, with this member's place."""
         counts = {k: own for k, one in self._named.items() if (own := _counts_of(one))}
         self._state.place = Place(self._now.epoch, self._now.done + self._now.ahead, counts)
-        return self._state
+        return with_more(self._state, self._more)
 
-    def average(self, call: Callable[[Member, State], Round], *, in_step: bool) -> Round | None:
+    def average(self, call: Callable[[Member, AnyState], Round], *, in_step: bool) -> Round | None:
         """Return the result of ``call``; None if the other members are at another place.
 
         Args:
@@ -265,11 +295,10 @@ class Progress:
                 self._lease.take().lacks_state = True
                 return self._meet()
             case Action.KEEP:
-                self._copy = self._state.layout.new_buffer()
-                self._state.gather_into(self._copy)
+                self._copy = [*map(_copy_of, (self._state, *self._more))]
             case Action.RESTORE:
-                assert self._copy is not None
-                self._state.scatter(self._copy)
+                for one, copy in zip((self._state, *self._more), self._copy, strict=True):
+                    _set_copy(one, copy)
                 self._take_counts(self._state.place, _SWAPPING)
             case Action.BEGIN_THERE:
                 begin_at(self._model, self._now.others)

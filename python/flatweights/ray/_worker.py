@@ -150,7 +150,8 @@ class FlatWorker:
 
         Returns:
             Anything that `TensorFlowVariables` takes as ``output``; a `TensorFlowVariables`, in a
-            graph with its session; or, for any other framework, a `Variables`.
+            graph with its session, or with ``exclude=`` for layers that stay at home; or, for any
+            other framework, a `Variables`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define build()")
 

@@ -304,7 +304,8 @@ class Member:
 
         Args:
             variables: A `flatweights.tensorflow.TensorFlowVariables`, or any object with its
-                ``layout``, ``gather_into`` and ``scatter``; of the same layout in all members.
+                ``layout``, ``gather_into`` and ``scatter``; of the same layout in all members. With
+                its ``exclude=``, other variables of the model stay each member's own.
             weight: See `average`.
             timeout: See `average`.
             min_results: See `average`.
