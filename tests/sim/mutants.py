@@ -408,9 +408,9 @@ MUTANTS = {
         ":",
     ),
     "a member repeats what its host does not": Mutant(
-        "members/_host_end.py",
-        "        return self._known.was_repeated and ",
-        "        return ",
+        "members/_again.py",
+        " and known.was_repeated and ",
+        " and ",
     ),
     # Others.
     "those that missed a call with a state go on": Mutant(

@@ -109,7 +109,7 @@ class Round:
     def again(cls, like: Round, number: int, *seconds: float) -> Round:
         """Return a round like another one without weights; see `facts_again`."""
         one = cls.__new__(cls)
-        one.__dict__.update(like.__dict__)
+        one.__dict__ = {**like.__dict__}
         one.number, one.seconds = number, dict(zip(like.seconds, seconds, strict=True))
         one.failed, one.extras, one.scores = {**like.failed}, {**like.extras}, {**like.scores}
         one.ways, one.links, one.staleness = {**like.ways}, {**like.links}, {**like.staleness}

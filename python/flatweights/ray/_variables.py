@@ -260,7 +260,7 @@ def set_weights(
     """Set ``variables`` by name, as `flatweights.tensorflow.TensorFlowVariables.set_weights`."""
     own = getattr(variables, "set_weights", None)
     if own is not None:
-        own(new_weights, share=share, **_without_seeds(variables))
+        own(new_weights, share=share, **without_seeds(variables))
         return
     _refuse_sharing(variables, share)
     layout = variables.layout
@@ -275,7 +275,7 @@ def set_flat(variables: Variables, new_weights: ArrayLike, *, share: bool = Fals
     """Set all ``variables`` from one vector."""
     own = getattr(variables, "set_flat", None)
     if own is not None:
-        own(new_weights, share=share, **_without_seeds(variables))
+        own(new_weights, share=share, **without_seeds(variables))
         return
     _refuse_sharing(variables, share)
     layout = variables.layout
@@ -287,10 +287,11 @@ def set_flat(variables: Variables, new_weights: ArrayLike, *, share: bool = Fals
 def scatter(variables: Any, memory: Memory) -> None:
     """Set ``variables`` from packed weights, except states of seed generators."""
     move = variables.scatter if isinstance(memory, np.ndarray) else variables.scatter_window
-    move(memory, **_without_seeds(variables))
+    move(memory, **without_seeds(variables))
 
 
-def _without_seeds(variables: Variables) -> dict[str, bool]:
+def without_seeds(variables: Variables) -> dict[str, bool]:
+    """Return the options of ``scatter`` that leave states of seed generators as they are."""
     return {"seeds": False} if getattr(variables, "seed_names", ()) else {}
 
 

@@ -469,4 +469,4 @@ def test_a_repeated_call_enters_few_functions(threads: ThreadPoolExecutor) -> No
 
     moves = 2 * 5  # of `Holder` itself
     counts = all_of(threads, meeting.members, act)
-    assert max(counts) <= moves + 30, counts
+    assert max(counts) <= moves + 18, counts

@@ -28,7 +28,7 @@ class HostDiedError(RuntimeError):
 
 
 class RepeatedAsk(NamedTuple):
-    """The way to ask for a call again, without Python.
+    """The way to ask for a call again, without Python; valid until windows change.
 
     Attributes:
         exchange: Asks and waits; see `_core.RepeatedAsk.exchange`.
@@ -41,11 +41,6 @@ class RepeatedAsk(NamedTuple):
     memory: NDArray[np.uint8]
     windows: Windows
     changes: int
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether the window is still there."""
-        return self.windows.changes == self.changes
 
 
 class MemberLane(WorkerLane):

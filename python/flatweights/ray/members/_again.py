@@ -10,11 +10,9 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
-from numpy.typing import NDArray
-
 from flatweights._layout import Layout
 from flatweights.ray._round import Round
-from flatweights.ray._variables import Variables
+from flatweights.ray._variables import Variables, without_seeds
 from flatweights.ray.core._asks import Ask
 from flatweights.ray.members._host_end import Repeating
 from flatweights.ray.members._turns import Turns
@@ -34,6 +32,7 @@ class Again(NamedTuple):
         repeating: The way to ask for it again.
         turns: How often another model had taken its turn.
         like: The `Round` of the last such call, without weights.
+        options: Those with which the variables are set.
     """
 
     variables: weakref.ref[Any]
@@ -44,6 +43,7 @@ class Again(NamedTuple):
     repeating: Repeating
     turns: int
     like: Round
+    options: dict[str, bool]
 
     def is_for(self, variables: Variables, state: Any, turns: Turns) -> bool:
         """Whether the next call with these objects is like this one."""
@@ -54,19 +54,21 @@ class Again(NamedTuple):
             return False
         if (None if self.state is None else self.state()) is not state:
             return False
-        return self.turns == turns.changes and self.repeating.is_valid
-
-    @property
-    def memory(self) -> NDArray[Any]:
-        """The memory into which the variables are gathered."""
-        return self.repeating.memory
+        way, known = self.repeating
+        is_there = way.windows.changes == way.changes
+        return self.turns == turns.changes and known.was_repeated and is_there
 
 
 class Calls(dict[int, Again]):
     """The calls that a member may make again, by the id of their variables."""
 
     def note(
-        self, variables: Any, state: Any, arguments: tuple[Any, ...], ask: Ask, more: Any
+        self,
+        variables: Any,
+        state: Any,
+        arguments: tuple[Any, ...],
+        ask: Ask,
+        more: tuple[Repeating, int, Round],
     ) -> None:
         """Note a call that was just made, if it may be made again.
 
@@ -82,6 +84,8 @@ class Calls(dict[int, Again]):
         except TypeError:  # a class has no weak references
             return
         self.pop(id(variables), None)
-        self[id(variables)] = Again(*refs, arguments, variables.layout, ask, *more)
+        self[id(variables)] = Again(
+            *refs, arguments, variables.layout, ask, *more, without_seeds(variables)
+        )
         if len(self) > _MOST:
             del self[next(iter(self))]

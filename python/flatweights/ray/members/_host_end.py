@@ -225,18 +225,16 @@ class _Prepared:
     was_repeated: bool = False
 
 
-class Repeating:
-    """The way to make a call again: `exchange` asks and waits, with what is in `memory`."""
+class Repeating(NamedTuple):
+    """The way to make a call again.
 
-    def __init__(self, way: RepeatedAsk, known: _Prepared) -> None:
-        """Take the way of the lane, and what is known of such calls."""
-        self.exchange, self.memory = way.exchange, way.memory
-        self._way, self._known = way, known
+    Attributes:
+        way: The way of the lane: it asks and waits, with what is in its memory.
+        known: What is known of such calls, as long as the host repeats them.
+    """
 
-    @property
-    def is_valid(self) -> bool:
-        """Whether the host has repeated the last such call, and the window is still there."""
-        return self._known.was_repeated and self._way.is_valid
+    way: RepeatedAsk
+    known: _Prepared
 
 
 class HostByLane(HostEnd):

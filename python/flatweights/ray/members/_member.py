@@ -323,8 +323,7 @@ class Member:
         arguments = weight, timeout, min_results, nonfinite
         again = self._again.get(id(variables))
         if again is not None and rule is None and again.arguments == arguments:
-            # A state that is no `Variables` is not the one that was noted.
-            result = self._average_again(again, variables, cast("Variables | None", state))
+            result = self._average_again(again, variables, state)
             if result is not None:
                 return result
         self._check_process()
@@ -346,9 +345,7 @@ class Member:
                 self._again.note(variables, state, arguments, ask, more)
             return result
 
-    def _average_again(
-        self, again: Again, variables: Variables, state: Variables | None
-    ) -> Round | None:
+    def _average_again(self, again: Again, variables: Variables, state: Any) -> Round | None:
         """Average as before; None, with nothing done, if this call is not like that one."""
         if self._over or self._process != os.getpid() or _get_running_loop() is not None:
             return None
@@ -368,17 +365,18 @@ class Member:
         try:
             self._caller = threading.get_ident()
             host.is_asking = host.is_told = False
-            variables.gather_into(again.memory)
+            way = again.repeating.way
+            variables.gather_into(way.memory)
             host.is_asking = True
             if _failpoints.hook is not None:
                 _failpoints.reach("asking")
-            told = again.repeating.exchange(again.ask.weight, SLICE)
+            told = way.exchange(again.ask.weight, SLICE)
             if told is None:
                 host.is_asking = False
                 return None
             if isinstance(told, bool):
                 outcome, mean = self._exchange(
-                    host, again.ask, again.layout, again.memory, state, was_told=told
+                    host, again.ask, again.layout, way.memory, state, was_told=told
                 )
                 result = self._round(outcome, None)
             else:
@@ -387,7 +385,7 @@ class Member:
                     _failpoints.reach("told")
                 number, waited, averaged, mean = told
                 result = Round.again(again.like, number, waited, averaged)
-            scatter(variables, mean)
+            variables.scatter(mean, **again.options)
             return result
         except BaseException as error:
             self._fail(error, state)
