@@ -84,8 +84,8 @@ class Calls(dict[int, Again]):
         except TypeError:  # a class has no weak references
             return
         self.pop(id(variables), None)
-        self[id(variables)] = Again(
-            *refs, arguments, variables.layout, ask, *more, without_seeds(variables)
-        )
+        way, turns, like = more
+        layout, options = variables.layout, without_seeds(variables)
+        self[id(variables)] = Again(*refs, arguments, layout, ask, way, turns, like, options)
         if len(self) > _MOST:
             del self[next(iter(self))]
