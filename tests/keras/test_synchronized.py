@@ -178,7 +178,7 @@ def test_a_member_alone_normalizes_as_keras_does(member: flatweights.ray.Member)
         model.compile(optimizer, "mse")
         model.fit(x, y, 20, shuffle=False, verbose=0)
         weights.append(model.get_weights())
-    assert close(*weights, 1e-5)
+    assert close(weights[0], weights[1], 1e-5)
 
 
 def test_xla_is_refused_by_the_name_of_the_tensor(member: flatweights.ray.Member) -> None:

@@ -77,7 +77,8 @@ def average_gradients(
     before the first step. They need gradients of the same variables in each step: a variable that
     gets one in some members only is an error in all. Each member keeps its own values of other
     variables, such as BatchNormalization's moving statistics and frozen layers; add
-    `AverageWeights` to average them, too.
+    `AverageWeights` to average them, too. ``BatchNormalization(synchronized=True)`` normalizes over
+    the batches of all members, so its moving statistics are equal, too.
 
     >>> import keras
     >>> import flatweights.ray
