@@ -212,6 +212,22 @@ def test_a_loop_that_has_not_built_its_optimizer_is_told_to(member: flatweights.
     step()
 
 
+def test_a_model_that_is_compiled_again_uses_its_new_optimizer(
+    member: flatweights.ray.Member,
+) -> None:
+    model = build("synchronized", 0)
+    old = []  # alive, as until the next collection of garbage
+    for _ in range(4):
+        with flatweights.ray.join(f"synchronized {len(old)}", rank=0, size=1) as other:
+            old.append(average_gradients(keras.optimizers.SGD(), member=other))
+            old[-1].build(model.trainable_variables)
+    optimizer = average_gradients(keras.optimizers.SGD(), member=member)
+    model.compile(optimizer, "mse")
+    x, y = images("synchronized")
+    model.fit(x, y, verbose=0)  # the first trace: it is not built before
+    model.train_on_batch(x, y)  # without fit
+
+
 def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
     optimizer = average_gradients(keras.optimizers.SGD(), member=member)
     with pytest.raises(TypeError, match="tensor: expected floating-point numbers, got int32"):
