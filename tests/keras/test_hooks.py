@@ -237,7 +237,7 @@ def test_synchronized_layers_use_other_moments_in_training_alone(
         told.append((layer, inputs.shape, mask))
         return tuple(one + 1.0 for one in local())
 
-    x = np.float32([[1, 2], [3, 6]])
+    x = np.array([[1, 2], [3, 6]], np.float32)
     for _ in range(2):  # the later one replaces the earlier
         _hooks.replace_moments(moments)
     for synchronized in (True, False):

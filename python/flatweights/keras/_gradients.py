@@ -9,7 +9,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import filterfalse
+from itertools import count, filterfalse
 from typing import Any, TypeVar
 
 import keras
@@ -41,6 +41,7 @@ from flatweights.tensorflow._python_op import compute_in_python, device_of
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
 _averagings: weakref.WeakSet[Averaging] = weakref.WeakSet()
+_numbers = count()
 
 
 def average_gradients(
@@ -78,7 +79,8 @@ def average_gradients(
     before the first step. They need gradients of the same variables in each step: a variable that
     gets one in some members only is an error in all. Each member keeps its own values of other
     variables, such as BatchNormalization's moving statistics and frozen layers; add
-    `AverageWeights` to average them, too.
+    `AverageWeights` to average them, too. ``BatchNormalization(synchronized=True)`` normalizes over
+    the batches of all members, so its moving statistics are equal, too.
 
     >>> import keras
     >>> import flatweights.ray
@@ -150,6 +152,7 @@ class Averaging:
     """Replaces some methods of one optimizer.
 
     Attributes:
+        number: Its number in this process; later ones have higher numbers.
         rule: The rule that replaces the mean of gradients.
         lease: The member, and the time and the number of members that its calls wait for.
         progress: The member's progress in a `fit` that goes on without members that are late or
@@ -168,6 +171,7 @@ class Averaging:
             more: Parts of the state that heals members, besides variables and slots.
         """
         self.lease = lease
+        self.number = next(_numbers)
         self.rule = options["rule"]
         self._more = more
         self._optimizer = optimizer
@@ -504,6 +508,10 @@ class Averaging:
         optimizer = self._optimizer
         return optimizer.built and not ids.isdisjoint(map(id, variables_of(optimizer)))
 
+    def may_train(self, ids: set[int]) -> bool:
+        """Whether the optimizer trains a variable of ``ids``, or is not built yet."""
+        return not self._optimizer.built or self.trains(ids)
+
     def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return the mean of ``tensor`` over members; its gradient is the mean of the gradients.
 
@@ -687,20 +695,19 @@ def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
     return averaging if isinstance(averaging, Averaging) else None
 
 
-def averaging_of_variables(variables: Sequence[Any]) -> Averaging | None:
-    """Return the `Averaging` of the optimizer that was built with one of ``variables``, if any."""
-    ids = {id(one) for one in variables}
-    for averaging in [*_averagings]:
-        if averaging.trains(ids):
-            return averaging
-    return None
-
-
 def _averaging_of_layer(variables: Sequence[Any]) -> Averaging | None:
-    """Return the `Averaging` of the optimizer that trains a layer of ``variables``, if any."""
-    averaging = averaging_of_variables(variables)
-    fit = running_fit() if averaging is None else None
-    return averaging if fit is None else averaging_of(fit.model)
+    """Return the `Averaging` of the optimizer that trains a layer of ``variables``, if any.
+
+    That is the optimizer of the `fit` that runs, unless another one was built with them. Of several
+    such, the newest counts: a model that was compiled again has left its older ones.
+    """
+    ids = {id(one) for one in variables}
+    fit = running_fit()
+    own = None if fit is None else averaging_of(fit.model)
+    if own is not None and own.may_train(ids):
+        return own
+    built = [one for one in _averagings if one.trains(ids)]
+    return max(built, key=lambda one: one.number) if built else own
 
 
 def checked_graph(who: str, jit: str = "") -> Any:
