@@ -6,12 +6,10 @@ import functools
 import inspect
 import threading
 import types
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import ArrayLike, NDArray
 
 from flatweights._frameworks import holder_of
@@ -29,6 +27,7 @@ from flatweights.ray._variables import Variables
 from flatweights.ray._wire import WireMessage, WorkerWire
 from flatweights.ray.lanes._worker_lane import NoLane, WorkerLanes
 from flatweights.ray.peers._contract import Head, Stamp, weights_of
+from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.wire import MissedUpdateError, Snapshot
 
 _MOST_GROUPS = 64  # whose last calls a worker remembers
@@ -38,6 +37,7 @@ class _GroupState:
     """The state that an actor keeps for the groups that call it.
 
     Attributes:
+        platform: What the actor uses of Ray and lanes.
         turn: The lock that admits one of their calls at a time. Actors may run several calls at a
             time (``max_concurrency``). Without the lock, a call that was broken off would continue
             to train on weights that were sent in the meantime.
@@ -47,12 +47,13 @@ class _GroupState:
         lanes: The lanes to groups on this machine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, platform: Platform = PLATFORM) -> None:
+        self.platform = platform
         self.turn = threading.RLock()
         self.version: Stamp | None = None
         self.is_whole = True
         self.wire = WorkerWire()
-        self.lanes = WorkerLanes()
+        self.lanes = WorkerLanes(platform.worker_lane)
         self._last_calls: dict[str, int] = {}  # the number of each group's last call
 
     def admit(self, stamp: Stamp) -> None:
@@ -74,7 +75,7 @@ class _GroupState:
         ``group`` has sent it weights that no other worker took.
         """
         got_from, got = (None, None) if self.version is None else self.version
-        if version is None and got is None and _was_restarted():
+        if version is None and got is None and self.platform.was_restarted():
             raise StaleWorkerError("restarted, and not sent any weights since")
         if version is None and got_from == group:
             raise StaleWorkerError(f"expected no weights of the group, got version {got}")
@@ -226,10 +227,11 @@ class FlatWorker:
 
     def attach_lane(self, address: bytes, token: bytes, node: str) -> bytes | NoLane:
         """Make a lane to a `WorkerGroup` on this ``node``; groups call it."""
-        here = ray.get_runtime_context().get_node_id()
+        state = self._group_state
+        here = state.platform.node()
         if here != node:
             return NoLane("the worker is on another node", may_pass=False, node=here)
-        return self._group_state.lanes.attach(address, token)
+        return state.lanes.attach(address, token)
 
     def serve_lane(self, token: bytes, number: int) -> Any:
         """Run commands of a lane until none comes; return a result that goes through Ray.
@@ -299,7 +301,7 @@ class _Commands:
 def _receive(
     worker: FlatWorker, state: _GroupState, version: Stamp | None, new_weights: Any
 ) -> None:
-    new_weights = weights_of(new_weights)
+    new_weights = weights_of(new_weights, state.platform)
     if type(new_weights) is Packed:
         if _may_scatter(worker, new_weights.layout):
             _variables.scatter(worker.variables, new_weights.buffer)
@@ -307,7 +309,7 @@ def _receive(
             return
         new_weights = new_weights.weights()
     sent = new_weights.weights if isinstance(new_weights, Snapshot) else new_weights
-    if state.version is None and _was_restarted() and _is_subset(worker, sent):
+    if state.version is None and state.platform.was_restarted() and _is_subset(worker, sent):
         raise ValueError(
             f"expected all weights, got {len(sent)} of {len(worker.variables.layout)}: "
             "restarted, and not sent the others since"
@@ -407,14 +409,3 @@ def _set(
     else:
         worker.set_weights(new_weights)
     state.is_whole = True
-
-
-@functools.cache
-def _was_restarted() -> bool:
-    """Whether Ray has started this actor more than once."""
-    context = ray.get_runtime_context()
-    if context.get_actor_id() is None:
-        return False
-    with warnings.catch_warnings():  # Ray itself calls a deprecated function here
-        warnings.simplefilter("ignore")
-        return bool(context.was_current_actor_reconstructed)

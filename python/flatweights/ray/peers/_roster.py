@@ -53,9 +53,10 @@ from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
 from flatweights.ray.peers._by_lane import Worker
 from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
 from flatweights.ray.peers._latest import Latest, model_of
+from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.ray.peers._ranks import Ranks, Record
 from flatweights.ray.peers._start import Start
-from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster, end_actor
+from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster
 from flatweights.ray.peers._summary import Reading
 from flatweights.ray.peers._wait import Arrivals, Request, deadline_in, wait_any
 
@@ -81,6 +82,7 @@ class Roster(Ranks):
         wire: GroupWire | None,
         initial: Any,
         sums: Sums = "float64",
+        platform: Platform = PLATFORM,
     ) -> None:
         """Take actors of `FlatWorker` classes; all count as healthy.
 
@@ -89,16 +91,17 @@ class Roster(Ranks):
             wire: The encoder, if weights travel in 16 bits.
             initial: The weights that all workers start from; see `WorkerGroup`.
             sums: The dtype in which sums travel between nodes.
+            platform: What the group uses of Ray and lanes.
 
         Raises:
             ValueError: If there is no actor, one is given twice, or ``sums`` is not such a dtype.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         check_cluster()
-        super().__init__(handles)
+        super().__init__(handles, platform)
         self.agents = Agents(self.lanes.offer, sums, Agent, ())
-        self.latest = Latest(wire)
-        self._start = Start(initial)
+        self.latest = Latest(wire, platform=platform)
+        self._start = Start(initial, platform)
         self._nbytes = 0  # of the last average that was made in this process
         self._name, self._counts = secrets.token_hex(8), itertools.count(1)
 
@@ -473,14 +476,14 @@ class Roster(Ranks):
             return
         leaving = [record for record, kill in self._leaving if kill]
         for record in [*self._all().values(), *leaving]:
-            end_actor(record.worker.handle)
+            self.platform.end(record.worker.handle)
             record.end(RuntimeError("the group was shut down"))
         self._joining.clear()
         self._leaving.clear()
         self.agents.shut_down()
         self.lanes.close()
         self._over = "the group was shut down"
-        self.latest = Latest()
+        self.latest = Latest(platform=self.platform)
 
     def _next_stamp(self) -> Stamp:
         return self._name, next(self._counts)
@@ -520,7 +523,7 @@ class Roster(Ranks):
             # other.
             arrivals = Arrivals(deadline_in(timeout))
             record = self._records[rank]
-            answer = RayAnswer(record.worker.handle.get_weights.remote())
+            answer = RayAnswer(record.worker.handle.get_weights.remote(), self.platform)
             record.owe(answer)
             arrivals.expect({rank: answer})
             try:
