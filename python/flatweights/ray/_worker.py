@@ -85,7 +85,7 @@ class _GroupState:
                 f"expected weights of version {version[1]}, got {got}{whose}: restarted since, "
                 "or sent others"
             )
-        if version is not None and not self.is_whole:
+        if not self.is_whole:
             raise StaleWorkerError("sent other weights since, of which it may have set only some")
 
 
@@ -269,12 +269,11 @@ def _run(
             except StaleWorkerError:
                 raise
             except Exception as error:
-                refusal = error if method is None else RefusedWeightsError(reason_of(error))
-                if state.is_whole:
-                    note_unchanged(refusal)
-                if refusal is error:
+                if method is None:
+                    _note_if_unchanged(state, error)
                     raise
-                raise refusal from error
+                # No frame refers to the error: the weights would be held until the next collection.
+                raise _note_if_unchanged(state, RefusedWeightsError(reason_of(error))) from error
         state.check(stamp[0], version)
         if method is None:
             return None
@@ -291,6 +290,13 @@ def _run(
             raise StaleWorkerError(str(error)) from error
 
 
+def _note_if_unchanged(state: _GroupState, error: Exception) -> Exception:
+    """Return the error of weights that could not be set; it says whether nothing has changed."""
+    if state.is_whole:
+        note_unchanged(error)
+    return error
+
+
 class _Commands:
     """The methods of a worker that commands of a lane call, without Ray's wrapper."""
 
@@ -304,8 +310,9 @@ def _receive(
     new_weights = weights_of(new_weights, state.platform)
     if type(new_weights) is Packed:
         if _may_scatter(worker, new_weights.layout):
+            state.is_whole = _sets_all_or_none(worker)
             _variables.scatter(worker.variables, new_weights.buffer)
-            state.version = version
+            state.is_whole, state.version = True, version
             return
         new_weights = new_weights.weights()
     sent = new_weights.weights if isinstance(new_weights, Snapshot) else new_weights
