@@ -106,6 +106,30 @@ def test_a_late_rank_that_dies_is_brought_back_by_weights(
         assert_same(weights, weights_of(2.0))
 
 
+@pytest.mark.parametrize("call", ["restore", "run", "as_completed"])
+def test_workers_that_died_before_the_first_weights_get_the_initial_ones(
+    lend: Lend, call: str
+) -> None:
+    group = lend(PlainWorker, 1, max_restarts=-1)
+    actor = group.actors()[0]
+    os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+    group._roster[0].why = TimeoutError("late")
+    end = time.monotonic() + 120
+    while True:
+        assert time.monotonic() < end, group.unhealthy
+        with contextlib.suppress(WorkerError):
+            if call == "restore":
+                group.restore(timeout=60)
+                found = group.average("train")
+            elif call == "run":
+                (found,) = group.run(1, "train")
+            else:
+                (found,) = group.as_completed("train", updates=1)
+            break
+        time.sleep(0.01)
+    assert found.used == (0,)
+
+
 def test_rounds_do_not_wait_for_a_process_that_starts_again(tmp_path: Path) -> None:
     gate = tmp_path / "go on"
     remote: Any = ray.remote(num_cpus=0, max_restarts=-1)(Gated)

@@ -144,10 +144,10 @@ class Record:
         self.why = None
         self.asks_again = self._pause = 0.0
 
-    def probe(self, call: Call) -> Answer:
-        """Make a call that asks an unhealthy worker to take weights."""
-        answer = self.send(call)
-        self._probe = answer, call.head[1]
+    def probe(self, answer: Answer, version: Stamp | None) -> Answer:
+        """Note the answer to a call that asks an unhealthy worker to take weights."""
+        self.owe(answer)
+        self._probe = answer, version
         return answer
 
     @property

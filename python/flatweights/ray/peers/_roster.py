@@ -443,7 +443,8 @@ class Roster(Ranks):
         record = self._records[rank]
         record.distrust()
         call, latest = self.call_on_latest(rank, None, (), {})
-        return record.probe(call), call, latest
+        answer = self._ping(record) if self._may_have_any else record.worker.call(call)
+        return record.probe(answer, call.head[1]), call, latest
 
     def restore(
         self, deadline: Deadline, ranks: Iterable[int] | None = None, *, patient: bool = True
@@ -487,6 +488,14 @@ class Roster(Ranks):
 
     def _next_stamp(self) -> Stamp:
         return self._name, next(self._counts)
+
+    @property
+    def _may_have_any(self) -> bool:
+        """Whether it does not matter what workers have: the first call brings initial weights."""
+        return self.latest.version is None and self._start.initial is not None
+
+    def _ping(self, record: Record) -> RayAnswer:
+        return RayAnswer(record.worker.handle.ping.remote(), self.platform)
 
     def _complete_published(self, timeout: float | None) -> None:
         """Complete weights that were published before the first call, and may be a subset."""
@@ -645,8 +654,9 @@ class Roster(Ranks):
     ) -> set[int]:
         """Send the latest weights to ``ranks``; return the ranks that have them.
 
-        If no weights were sent yet, these ranks only report whether they were restarted. Ranks that
-        fail are unhealthy.
+        If no weights were sent yet, these ranks only report whether they were restarted; or, if
+        there are weights that all start from, whether they are alive. Ranks that fail are
+        unhealthy.
 
         Args:
             ranks: The ranks. A rank that owes an answer is not asked, unless ``patient``.
@@ -657,6 +667,12 @@ class Roster(Ranks):
         arrivals = Arrivals(deadline)
 
         def ask(ranks: Sequence[int]) -> None:
+            if self._may_have_any:
+                for rank in ranks:
+                    answer = self._ping(self._records[rank])
+                    self._records[rank].owe(answer)
+                    arrivals.expect({rank: answer})
+                return
             if payload is not None:
                 self._prepare(ranks, payload)
             self.send_out(self.call(payload=payload), arrivals, ranks)
