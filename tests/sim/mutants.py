@@ -26,11 +26,13 @@ class Mutant(NamedTuple):
         file: The file, in `flatweights/ray`.
         old: The text that is there, once.
         new: The text that takes its place.
+        protocols: The protocols whose schedules find it.
     """
 
     file: str
     old: str
     new: str
+    protocols: tuple[str, ...] = ("members",)
 
     @property
     def module(self) -> str:
@@ -408,20 +410,22 @@ def install(name: str) -> None:
     sys.meta_path.insert(0, _Finder(MUTANTS[name]))
 
 
-def try_all(schedules: int, names: Sequence[str] = ()) -> bool:
+def try_all(schedules: int, names: Sequence[str] = (), protocol: str = "members") -> bool:
     """Run schedules with one mutant after the other; print how soon each is found.
 
     Args:
         schedules: The largest number for each.
-        names: The mutants; all, if empty.
+        names: The mutants; all of the protocol, if empty.
+        protocol: The protocol whose schedules have to find them.
 
     Returns:
         Whether all were found.
     """
     found = 0
-    names = names or [*MUTANTS]
+    names = names or [name for name, one in MUTANTS.items() if protocol in one.protocols]
     for name in names:
         command = [sys.executable, "-W", "ignore", "-m", "tests.sim", "--mutant", name]
+        command += ["--protocol", protocol]
         command += ["--seeds", str(schedules), "--keep", "1", "--no-shrink"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         count = re.search(r"^(\d+) schedules in (.*?), ", ran.stdout, re.MULTILINE)

@@ -1,0 +1,308 @@
+"""What must hold of a group: checked when workers run methods, when calls return, and at the end.
+
+The truth is what workers have done: which weights they were set to, which call they ran on which
+weights, and what that gave. All models are multiples of a number that every count of ranks divides,
+so exactly one average is right, bit by bit. In particular:
+
+- an average consists of what its ranks have returned for that call, each with its weight, and all
+  of them ran it on the weights that the group had sent last;
+- no process runs a call twice, or in the middle of another one;
+- late, failed and quarantined ranks are what they are called, and a rank without any trouble is
+  none of these;
+- a call ends within its timeouts, and does not wait while no worker works;
+- once nothing goes wrong any more, a round of all workers that live follows in bounded time;
+- at the end nothing is owed, and no weights are held.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tests.sim.world import Process, World
+
+if TYPE_CHECKING:
+    from tests.sim.group_platform import GroupPlatform
+
+    from flatweights.ray._round import Round
+
+UNIT = 720720.0
+"""A multiple of all numbers up to 16: averages of multiples of it are integers."""
+
+SIZE = 136
+"""The numbers of a model: more than travel within a message."""
+
+_SLACK = 0.7  # seconds of messages
+_IDLE = 5.0  # seconds in which no worker works, and the driver waits
+_REPORTED = 3.0  # seconds after which Ray has reported every death
+
+
+class Run:
+    """A method that a worker runs for a call.
+
+    Attributes:
+        base: The weights that it was set to last; None, if it has those that it was built with.
+        before: The weights on which it runs.
+        result: What it returns; None before, and if it raises.
+        weight: The weight of the result.
+        ended: The time at which it has returned.
+        is_spoiled: Whether the result has NaN.
+        has_raised: Whether it has raised.
+    """
+
+    def __init__(self, process: Process, base: bytes | None, before: NDArray[Any]) -> None:
+        self.process, self.base, self.before = process, base, before.tobytes()
+        self.result: NDArray[Any] | None = None
+        self.weight = 1.0
+        self.ended = float("inf")
+        self.is_spoiled = self.has_raised = False
+
+
+class Call:
+    """A call of the driver.
+
+    Attributes:
+        number: Its number, an argument of its methods.
+        begin: The time at which it was made.
+        runs: By rank, the methods that have run for it.
+    """
+
+    def __init__(self, number: int, begin: float) -> None:
+        self.number, self.begin = number, begin
+        self.runs: dict[int, list[Run]] = {}
+
+
+class GroupOracle:
+    """The notes, and the checks.
+
+    Attributes:
+        counts: How often things have happened, by name.
+        latest: The weights that workers may have been sent last; None, if that is not known.
+        troubled: The ranks that something has happened to, or that were late.
+    """
+
+    def __init__(self, world: World, plan: dict[str, Any], platform: GroupPlatform) -> None:
+        self._world, self._plan, self._platform = world, plan, platform
+        self.counts: Counter[str] = Counter()
+        self.calls: dict[int, Call] = {}
+        self._numbers = itertools.count(1)
+        self._models = 0
+        self._bases: dict[Any, int] = {}
+        self.latest: set[bytes | None] | None = None
+        self.built: dict[int, list[bytes]] = {}  # by rank, the weights of its processes
+        self.troubled: set[int] = set()
+        self.driver: Process | None = None
+        self._idle_since: float | None = None
+        self._in_call: Call | None = None
+        self.may_hang = False
+
+    def fail(self, text: str) -> None:
+        """Note that an invariant does not hold."""
+        self._world.fail(text)
+
+    # Of workers.
+
+    def new_model(self, rank: int) -> NDArray[Any]:
+        """Return weights that no other process or call has."""
+        values = np.zeros(SIZE)
+        self._models += 1
+        values[1 + rank] = self._models * UNIT
+        return values
+
+    def is_built(self, rank: int, process: Process, values: NDArray[Any]) -> None:
+        """Note a new process, and its weights."""
+        self.built.setdefault(rank, []).append(values.tobytes())
+        process.notes["base"] = None
+
+    def is_set(self, process: Process, values: NDArray[Any] | None) -> None:
+        """Note that a worker was set to ``values``; None, if it has raised half-way."""
+        process.notes["base"] = b"" if values is None else values.tobytes()
+
+    def begins(self, number: int, rank: int, process: Process, values: NDArray[Any]) -> Run:
+        """Note that a worker begins to run a method."""
+        call = self.calls[number]
+        runs = call.runs.setdefault(rank, [])
+        if any(run.process is process for run in runs):
+            self.fail(f"{process.name} ran call {number} again")
+        if process.notes.get("busy"):
+            self.fail(f"{process.name} ran call {number} in the middle of another call")
+        run = Run(process, process.notes["base"], values)
+        runs.append(run)
+        if run.base == b"":
+            self.fail(f"{process.name} ran call {number} on weights of which some were not set")
+        return run
+
+    def result_of(self, run: Run, rank: int) -> NDArray[Any]:
+        """Return what a method returns: it shows on which weights it has run."""
+        values = self.new_model(rank)
+        base = run.base if run.base is not None else run.before
+        values[0] = UNIT * self._bases.setdefault(base, len(self._bases) + 1)
+        run.result = values.copy()
+        return values
+
+    # Of the driver.
+
+    def new_call(self) -> Call:
+        """Return a new call."""
+        call = Call(next(self._numbers), self._world.now)
+        self.calls[call.number] = call
+        return call
+
+    def begin(self, call: Call | None) -> None:
+        """Note that the driver is in a call from now on."""
+        self._in_call, self._idle_since = call, None
+
+    def end(self) -> None:
+        """Note that the driver is in no call any more."""
+        self._in_call = None
+
+    def sends(self, values: NDArray[Any]) -> None:
+        """Note that the driver is about to send weights, which workers may have from then on."""
+        if self.latest is not None:
+            self.latest = {*self.latest, values.tobytes()}
+
+    def has_sent(self, values: NDArray[Any]) -> None:
+        """Note that workers have these weights."""
+        self.latest = {values.tobytes()}
+
+    def may_have_sent_average(self, call: Call) -> None:
+        """Note that a call has failed, perhaps after workers were sent its average."""
+        if self.latest is None:
+            return
+        runs = [run for runs in call.runs.values() for run in runs if run.result is not None]
+        for count in range(1, len(runs) + 1):
+            for some in itertools.combinations(runs, count):
+                total = sum(run.weight for run in some)
+                mean = sum(run.weight * run.result for run in some if run.result is not None)
+                if total:
+                    self.latest.add(np.asarray(mean / total).tobytes())
+
+    def at_rest(self) -> None:
+        """Check that the driver does not wait while nobody works; called as time passes."""
+        call, world = self._in_call, self._world
+        if call is None:
+            return
+        if self._is_busy():
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = world.now
+        elif world.now > self._idle_since + _IDLE:
+            self.fail(f"call {call.number} waits, and no worker works")
+
+    def _is_busy(self) -> bool:
+        world = self._world
+        now = world.now
+        driver = self.driver
+        if driver is not None and driver.stopped_until > now:
+            return True
+        for actor in self._platform.actors:
+            process = actor.process
+            is_at_work = process.notes.get("busy") or process.stopped_until > now
+            if is_at_work and not process.is_dead:
+                return True
+            if not actor.is_over and not actor.is_alive:
+                return True
+            if process.is_dead and now < process.died_at + _REPORTED:
+                return True
+        return False
+
+    # Rounds.
+
+    def check_round(self, call: Call, result: Round, asked: Sequence[int], fresh: bool) -> None:
+        """Check the round of a call.
+
+        Args:
+            call: The call.
+            result: The round.
+            asked: The ranks that it may contain.
+            fresh: Whether workers had to run it on the weights that the group has sent last.
+        """
+        used = result.used
+        self.counts["rounds"] += 1
+        self.counts["late"] += len(result.late)
+        self.counts["failed"] += len(result.failed)
+        self.counts["quarantined"] += len(result.quarantined)
+        if [*used] != sorted({*used}) or not used:
+            self.fail(f"call {call.number}: used {used}")
+            return
+        parts = [*used, *result.late, *result.failed]
+        if sorted(parts) != sorted(asked):
+            self.fail(f"call {call.number}: expected ranks {asked}, got {parts}")
+        runs = {rank: self.run_of(call, rank) for rank in used}
+        if None in runs.values():
+            return
+        self._check_mean(call, result, runs)
+        if fresh:
+            self._check_bases(call, runs)
+        for rank in result.quarantined:
+            if not any(run.is_spoiled for run in call.runs.get(rank, ())):
+                self.fail(f"call {call.number}: rank {rank} is in quarantine, without NaN")
+        self.check_lost(call, result.failed, result.late)
+
+    def run_of(self, call: Call, rank: int, *, may_be_spoiled: bool = False) -> Run | None:
+        """Return the method that a rank has run for a call; check that it has returned."""
+        runs = [run for run in call.runs.get(rank, ()) if run.result is not None]
+        runs = [run for run in runs if run.ended <= self._world.now]
+        if not runs:
+            self.fail(f"call {call.number}: used rank {rank}, which has not returned")
+            return None
+        run = runs[-1]
+        if run.is_spoiled and not may_be_spoiled:
+            self.fail(f"call {call.number}: used rank {rank}, whose result has NaN")
+        return run
+
+    def _check_mean(self, call: Call, result: Round, runs: Mapping[int, Any]) -> None:
+        total = sum(run.weight for run in runs.values())
+        mean = sum(run.weight * run.result for run in runs.values()) / total
+        got = np.asarray(result.weights["w"])
+        if got.tobytes() != mean.tobytes():
+            where = np.flatnonzero(got != mean)
+            self.fail(f"call {call.number}: wrong average of {[*runs]} at {where[:4]}")
+
+    def _check_bases(self, call: Call, runs: Mapping[int, Run]) -> None:
+        """Check that all have run it on the same weights, which the group has sent last."""
+        bases = {run.base for run in runs.values()}
+        if len(bases) > 1:
+            self.fail(f"call {call.number}: ranks {[*runs]} ran it on different weights")
+            return
+        if self.latest is not None and not bases <= self.latest:
+            self.fail(f"call {call.number}: ranks {[*runs]} ran it on old weights")
+        if None not in bases:
+            self.latest = {*bases}
+
+    def check_lost(
+        self, call: Call, failed: Mapping[int, Exception], late: Iterable[int] = ()
+    ) -> None:
+        """Check that ranks are late or have failed for a reason."""
+        timeout, now = self._plan["timeout"], self._world.now
+        for rank in late:
+            if timeout is None or now < call.begin + timeout - 1e-3:
+                self.fail(f"call {call.number}: rank {rank} is late before the time is up")
+        if self._platform.losses:
+            return
+        for rank, error in failed.items():
+            runs = call.runs.get(rank, ())
+            if any(run.has_raised or run.is_spoiled for run in runs):
+                continue
+            if rank not in self.troubled and not self._has_trouble(rank):
+                self.fail(f"call {call.number}: rank {rank} has failed without a reason: {error!r}")
+        self.troubled |= {*late, *failed}
+
+    def _has_trouble(self, rank: int) -> bool:
+        """Whether something has happened to a worker."""
+        actor = self._platform.actors[rank]
+        driver = self.driver
+        is_stopped = driver is not None and bool(driver.stops)
+        return bool(
+            actor.is_over
+            or actor.life
+            or actor.process.is_dead
+            or actor.process.stops
+            or is_stopped
+            or self._plan["timeout"] is not None
+            or self._plan["refuses"]
+        )
