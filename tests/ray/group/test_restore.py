@@ -15,6 +15,7 @@ from ray_workers import PlainWorker, wait_for, weights_of
 from reference import assert_same
 
 from flatweights.ray import WorkerError, WorkerGroup
+from flatweights.ray.peers._store import RayAnswer
 from flatweights.ray.peers._wait import wait_any
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
@@ -70,6 +71,33 @@ def test_weights_that_are_sent_bring_a_late_rank_back(lend: Lend, tmp_path: Path
         assert (found.used, found.failed) == ((0, 1, 2), {})
     for weights in group.step("get_weights").values():
         assert_same(weights, weights_of(4.0))
+
+
+class InterruptedOnce(RayAnswer):
+    """An answer whose value is taken only at the second try."""
+
+    is_interrupted = False
+
+    def take(self) -> Any:
+        if not self.is_interrupted:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+        return super().take()
+
+
+def test_a_worker_whose_return_was_interrupted_comes_back(lend: Lend) -> None:
+    group = lend(PlainWorker, 2)
+    group.broadcast(weights_of(1.0))
+    record = group._roster[1]
+    record.leave_out(ray.exceptions.ActorDiedError())
+    answer = InterruptedOnce(record.worker.handle.ping.remote())
+    record.probe(answer, None)
+    ray.wait([answer.ref])
+    with pytest.raises(KeyboardInterrupt):
+        group.broadcast(weights_of(2.0))
+    assert group.broadcast(weights_of(3.0)) == [0, 1]
+    for weights in group.step("get_weights").values():
+        assert_same(weights, weights_of(3.0))
 
 
 class Gated(PlainWorker):

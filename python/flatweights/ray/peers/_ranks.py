@@ -158,18 +158,20 @@ class Record:
     def end_probe(self) -> bool:
         """Read the answer to `probe`, which has arrived; return whether the worker is back."""
         assert self._probe is not None
-        (answer, version), self._probe = self._probe, None
+        answer, version = self._probe
         try:
-            answer.take()
+            answer.take()  # after an interrupt, it is taken again
         except Exception as error:
             self.settle(answer)
             self.leave_out(error.with_traceback(None))
             self.put_off()
-            return False
-        finally:
-            answer.let_go()
-        self.settle(answer, version=version)
-        return True
+            is_back = False
+        else:
+            self.settle(answer, version=version)
+            is_back = True
+        self._probe = None
+        answer.let_go()
+        return is_back
 
     def put_off(self) -> None:
         """Ask the worker, which is not back, only after a pause, ever longer if it is dead."""
@@ -199,9 +201,9 @@ class Record:
     def drop_owed(self) -> None:
         """Let go of an owed answer that has arrived; if its value is needed, keep it first."""
         self._tell(True)
-        if self.owed is not None:
-            self.owed.let_go()
-        self.owed = None
+        owed, self.owed = self.owed, None
+        if owed is not None:
+            owed.let_go()
 
 
 class Ranks:

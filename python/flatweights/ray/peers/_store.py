@@ -53,6 +53,8 @@ class RayAnswer(Answer):
     ) -> list[Answer]:
         """Wait for an answer; return all that have arrived, of which each may have failed."""
         refs = list({answer.ref: None for answer in answers})
+        if None in refs:  # an interrupt came after it was let go of
+            return [answer for answer in answers if answer.ref is None]
         wait = answers[0]._platform.wait
         there = wait(refs, timeout)
         # All answers that have arrived meanwhile.
