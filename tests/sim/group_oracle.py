@@ -69,11 +69,16 @@ class Call:
         number: Its number, an argument of its methods.
         begin: The time at which it was made.
         runs: By rank, the methods that have run for it.
+        rank: The rank of a call of a loop.
+        rounds: The number of rounds of that loop before it.
+        published: The number of publications before it.
     """
 
     def __init__(self, number: int, begin: float) -> None:
         self.number, self.begin = number, begin
         self.runs: dict[int, list[Run]] = {}
+        self.rank = -1
+        self.rounds = self.published = 0
 
 
 class GroupOracle:
@@ -98,7 +103,10 @@ class GroupOracle:
         self.driver: Process | None = None
         self._idle_since: float | None = None
         self._in_call: Call | None = None
-        self.may_hang = False
+        self.rounds = self.published = 0  # of the loop; finished publications
+        self._open: dict[int, list[Call]] = {}  # calls of the loop, by rank
+        self._publications: list[bytes] = []
+        self._first: bytes | None = None  # the weights before the first publication
 
     def fail(self, text: str) -> None:
         """Note that an invariant does not hold."""
@@ -134,6 +142,8 @@ class GroupOracle:
         runs.append(run)
         if run.base == b"":
             self.fail(f"{process.name} ran call {number} on weights of which some were not set")
+        elif call.rank >= 0:
+            self._check_publication(call, run)
         return run
 
     def result_of(self, run: Run, rank: int) -> NDArray[Any]:
@@ -209,6 +219,123 @@ class GroupOracle:
             if process.is_dead and now < process.died_at + _REPORTED:
                 return True
         return False
+
+    # Loops of results as they arrive.
+
+    def begin_loop(self) -> None:
+        """Note that a loop begins; results of earlier ones are in no round any more."""
+        self.rounds = 0
+        self._open.clear()
+
+    def call_in_loop(self, rank: int) -> Call:
+        """Return a new call of a loop to one rank."""
+        call = self.new_call()
+        call.rank, call.rounds, call.published = rank, self.rounds, self.published
+        self._open.setdefault(rank, []).append(call)
+        return call
+
+    def publishes(self, values: NDArray[Any]) -> None:
+        """Note that the driver is about to publish weights."""
+        self._publications.append(values.tobytes())
+
+    def has_not_published(self) -> None:
+        """Note that there was no publication."""
+        self._publications.pop()
+
+    def has_published(self) -> None:
+        """Note that the last publication is what workers get from now on."""
+        self.published = len(self._publications)
+
+    def _place_of(self, base: bytes | None) -> int:
+        """Return the number of publications up to the weights of a method; 0 for the initial."""
+        if base in self._publications:
+            return self._publications.index(base) + 1
+        return 0
+
+    def _check_publication(self, call: Call, run: Run) -> None:
+        place = self._place_of(run.base)
+        if place < call.published:
+            latest = f"publication {place}, and {call.published} was the latest"
+            self.fail(f"call {call.number} to rank {call.rank} has the weights of {latest}")
+        if place == 0 and run.base is not None:
+            self._first = self._first or run.base
+            if run.base != self._first:
+                self.fail(f"call {call.number} to rank {call.rank} has weights of nobody")
+
+    def check_result(self, begin: float, published: int, result: Round) -> None:
+        """Check a round of a loop.
+
+        Args:
+            begin: The time at which it was asked for.
+            published: The number of publications then.
+            result: The round.
+        """
+        self.rounds += 1
+        self.counts["rounds"] += 1
+        for name in ("late", "failed", "stale", "quarantined"):
+            self.counts[name] += len(getattr(result, name))
+        ready = {rank: self._returned(rank) for rank in result.used}
+        found = None
+        for calls in itertools.product(*ready.values()):
+            runs = [call.runs[call.rank][-1] for call in calls]
+            total = sum(run.weight for run in runs)
+            mean = sum(run.weight * run.result for run in runs if run.result is not None) / total
+            if np.asarray(mean).tobytes() == np.asarray(result.weights["w"]).tobytes():
+                found = calls
+                break
+        if found is None:
+            self.fail(f"round {self.rounds}: the average of {result.used} is none of their results")
+            return
+        for call in found:
+            self._check_use(call, result, published)
+        left_out = [calls[0] for rank in result.stale if (calls := self._returned(rank))]
+        for call in (*found, *left_out):
+            calls = self._open[call.rank]
+            if call in calls:
+                del calls[: calls.index(call) + 1]
+        if len(found) == 1:
+            self._check_is_oldest(found[0], begin)
+        if result.late and self._plan["timeout"] is None:
+            self.fail(f"round {self.rounds}: late {result.late}, without a timeout")
+        self.troubled |= {*result.late, *result.failed, *result.stale}
+
+    def _returned(self, rank: int) -> list[Call]:
+        """Return the calls of a rank that have returned, and were in no round."""
+        now = self._world.now
+        return [
+            call
+            for call in self._open.get(rank, ())
+            if any(
+                run.ended <= now and run.result is not None and not run.is_spoiled
+                for run in call.runs.get(rank, [])[-1:]
+            )
+        ]
+
+    def _check_use(self, call: Call, result: Round, published: int) -> None:
+        run = call.runs[call.rank][-1]
+        place = self._place_of(run.base)
+        staleness = result.staleness[call.rank]
+        if not published - place <= staleness <= self.published - place:
+            self.fail(
+                f"round {self.rounds}: the result of rank {call.rank} is {self.published - place} "
+                f"publications old, and not {staleness}"
+            )
+        most = self._plan["max_staleness"]
+        if most is not None and staleness > most:
+            self.fail(f"round {self.rounds}: rank {call.rank} is too stale: {staleness}")
+
+    def _check_is_oldest(self, used: Call, begin: float) -> None:
+        """Check that no older call had returned long before."""
+        for rank in self._open:
+            if rank in self.troubled or rank == used.rank or self._has_trouble(rank):
+                continue
+            for call in self._returned(rank)[:1]:
+                run = call.runs[rank][-1]
+                if run.ended < begin - _SLACK and call.rounds < used.rounds:
+                    self.fail(
+                        f"round {self.rounds}: rank {used.rank} was called after round "
+                        f"{used.rounds}, rank {rank} after round {call.rounds}"
+                    )
 
     # Rounds.
 
@@ -288,6 +415,8 @@ class GroupOracle:
             runs = call.runs.get(rank, ())
             if any(run.has_raised or run.is_spoiled for run in runs):
                 continue
+            if isinstance(error, TimeoutError) and self._platform.is_calm:
+                continue  # `restore` has not waited for it
             if rank not in self.troubled and not self._has_trouble(rank):
                 self.fail(f"call {call.number}: rank {rank} has failed without a reason: {error!r}")
         self.troubled |= {*late, *failed}

@@ -39,6 +39,8 @@ def plan_of(seed: int, mix: str, protocol: str) -> Plan:
     - ``driver_faults``: the driver's faults, likewise;
     - ``max_inflight``: the number of results that may be mapped at once;
     - ``grows``, ``leaves``: how likely a worker is added or removed between two rounds;
+    - ``buffer``, ``max_staleness``: arguments of a loop; ``publishes``: how likely its body
+      publishes weights; ``beside``: whether another thread does;
     - ``yields``: how likely a task is preempted at a point.
     """
     rng = random.Random(f"{seed} {mix} {protocol}")
@@ -68,6 +70,7 @@ def plan_of(seed: int, mix: str, protocol: str) -> Plan:
         "buffer": rng.choice((1, 1, 2)),
         "max_staleness": rng.choice((None, None, 1, 3)),
         "publishes": rng.choice((0.5, 1.0)),
+        "beside": rng.random() < 0.3,
     }
     if mix in ("raises", "wild"):
         plan["nan"] = rng.choice((0.0, 0.1))
@@ -131,6 +134,7 @@ _NEUTRAL = (
     ("buffer", 1),
     ("max_staleness", None),
     ("publishes", 1.0),
+    ("beside", False),
     ("yields", 0.1),
 )
 """Entries of a plan, with the values by which they have little effect."""

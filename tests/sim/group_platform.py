@@ -50,6 +50,7 @@ class GroupPlatform(Platform):
         self.listeners: dict[bytes, SimulatedLanes] = {}
         self.actors: list[Actor] = []
         self.mailboxes: list[SimulatedMailbox] = []
+        self.is_calm = False  # whether nothing goes wrong any more
         self.losses = 0  # how often memory was short
         self.ids = itertools.count(1)  # of actors and references
         _order._logs.clear()  # of actors of earlier schedules, which had the same ids
@@ -63,6 +64,13 @@ class GroupPlatform(Platform):
     @staticmethod
     def check_connected(session: str | None = None) -> None:
         """Ray is never shut down."""
+
+    def thread(self) -> int:  # type: ignore[override]
+        """Return a number of the current task."""
+        return id(self.world.current)
+
+    def lock(self) -> Any:
+        return SimulatedLock(self.world)
 
     def lanes(self) -> Any:
         return SimulatedLanes(self)
@@ -127,6 +135,28 @@ class GroupPlatform(Platform):
         if kind < 0.5:
             return 0.0
         return self.world.draw() * (0.003 if kind < 0.95 else 0.2)
+
+
+class SimulatedLock(Changing):
+    """A lock that the task that has it may take again."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._owner: Any = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        current = self._world.current
+        if self._owner is not current:
+            self._world.block(lambda: self._owner is None, self)
+        self._owner = current
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self.changed()
 
 
 class Ref(ray.ObjectRef):  # type: ignore[misc]
@@ -275,7 +305,8 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
     def _start(self) -> None:
         self.life += 1
         life = self._lives[self.life]
-        faults = {int(point): Fault(**fault) for point, fault in life["faults"].items()}
+        planned = {} if self._platform.is_calm else life["faults"]
+        faults = {int(point): Fault(**fault) for point, fault in planned.items()}
         name = f"{self.name}.{self.life}" if self.life else self.name
         self.process = process = Process(self._world, name, faults)
         process.notes["life"], process.notes["actor"] = self.life, self

@@ -116,6 +116,7 @@ class GroupProgram:
         self._platform, self._plan = schedule.platform, schedule.plan
         self._made = self._in_vain = 0
         self._last: Any = None
+        self._is_looping = self._is_publishing = False
 
     def run(self) -> None:
         """Make all rounds; then check that all workers take part if nothing goes wrong."""
@@ -265,7 +266,77 @@ class GroupProgram:
         self._made += 0.5
 
     def _completed(self) -> None:
-        raise NotImplementedError
+        """Take results as they arrive, and publish weights, here or in another thread."""
+        oracle, world, plan, group = self._oracle, self._world, self._plan, self._group
+        oracle.begin_loop()
+        oracle.latest = None
+        options = self._arguments()
+        del options["min_results"]
+        loop = group.as_completed(
+            "train",
+            arguments=lambda rank: [oracle.call_in_loop(rank).number],
+            buffer=min(plan["buffer"], len(self._ranks())),
+            max_staleness=plan["max_staleness"],
+            **options,
+        )
+        self._is_looping = True
+        if plan["beside"] and not self._is_publishing:
+            self._is_publishing = True
+            world.spawn(world.process(), self._publish_beside, "driver.publisher")
+        try:
+            while self._made < plan["rounds"]:
+                begin, published = world.now, oracle.published
+                with self._waiting():
+                    result = next(loop)
+                self._made += 0.5
+                world.note(f"result: {result!r}, staleness {result.staleness}")
+                oracle.check_result(begin, published, result)
+                del result
+                if world.draw() < 0.3:
+                    world.sleep(world.draw() * plan["work"])
+                if not plan["beside"] and world.draw() < plan["publishes"]:
+                    self._publish()
+                kind = world.draw()
+                if kind < 0.05:
+                    with self._calling() as call:
+                        group.step("train", call.number, timeout=plan["timeout"])
+                elif kind < 0.1:
+                    with self._calling():
+                        group.restore(timeout=1.0)
+        finally:
+            self._is_looping = False
+            loop.close()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Wait for a result."""
+        self._oracle.begin(Call(0, self._world.now))
+        try:
+            yield
+        finally:
+            self._oracle.end()
+
+    def _publish(self) -> None:
+        values = self._oracle.new_model(0)
+        self._oracle.publishes(values)
+        try:
+            self._group.publish({"w": values})
+        except BaseException:
+            self._oracle.has_not_published()
+            raise
+        self._oracle.has_published()
+        self._world.note("has published")
+
+    def _publish_beside(self) -> None:
+        """Publish weights, as another thread does."""
+        world = self._world
+        while True:
+            world.sleep(0.01 + world.draw() * self._plan["work"])
+            if not self._is_looping:
+                self._is_publishing = False
+                return
+            with contextlib.suppress(RuntimeError):  # another thread is in a call
+                self._publish()
 
     # The end.
 
@@ -277,18 +348,21 @@ class GroupProgram:
         plan |= {"timeout": None, "min_results": 1, "nonfinite": "raise"}
         world.rates.clear()
         world.process().faults.clear()
-        self._schedule.is_calm = True
+        self._platform.is_calm = True
         for actor in self._platform.actors:
             actor.process.faults.clear()
-        end = world.now + _CALM
+        actors = self._platform.actors
+        end = _CALM + max([world.now, *[actor.process.stopped_until for actor in actors]])
         self._last = None
-        if not plan["initial"]:  # actors that were restarted need weights
-            values = oracle.new_model(0)
-            with self._calling(), contextlib.suppress(WorkerError):
-                oracle.sends(values)
-                group.broadcast({"w": values.copy()})
-                oracle.has_sent(values)
+        has_weights = plan["initial"]  # actors that were restarted need some
         while True:
+            if not has_weights:
+                values = oracle.new_model(0)
+                with self._calling(), contextlib.suppress(WorkerError):
+                    oracle.sends(values)
+                    group.broadcast({"w": values.copy()})
+                    oracle.has_sent(values)
+                    has_weights = True
             alive = self._alive()
             used: tuple[int, ...] = ()
             with self._calling():

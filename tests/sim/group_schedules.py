@@ -20,7 +20,6 @@ class GroupSchedule:
 
     Attributes:
         group_class: `WorkerGroup` on the simulated platform.
-        is_calm: Whether nothing goes wrong any more.
     """
 
     def __init__(self, plan: Plan, seed: int, *, has_transcript: bool = False) -> None:
@@ -32,19 +31,15 @@ class GroupSchedule:
         self.oracle = GroupOracle(self.world, self.plan, self.platform)
         self.world.at_rest = self.oracle.at_rest
         self.group_class: Any = type("Group", (WorkerGroup,), {"_platform": self.platform})
-        self.is_calm = False
 
     def start(self, rank: int) -> Actor:
         """Start the actor of a rank."""
         actor = self.plan["actors"][rank]
-        lives = actor["lives"]
-        if self.is_calm:
-            lives = [{"delay": life["delay"], "faults": {}} for life in lives]
         return Actor(
             self.platform,
             f"rank{rank}",
             lambda process: Worker(self, rank, process),
-            lives,
+            actor["lives"],
             retries=actor["retries"],
         )
 

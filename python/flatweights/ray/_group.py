@@ -113,7 +113,7 @@ class WorkerGroup:
         _check_initial(initial)
         self._roster = Roster(actors, wire, initial, sums, self._platform)
         self._max_inflight = check_count(max_inflight, "max_inflight")
-        self._turn = Turn("WorkerGroup")
+        self._turn = Turn("WorkerGroup", self._platform.lock(), self._platform.thread)
         self._count = 0  # of rounds
         self._in_round = False  # in run(): workers may have trained since the latest weights
         self._recipe: Recipe | None = None  # for the actors, from `create`

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +21,18 @@ from flatweights.ray.lanes._worker_lane import WorkerLane
 
 
 class Platform:
-    """Ray, and memory that two processes map."""
+    """Ray, threads, and memory that two processes map."""
 
     # Of a driver.
 
     session = staticmethod(session_of_ray)
     check_connected = staticmethod(check_connected)
+
+    thread = staticmethod(threading.get_ident)
+
+    def lock(self) -> Any:
+        """Return a lock that the thread that has it may take again."""
+        return threading.RLock()
 
     def lanes(self) -> Lanes:
         """Return the driver's ends of lanes, without any.
