@@ -225,9 +225,12 @@ class AsCompleted:
         (out, self._out), (there, self._there) = (self._out, {}), (self._there, [])
         for answer, sent in out.items():
             if sent.kind != "owed":
-                sent.record.settle(answer, is_there=False)
+                is_late = sent.record.why is not None  # by a call in the body
+                sent.record.settle(answer, is_there=False, is_late=is_late)
         for sent in there:
-            sent.record.settle(sent.answer, version=sent.version)
+            # A worker whose method has raised may have refused the weights.
+            version = None if _has_failed(sent.answer) else sent.version
+            sent.record.settle(sent.answer, version=version)
             sent.answer.let_go()
         self.roster.lanes.done()
 
@@ -599,3 +602,14 @@ class AsCompleted:
             seconds={"wait": 0.0, "average": _clock.now() - begin},
             nbytes=mean.nbytes,
         )
+
+
+def _has_failed(answer: Answer) -> bool:
+    """Whether an answer that has arrived is an error."""
+    if answer.packed is not None:
+        return False
+    try:
+        answer.take()
+    except Exception:
+        return True
+    return False
