@@ -25,6 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.sim.world import Process, World
 
+from flatweights.ray._errors import is_stale
+
 if TYPE_CHECKING:
     from tests.sim.group_platform import GroupPlatform
 
@@ -51,6 +53,7 @@ class Run:
         weight: The weight of the result.
         ended: The time at which it has returned.
         is_spoiled: Whether the result has NaN.
+        is_late: Whether the driver knows that it is late.
         has_raised: Whether it has raised.
     """
 
@@ -59,7 +62,7 @@ class Run:
         self.result: NDArray[Any] | None = None
         self.weight = 1.0
         self.ended = float("inf")
-        self.is_spoiled = self.has_raised = False
+        self.is_spoiled = self.has_raised = self.is_late = False
 
 
 class Call:
@@ -103,6 +106,8 @@ class GroupOracle:
         self.driver: Process | None = None
         self._idle_since: float | None = None
         self._in_call: Call | None = None
+        self._before: set[bytes | None] | None = None  # what was the latest before
+        self._known: list[Exception] = []  # errors of workers that lacked weights
         self.rounds = self.published = 0  # of the loop; finished publications
         self._open: dict[int, list[Call]] = {}  # calls of the loop, by rank
         self._publications: list[bytes] = []
@@ -129,6 +134,8 @@ class GroupOracle:
     def is_set(self, process: Process, values: NDArray[Any] | None) -> None:
         """Note that a worker was set to ``values``; None, if it has raised half-way."""
         process.notes["base"] = b"" if values is None else values.tobytes()
+        if values is None:
+            self.troubled.add(self._platform.actors.index(process.notes["actor"]))
 
     def begins(self, number: int, rank: int, process: Process, values: NDArray[Any]) -> Run:
         """Note that a worker begins to run a method."""
@@ -172,8 +179,13 @@ class GroupOracle:
 
     def sends(self, values: NDArray[Any]) -> None:
         """Note that the driver is about to send weights, which workers may have from then on."""
+        self._before = self.latest
         if self.latest is not None:
             self.latest = {*self.latest, values.tobytes()}
+
+    def all_have_refused(self) -> None:
+        """Note that all workers have refused the weights: those before are the latest again."""
+        self.latest = self._before
 
     def has_sent(self, values: NDArray[Any]) -> None:
         """Note that workers have these weights."""
@@ -293,11 +305,11 @@ class GroupOracle:
             calls = self._open[call.rank]
             if call in calls:
                 del calls[: calls.index(call) + 1]
-        if len(found) == 1:
+        self.troubled |= {*result.late, *result.failed, *result.stale}
+        if len(found) == 1 and not self._platform.losses:
             self._check_is_oldest(found[0], begin)
         if result.late and self._plan["timeout"] is None:
             self.fail(f"round {self.rounds}: late {result.late}, without a timeout")
-        self.troubled |= {*result.late, *result.failed, *result.stale}
 
     def _returned(self, rank: int) -> list[Call]:
         """Return the calls of a rank that have returned, and were in no round."""
@@ -359,6 +371,9 @@ class GroupOracle:
         parts = [*used, *result.late, *result.failed]
         if sorted(parts) != sorted(asked):
             self.fail(f"call {call.number}: expected ranks {asked}, got {parts}")
+        least = self._plan["min_results"]
+        if len(used) < (least or 1) or (least is None and result.late):
+            self.fail(f"call {call.number}: {result!r} with min_results={least}")
         runs = {rank: self.run_of(call, rank) for rank in used}
         if None in runs.values():
             return
@@ -369,6 +384,7 @@ class GroupOracle:
             if not any(run.is_spoiled for run in call.runs.get(rank, ())):
                 self.fail(f"call {call.number}: rank {rank} is in quarantine, without NaN")
         self.check_lost(call, result.failed, result.late)
+        self.troubled -= {*used}
 
     def run_of(self, call: Call, rank: int, *, may_be_spoiled: bool = False) -> Run | None:
         """Return the method that a rank has run for a call; check that it has returned."""
@@ -396,6 +412,8 @@ class GroupOracle:
         if len(bases) > 1:
             self.fail(f"call {call.number}: ranks {[*runs]} ran it on different weights")
             return
+        if None in bases and self._plan["initial"]:
+            self.fail(f"call {call.number}: ranks {[*runs]} ran it on weights of their own")
         if self.latest is not None and not bases <= self.latest:
             self.fail(f"call {call.number}: ranks {[*runs]} ran it on old weights")
         if None not in bases:
@@ -409,14 +427,24 @@ class GroupOracle:
         for rank in late:
             if timeout is None or now < call.begin + timeout - 1e-3:
                 self.fail(f"call {call.number}: rank {rank} is late before the time is up")
+        for rank in [*late, *[k for k, why in failed.items() if isinstance(why, TimeoutError)]]:
+            owes = self._platform.actors[rank].process.notes.get("busy")
+            if owes:
+                owes.is_late = True
         if self._platform.losses:
             return
         for rank, error in failed.items():
+            is_known = any(error is one for one in self._known)
+            if is_stale(error) and not is_known:
+                self._known.append(error)
+                if self._plan["initial"] and not self._platform.actors[rank].life:
+                    self.fail(f"call {call.number}: rank {rank} was called without its weights")
             runs = call.runs.get(rank, ())
             if any(run.has_raised or run.is_spoiled for run in runs):
                 continue
-            if isinstance(error, TimeoutError) and self._platform.is_calm:
-                continue  # `restore` has not waited for it
+            is_late = isinstance(error, TimeoutError)
+            if is_late and (self._platform.is_calm or timeout is not None):
+                continue  # `restore` has not waited for it, or it was late in an earlier call
             if rank not in self.troubled and not self._has_trouble(rank):
                 self.fail(f"call {call.number}: rank {rank} has failed without a reason: {error!r}")
         self.troubled |= {*late, *failed}
@@ -432,6 +460,4 @@ class GroupOracle:
             or actor.process.is_dead
             or actor.process.stops
             or is_stopped
-            or self._plan["timeout"] is not None
-            or self._plan["refuses"]
         )

@@ -6,6 +6,7 @@ on a mailbox that follows `mailbox.cpp` step by step.
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import itertools
@@ -182,9 +183,12 @@ class Ref(ray.ObjectRef):  # type: ignore[misc]
             self._platform.objects.changed()
 
     def result(self) -> Any:
-        """Return the value, or raise the error."""
-        if self._error is not None:
-            raise self._error
+        """Return the value, or raise an error of its own, as Ray does."""
+        error = self._error
+        if isinstance(error, ray.exceptions.RayTaskError):
+            raise error.as_instanceof_cause()
+        if error is not None:
+            raise copy.copy(error)
         return self._value
 
 
@@ -344,6 +348,9 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
     def _call(self, name: str, args: Any, kwargs: Any) -> Ref:
         world, platform = self._world, self._platform
         caller = world.process()
+        owes = self.process.notes.get("busy")
+        if name == "call_version" and owes and owes.is_late and not self.process.is_dead:
+            world.fail(f"{self.name} is sent a call, and owes an answer")
         log = _order._logs.get(self._actor_id)
         if name == "serve_lane" and log is not None:
             log.last = args[0]
@@ -392,8 +399,8 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
                 value, error = None, raised
             except Exception as raised:
                 cause = _copied(raised)  # without its frames
-                task_error = ray.exceptions.RayTaskError(call.name, str(raised), cause)
-                value, error = None, task_error.as_instanceof_cause()
+                error = ray.exceptions.RayTaskError(call.name, str(raised), cause)
+                value = None
             world.point("returning")
             self._pending.remove(call)
             world.after(platform.delay(), lambda c=call, v=value, e=error: c.returns(v, e))

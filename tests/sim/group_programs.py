@@ -12,7 +12,7 @@ from tests.sim.world import Process
 
 from flatweights import Layout
 from flatweights.ray import _clock
-from flatweights.ray._errors import StoreTooSmallError, WorkerError
+from flatweights.ray._errors import StoreTooSmallError, WorkerError, is_refusal
 from flatweights.ray._worker import FlatWorker, _GroupState
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Worker(FlatWorker):
         notes = self._process.notes
         model = self.variables
         run = oracle.begins(number, self._rank, self._process, model.values)
-        notes["busy"] = True
+        notes["busy"] = run
         try:
             world.note(f"runs call {number}")
             seconds = plan["work"] * world.draw()
@@ -91,7 +91,7 @@ class Worker(FlatWorker):
                 run.is_spoiled = True
                 weights["w"][0] = np.nan
         finally:
-            notes["busy"] = False
+            notes["busy"] = None
         run.ended = world.now
         if not plan["weighted"]:
             return weights
@@ -228,13 +228,36 @@ class GroupProgram:
             if last is not None:
                 sent = np.array(last.weights["w"])
                 oracle.sends(sent)
-            result = self._group.average("train", call.number, broadcast=last, **self._arguments())
+            with self._refusals():
+                result = self._group.average(
+                    "train", call.number, broadcast=last, **self._arguments()
+                )
             self._made += 1
             if sent is not None:
                 oracle.has_sent(sent)
             oracle.check_round(call, result, self._ranks(), fresh=True)
+            self._check_refusals(result)
             self._world.note(f"average {self._made}: {result!r}")
             self._last = result
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Send weights; tell the oracle if all workers refuse them."""
+        try:
+            yield
+        except WorkerError as error:
+            causes = [getattr(one, "cause", one) for one in error.failed.values()]
+            is_refused = all("half of the variables" in str(cause) for cause in causes)
+            if is_refused and error.failed.keys() == {*self._ranks()}:
+                self._oracle.all_have_refused()
+                self._last = None  # the next call sends nothing
+            raise
+
+    def _check_refusals(self, result: Any) -> None:
+        """Check that workers that could not set weights, unlike others, are not called any more."""
+        for rank, error in result.failed.items():
+            if is_refusal(error) and self._group.is_actor_healthy(rank):
+                self._world.fail(f"rank {rank} has refused weights, and is healthy")
 
     def _mixed(self) -> None:
         oracle, group, draw = self._oracle, self._group, self._world.draw
@@ -246,7 +269,8 @@ class GroupProgram:
             values = oracle.new_model(0)
             with self._calling():
                 oracle.sends(values)
-                group.broadcast({"w": values.copy()}, timeout=self._plan["timeout"])
+                with self._refusals():
+                    group.broadcast({"w": values.copy()}, timeout=self._plan["timeout"])
                 oracle.has_sent(values)
                 self._world.note("has broadcast")
         elif kind < 0.75:
@@ -354,6 +378,7 @@ class GroupProgram:
         actors = self._platform.actors
         end = _CALM + max([world.now, *[actor.process.stopped_until for actor in actors]])
         self._last = None
+        by_run = world.draw() < 0.5  # which asks workers whether they are back, too
         has_weights = plan["initial"]  # actors that were restarted need some
         while True:
             if not has_weights:
@@ -365,12 +390,18 @@ class GroupProgram:
                     has_weights = True
             alive = self._alive()
             used: tuple[int, ...] = ()
-            with self._calling():
-                group.restore(timeout=5.0)
-            with self._calling() as call, contextlib.suppress(WorkerError):
-                result = group.average("train", call.number, **self._arguments())
+            if not by_run:
+                with self._calling():
+                    group.restore(timeout=5.0)
+            with self._calling(2) as call, contextlib.suppress(WorkerError):
+                if by_run:
+                    (result,) = group.run(1, "train", call.number, **self._arguments())
+                else:
+                    result = group.average("train", call.number, **self._arguments())
                 used = result.used
                 oracle.check_round(call, result, self._ranks(), fresh=True)
+                if by_run:
+                    oracle.has_sent(np.asarray(result.weights["w"]))
                 del result
             if [*used] == alive == self._alive():
                 return

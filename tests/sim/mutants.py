@@ -16,6 +16,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
 
+from tests.sim.group_mutants import ASYNCHRONOUS, GROUP
+
 PACKAGE = "flatweights.ray"
 
 
@@ -362,6 +364,9 @@ MUTANTS = {
 }
 """By name. The names say what is wrong."""
 
+MUTANTS |= {name: Mutant(*texts, ("group",)) for name, texts in GROUP.items()}
+MUTANTS |= {name: Mutant(*texts, ("asynchronous",)) for name, texts in ASYNCHRONOUS.items()}
+
 
 def changed(mutant: Mutant, source: str) -> str:
     """Return the source with the change.
@@ -424,6 +429,8 @@ def try_all(schedules: int, names: Sequence[str] = (), protocol: str = "members"
     found = 0
     names = names or [name for name, one in MUTANTS.items() if protocol in one.protocols]
     for name in names:
+        if protocol not in MUTANTS[name].protocols:
+            protocol = MUTANTS[name].protocols[0]
         command = [sys.executable, "-W", "ignore", "-m", "tests.sim", "--mutant", name]
         command += ["--protocol", protocol]
         command += ["--seeds", str(schedules), "--keep", "1", "--no-shrink"]

@@ -62,6 +62,21 @@ def test_a_seed_gives_one_schedule() -> None:
         assert hashlib.sha256(text.encode()).hexdigest() == expected
 
 
+@pytest.mark.parametrize(
+    ("protocol", "name"),
+    [
+        ("group", "each worker starts from its own weights"),
+        ("asynchronous", "staleness counts from the publication before"),
+    ],
+)
+def test_wrong_changes_are_found(protocol: str, name: str) -> None:
+    command = [sys.executable, "-m", "tests.sim", "--mutant", name, "--protocol", protocol]
+    command += ["--keep", "1", "--no-shrink", "--seeds", "100"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert " 1 violations" in ran.stdout
+
+
 def test_smaller_plans_run() -> None:
     for plan in smaller(plan_of(8, "wild", "group")):
         assert not schedule_of(plan, 8).world.failures
