@@ -11,11 +11,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.sim import mutants
-from tests.sim.plans import MIXES, Plan, mix_of, plan_of
+from tests.sim import group_plans, mutants, plans
+from tests.sim.plans import Plan
 
 # What imports the package is imported in functions, since a mutant changes the package before.
 
+PROTOCOLS = ("members", "group", "asynchronous")
 _COLLECT = 100  # schedules between two collections of garbage
 _MANY = 1_000_000_000
 _A_MINUTE = 6000  # schedules in which a wrong change has to be found
@@ -27,8 +28,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="schedules to run; with --mutants, for each")
     parser.add_argument("--minutes", type=float, help="stop after so many minutes")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--protocol", default="members", choices=["members"])
-    parser.add_argument("--mix", choices=MIXES, help="plans of this kind only")
+    parser.add_argument("--protocol", default="members", choices=PROTOCOLS)
+    parser.add_argument("--mix", help="plans of this kind only")
     parser.add_argument("--seed", type=int, help="replay this schedule: print its transcript")
     parser.add_argument("--plan", type=Path, help="replay the plan in a file, made by a failure")
     parser.add_argument("--keep", type=int, default=5, help="stop after so many failures")
@@ -38,16 +39,24 @@ def main() -> None:
     parser.add_argument("--mutant", help="run schedules of this wrong change")
     args = parser.parse_args()
     if args.mutants:
-        sys.exit(0 if mutants.try_all(args.seeds or _A_MINUTE, args.names) else 1)
+        found = mutants.try_all(args.seeds or _A_MINUTE, args.names, args.protocol)
+        sys.exit(0 if found else 1)
     if args.mutant is not None:
         mutants.install(args.mutant)
     if args.plan is not None:
         saved = json.loads(args.plan.read_text())
         replay(saved["plan"], saved["seed"])
     elif args.seed is not None:
-        replay(plan_of(args.seed, args.mix or mix_of(args.seed)), args.seed)
+        replay(plan_of(args.protocol, args.seed, args.mix), args.seed)
     else:
         sys.exit(1 if run(args) else 0)
+
+
+def plan_of(protocol: str, seed: int, mix: str | None) -> Plan:
+    """Return the plan of a seed, of a mix if one is given."""
+    if protocol == "members":
+        return plans.plan_of(seed, mix or plans.mix_of(seed))
+    return group_plans.plan_of(seed, mix or group_plans.mix_of(seed), protocol)
 
 
 def replay(plan: Plan, seed: int) -> None:
@@ -59,7 +68,7 @@ def replay(plan: Plan, seed: int) -> None:
 
 def run(args: Any) -> int:
     """Run schedules; return the number of those that fail."""
-    from tests.sim.schedules import Failure, Schedule, kind_of, shrunk, without_collector
+    from tests.sim.schedules import Failure, kind_of, schedule_of, shrunk, without_collector
 
     end = float("inf") if args.minutes is None else time.monotonic() + 60 * args.minutes
     last = _MANY if args.seeds is None else args.first + args.seeds
@@ -68,9 +77,8 @@ def run(args: Any) -> int:
     kinds: Counter[str] = Counter()
     with without_collector():
         for seed in range(args.first, last):
-            plan = plan_of(seed, args.mix or mix_of(seed))
-            schedule = Schedule(plan, seed)
-            schedule.run()
+            plan = plan_of(args.protocol, seed, args.mix)
+            schedule = schedule_of(plan, seed)
             counts += schedule.oracle.counts
             counts["schedules"] += 1
             counts["steps"] += schedule.world.steps

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
 
+from tests.sim.group_mutants import ASYNCHRONOUS, GROUP
+
 PACKAGE = "flatweights.ray"
 
 
@@ -26,11 +28,13 @@ class Mutant(NamedTuple):
         file: The file, in `flatweights/ray`.
         old: The text that is there, once.
         new: The text that takes its place.
+        protocols: The protocols whose schedules find it.
     """
 
     file: str
     old: str
     new: str
+    protocols: tuple[str, ...] = ("members",)
 
     @property
     def module(self) -> str:
@@ -431,6 +435,9 @@ MUTANTS = {
 }
 """By name. The names say what is wrong."""
 
+MUTANTS |= {name: Mutant(*texts, ("group",)) for name, texts in GROUP.items()}
+MUTANTS |= {name: Mutant(*texts, ("asynchronous",)) for name, texts in ASYNCHRONOUS.items()}
+
 
 def changed(mutant: Mutant, source: str) -> str:
     """Return the source with the change.
@@ -479,20 +486,24 @@ def install(name: str) -> None:
     sys.meta_path.insert(0, _Finder(MUTANTS[name]))
 
 
-def try_all(schedules: int, names: Sequence[str] = ()) -> bool:
+def try_all(schedules: int, names: Sequence[str] = (), protocol: str = "members") -> bool:
     """Run schedules with one mutant after the other; print how soon each is found.
 
     Args:
         schedules: The largest number for each.
-        names: The mutants; all, if empty.
+        names: The mutants; all of the protocol, if empty.
+        protocol: The protocol whose schedules have to find them.
 
     Returns:
         Whether all were found.
     """
     found = 0
-    names = names or [*MUTANTS]
+    names = names or [name for name, one in MUTANTS.items() if protocol in one.protocols]
     for name in names:
+        if protocol not in MUTANTS[name].protocols:
+            protocol = MUTANTS[name].protocols[0]
         command = [sys.executable, "-W", "ignore", "-m", "tests.sim", "--mutant", name]
+        command += ["--protocol", protocol]
         command += ["--seeds", str(schedules), "--keep", "1", "--no-shrink"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         count = re.search(r"^(\d+) schedules in (.*?), ", ran.stdout, re.MULTILINE)

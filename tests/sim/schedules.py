@@ -10,8 +10,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tests.sim import group_plans, plans
+from tests.sim.group_schedules import GroupSchedule
 from tests.sim.oracle import Oracle
-from tests.sim.plans import Plan, smaller
+from tests.sim.plans import Plan
 from tests.sim.platform import Simulated
 from tests.sim.programs import STATE, Program
 from tests.sim.world import BEGIN, Fault, Process, World
@@ -169,11 +171,21 @@ class Failure(NamedTuple):
     text: str
 
 
+def schedule_of(plan: Plan, seed: int, *, has_transcript: bool = False) -> Schedule | GroupSchedule:
+    """Return the schedule of a plan of any protocol, which has run."""
+    if "protocol" not in plan:
+        schedule = Schedule(plan, seed, has_transcript=has_transcript)
+        schedule.run()
+        return schedule
+    of_group = GroupSchedule(plan, seed, has_transcript=has_transcript)
+    with _installed(of_group.world, keeps_few=False):
+        of_group.run()
+    return of_group
+
+
 def failure_of(plan: Plan, seed: int) -> Failure | None:
     """Run a schedule; return its failure, if it has one."""
-    schedule = Schedule(plan, seed)
-    schedule.run()
-    failures = schedule.world.failures
+    failures = schedule_of(plan, seed).world.failures
     return Failure(plan, seed, failures[0]) if failures else None
 
 
@@ -181,6 +193,7 @@ def shrunk(failure: Failure) -> Failure:
     """Return a failure of the same kind with as small a plan as is found."""
     kind = kind_of(failure.text)
     while True:
+        smaller = group_plans.smaller if "protocol" in failure.plan else plans.smaller
         for plan in smaller(failure.plan):
             found = None
             for seed in (failure.seed, *range(_TRIES)):
@@ -202,9 +215,7 @@ def kind_of(text: str) -> str:
 
 def transcript_of(plan: Plan, seed: int) -> list[str]:
     """Return what happens in a schedule, in lines."""
-    schedule = Schedule(plan, seed, has_transcript=True)
-    schedule.run()
-    world = schedule.world
+    world = schedule_of(plan, seed, has_transcript=True).world
     assert world.transcript is not None
     end = f"{world.now - BEGIN:9.4f}  {'':<14}  the end, after {world.steps} steps"
     return [*world.transcript, end]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import ray
 
@@ -19,6 +19,7 @@ from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.nodes._plan import Sums, check_sums
 from flatweights.ray.peers._by_rank import ByRank, check_by_rank
+from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.ray.peers._recipe import Recipe
 from flatweights.ray.peers._roster import Roster
 from flatweights.ray.peers._store import check_cluster
@@ -70,6 +71,8 @@ class WorkerGroup:
     >>> group.shutdown()
     """
 
+    _platform: ClassVar[Platform] = PLATFORM
+
     def __init__(
         self,
         actors: Sequence[ray.actor.ActorHandle],
@@ -108,9 +111,9 @@ class WorkerGroup:
         """
         wire = None if wire_dtype is None else GroupWire(wire_dtype)
         _check_initial(initial)
-        self._roster = Roster(actors, wire, initial, sums)
+        self._roster = Roster(actors, wire, initial, sums, self._platform)
         self._max_inflight = check_count(max_inflight, "max_inflight")
-        self._turn = Turn("WorkerGroup")
+        self._turn = Turn("WorkerGroup", self._platform.lock(), self._platform.thread)
         self._count = 0  # of rounds
         self._in_round = False  # in run(): workers may have trained since the latest weights
         self._recipe: Recipe | None = None  # for the actors, from `create`

@@ -5,14 +5,14 @@ from __future__ import annotations
 import html
 import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 from numpy.typing import NDArray
 
 from flatweights.ray import _clock
-from flatweights.ray._errors import FULL, reason_in_a_line, too_small
+from flatweights.ray._errors import FULL, reason_in_a_line, session_of_ray, too_small
 from flatweights.ray._result import may_change, packed_nbytes, parts_of
 
 
@@ -102,7 +102,7 @@ class Round:
         self.healed = tuple(healed)
         self._exchanged: Any = None  # the agents that have the average
         self._ref: ray.ObjectRef | None = None
-        self._session: tuple[str, str] | None = None  # the session of Ray in which it was put
+        self._session: str | None = None  # the session of Ray in which it was put
         self._in_store: list[NDArray[Any]] = []  # the parts in the store, if none can change
 
     @classmethod
@@ -127,28 +127,37 @@ class Round:
     @property
     def ref(self) -> ray.ObjectRef:
         """A reference to the average, which is put into the object store once per Ray session."""
-        session = _session()
+        return self._ref_in(session_of_ray(), ray.put)
+
+    def _ref_in(self, session: str, put: Callable[[Any], ray.ObjectRef]) -> ray.ObjectRef:
         if self._ref is None or self._session != session:
             self._session = session
             begin = _clock.now()
-            self._ref = self._put()
+            self._ref = self._put(put)
             parts = parts_of(self.weights)
             self._in_store = [] if may_change(self.weights) else parts
             self.seconds["put"] = _clock.now() - begin
         return self._ref
 
-    def _put(self) -> ray.ObjectRef:
+    def _put(self, put: Callable[[Any], ray.ObjectRef]) -> ray.ObjectRef:
         try:
-            return ray.put(self.weights)
+            return put(self.weights)
         except FULL as error:
             ranks = len(self.used) + len(self.failed) + len(self.late)
             raise too_small(ranks, packed_nbytes(self.weights)) from error
 
-    def current_ref(self) -> ray.ObjectRef:
-        """Return `ref`, but put `weights` anew if they may have changed since they were put."""
+    def current_ref(
+        self, session: str = "", put: Callable[[Any], ray.ObjectRef] | None = None
+    ) -> ray.ObjectRef:
+        """Return `ref`, but put `weights` anew if they may have changed since they were put.
+
+        Args:
+            session: The session of Ray; that of this process, if empty.
+            put: Puts a value into its store; `ray.put`, if None.
+        """
         if self._ref is not None and not _consists_of(self.weights, self._in_store):
             self._ref = None
-        return self.ref
+        return self._ref_in(session or session_of_ray(), put or ray.put)
 
     def record(self) -> dict[str, Any]:
         """Return everything about the round except its weights and extras, as plain data.
@@ -251,12 +260,6 @@ def ranks_left_out(result: Round) -> dict[str, list[int]]:
 def _ranks(ranks: Sequence[int]) -> str:
     shown = [*map(str, ranks[:16]), *(["..."] if len(ranks) > 16 else [])]
     return f"({', '.join(shown)})"
-
-
-def _session() -> tuple[str, str]:
-    """Return an identity of this session of Ray: the job and the node."""
-    context = ray.get_runtime_context()
-    return context.get_job_id(), context.get_node_id()
 
 
 def _consists_of(model: Any, arrays: Sequence[NDArray[Any]]) -> bool:

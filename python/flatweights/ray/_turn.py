@@ -21,12 +21,23 @@ class Turn:
     taken: the frame that takes it gives it back by an assignment, and ``with`` is for locks alone.
     """
 
-    def __init__(self, owner: str) -> None:
-        """Take the name of the object that is called, for errors."""
+    def __init__(
+        self, owner: str, lock: Any = None, thread: Callable[[], int] = threading.get_ident
+    ) -> None:
+        """Take the name of the object that is called, for errors.
+
+        Args:
+            owner: The name.
+            lock: A lock that its owner may take again; a new one, if None.
+            thread: Returns the number of the thread that calls it, which is not 0.
+        """
         self._owner = owner
+        self._ident = thread
         self._thread = 0  # the thread that is in a call; 0, if none is
         self._admits = False  # whether the call is one of a loop that others may be beside
-        self._short = threading.RLock()  # held during calls for which other threads wait
+        self._short: Any = (
+            lock or threading.RLock()
+        )  # held during calls for which other threads wait
 
     def run(self, call: Callable[[], Result], *, admits: bool = False) -> Result:
         """Make a call, and return its result.
@@ -38,7 +49,7 @@ class Turn:
         Raises:
             RuntimeError: If another thread is in a call.
         """
-        own = threading.get_ident()
+        own = self._ident()
         if self._thread == own:
             return call()
         try:
@@ -70,7 +81,7 @@ class Turn:
             RuntimeError: If another thread is in another call.
         """
         with self._short:
-            is_alone = self._thread in (0, threading.get_ident())
+            is_alone = self._thread in (0, self._ident())
             if not (is_alone or self._admits):
                 raise self._error()
             return call(is_alone)

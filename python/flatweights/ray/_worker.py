@@ -6,12 +6,10 @@ import functools
 import inspect
 import threading
 import types
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import ArrayLike, NDArray
 
 from flatweights._frameworks import holder_of
@@ -29,6 +27,7 @@ from flatweights.ray._variables import Variables
 from flatweights.ray._wire import WireMessage, WorkerWire
 from flatweights.ray.lanes._worker_lane import NoLane, WorkerLanes
 from flatweights.ray.peers._contract import Head, Stamp, weights_of
+from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.wire import MissedUpdateError, Snapshot
 
 _MOST_GROUPS = 64  # whose last calls a worker remembers
@@ -38,6 +37,7 @@ class _GroupState:
     """The state that an actor keeps for the groups that call it.
 
     Attributes:
+        platform: What the actor uses of Ray and lanes.
         turn: The lock that admits one of their calls at a time. Actors may run several calls at a
             time (``max_concurrency``). Without the lock, a call that was broken off would continue
             to train on weights that were sent in the meantime.
@@ -47,12 +47,13 @@ class _GroupState:
         lanes: The lanes to groups on this machine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, platform: Platform = PLATFORM) -> None:
+        self.platform = platform
         self.turn = threading.RLock()
         self.version: Stamp | None = None
         self.is_whole = True
         self.wire = WorkerWire()
-        self.lanes = WorkerLanes()
+        self.lanes = WorkerLanes(platform.worker_lane)
         self._last_calls: dict[str, int] = {}  # the number of each group's last call
 
     def admit(self, stamp: Stamp) -> None:
@@ -74,7 +75,7 @@ class _GroupState:
         ``group`` has sent it weights that no other worker took.
         """
         got_from, got = (None, None) if self.version is None else self.version
-        if version is None and got is None and _was_restarted():
+        if version is None and got is None and self.platform.was_restarted():
             raise StaleWorkerError("restarted, and not sent any weights since")
         if version is None and got_from == group:
             raise StaleWorkerError(f"expected no weights of the group, got version {got}")
@@ -84,7 +85,7 @@ class _GroupState:
                 f"expected weights of version {version[1]}, got {got}{whose}: restarted since, "
                 "or sent others"
             )
-        if version is not None and not self.is_whole:
+        if not self.is_whole:
             raise StaleWorkerError("sent other weights since, of which it may have set only some")
 
 
@@ -227,10 +228,11 @@ class FlatWorker:
 
     def attach_lane(self, address: bytes, token: bytes, node: str) -> bytes | NoLane:
         """Make a lane to a `WorkerGroup` on this ``node``; groups call it."""
-        here = ray.get_runtime_context().get_node_id()
+        state = self._group_state
+        here = state.platform.node()
         if here != node:
             return NoLane("the worker is on another node", may_pass=False, node=here)
-        return self._group_state.lanes.attach(address, token)
+        return state.lanes.attach(address, token)
 
     def serve_lane(self, token: bytes, number: int) -> Any:
         """Run commands of a lane until none comes; return a result that goes through Ray.
@@ -268,12 +270,11 @@ def _run(
             except StaleWorkerError:
                 raise
             except Exception as error:
-                refusal = error if method is None else RefusedWeightsError(reason_of(error))
-                if state.is_whole:
-                    note_unchanged(refusal)
-                if refusal is error:
+                if method is None:
+                    _note_if_unchanged(state, error)
                     raise
-                raise refusal from error
+                # No frame refers to the error: the weights would be held until the next collection.
+                raise _note_if_unchanged(state, RefusedWeightsError(reason_of(error))) from error
         state.check(stamp[0], version)
         if method is None:
             return None
@@ -290,6 +291,13 @@ def _run(
             raise StaleWorkerError(str(error)) from error
 
 
+def _note_if_unchanged(state: _GroupState, error: Exception) -> Exception:
+    """Return the error of weights that could not be set; it says whether nothing has changed."""
+    if state.is_whole:
+        note_unchanged(error)
+    return error
+
+
 class _Commands:
     """The methods of a worker that commands of a lane call, without Ray's wrapper."""
 
@@ -300,15 +308,16 @@ class _Commands:
 def _receive(
     worker: FlatWorker, state: _GroupState, version: Stamp | None, new_weights: Any
 ) -> None:
-    new_weights = weights_of(new_weights)
+    new_weights = weights_of(new_weights, state.platform)
     if type(new_weights) is Packed:
         if _may_scatter(worker, new_weights.layout):
+            state.is_whole = _sets_all_or_none(worker)
             _variables.scatter(worker.variables, new_weights.buffer)
-            state.version = version
+            state.is_whole, state.version = True, version
             return
         new_weights = new_weights.weights()
     sent = new_weights.weights if isinstance(new_weights, Snapshot) else new_weights
-    if state.version is None and _was_restarted() and _is_subset(worker, sent):
+    if state.version is None and state.platform.was_restarted() and _is_subset(worker, sent):
         raise ValueError(
             f"expected all weights, got {len(sent)} of {len(worker.variables.layout)}: "
             "restarted, and not sent the others since"
@@ -408,14 +417,3 @@ def _set(
     else:
         worker.set_weights(new_weights)
     state.is_whole = True
-
-
-@functools.cache
-def _was_restarted() -> bool:
-    """Whether Ray has started this actor more than once."""
-    context = ray.get_runtime_context()
-    if context.get_actor_id() is None:
-        return False
-    with warnings.catch_warnings():  # Ray itself calls a deprecated function here
-        warnings.simplefilter("ignore")
-        return bool(context.was_current_actor_reconstructed)

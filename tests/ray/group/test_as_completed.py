@@ -192,6 +192,29 @@ def test_no_round_has_two_results_of_a_fast_worker(group: WorkerGroup, tmp_path:
     rounds.close()
 
 
+def test_no_result_gets_too_stale_while_its_round_waits_for_others(
+    group: WorkerGroup, tmp_path: Path
+) -> None:
+    publications, calls = Publications(group), Counter[int]()
+
+    def arguments(rank: int) -> list[Any]:
+        calls[rank] += 1
+        if rank == 0 and calls[0] == 2:  # the first result of rank 0 waits for one of rank 1
+            publications.publish()
+            publications.publish()
+            (tmp_path / "go on").touch()
+        return [1, str(tmp_path)]
+
+    loop = group.as_completed(
+        "work_once", buffer=2, max_staleness=1, ranks=[0, 1], arguments=arguments
+    )
+    found = next(loop)
+    assert found.staleness == {0: 0, 1: 0}
+    assert sorted(found.stale) == [0, 1]
+    publications.check(found)
+    loop.close()
+
+
 def test_extras_vectors_and_weights_are_as_in_average(group: WorkerGroup) -> None:
     publications = Publications(group)
     for found in group.as_completed("work_with_extras", updates=6):

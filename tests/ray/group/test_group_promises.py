@@ -1,8 +1,10 @@
 """The promises of a group under all faults: names of ranks, one version, no call twice."""
 
+import gc
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from flatweights.ray import (
     average,
 )
 from flatweights.ray._errors import has_left_weights
+from flatweights.ray._result import Packed
 from flatweights.ray.peers import _wait as engine
 from flatweights.ray.peers._contract import Head, Stamp
 
@@ -231,6 +234,74 @@ class Checking:
         raise ValueError("unknown names")
 
     set_flat = gather_into = scatter = set_weights
+
+
+class Torn:
+    """Variables of which half are set when told to fail."""
+
+    layout = FlatWeights({"w": np.zeros(2)}).layout
+
+    def __init__(self) -> None:
+        self.values = np.zeros(2)
+        self.fails = False
+
+    def gather_into(self, buffer: Any) -> None:
+        self.layout.packed_views(buffer)[0][...] = self.values
+
+    def scatter(self, buffer: Any) -> None:
+        (view,) = self.layout.packed_views(buffer)
+        self.values[0] = view[0]
+        if self.fails:
+            raise OSError("half-way")
+        self.values[1] = view[1]
+
+
+class TornWorker(FlatWorker):
+    def build(self) -> Any:
+        return Torn()
+
+
+def by_lane(value: float) -> Any:
+    """Weights as commands of lanes bring them."""
+    weights = FlatWeights({"w": np.full(2, value)})
+    return Packed(weights.buffer, weights.layout)
+
+
+@pytest.mark.parametrize("has_earlier", [True, False])
+def test_a_worker_does_not_run_on_weights_from_a_lane_that_it_has_set_in_part(
+    has_earlier: bool,
+) -> None:
+    worker = TornWorker()
+    earlier = ("group", 1) if has_earlier else None
+    if earlier is not None:
+        worker.call_version(head(earlier, earlier), by_lane(1.0), None)
+    worker.variables.fails = True
+    with pytest.raises(OSError, match="half-way") as why:
+        worker.call_version(head(("group", 2), ("group", 2)), by_lane(2.0), None)
+    assert not has_left_weights(why.value)
+    with pytest.raises(StaleWorkerError, match="may have set only some"):
+        worker.call_version(head(("group", 3), earlier), None, "get_weights")
+    worker.variables.fails = False
+    last = ("group", 4)
+    worker.call_version(head(last, last), by_lane(4.0), None)
+    found = worker.call_version(head(("group", 5), last), None, "get_weights")
+    assert found["w"].tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("method", [None, "get_weights"])
+def test_a_worker_does_not_hold_weights_that_it_could_not_set(method: str | None) -> None:
+    worker = TornWorker()
+    worker.variables.fails = True
+    weights = by_lane(1.0)
+    buffer = weakref.ref(weights.buffer)
+    gc.disable()
+    try:
+        with pytest.raises((OSError, RuntimeError), match="half-way") as why:
+            worker.call_version(head(("group", 1), ("group", 1)), weights, method)
+        del weights, why
+        assert buffer() is None
+    finally:
+        gc.enable()
 
 
 class WithoutChange(FlatWorker):

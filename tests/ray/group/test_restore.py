@@ -15,6 +15,7 @@ from ray_workers import PlainWorker, wait_for, weights_of
 from reference import assert_same
 
 from flatweights.ray import WorkerError, WorkerGroup
+from flatweights.ray.peers._store import RayAnswer
 from flatweights.ray.peers._wait import wait_any
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
@@ -72,6 +73,33 @@ def test_weights_that_are_sent_bring_a_late_rank_back(lend: Lend, tmp_path: Path
         assert_same(weights, weights_of(4.0))
 
 
+class InterruptedOnce(RayAnswer):
+    """An answer whose value is taken only at the second try."""
+
+    is_interrupted = False
+
+    def take(self) -> Any:
+        if not self.is_interrupted:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+        return super().take()
+
+
+def test_a_worker_whose_return_was_interrupted_comes_back(lend: Lend) -> None:
+    group = lend(PlainWorker, 2)
+    group.broadcast(weights_of(1.0))
+    record = group._roster[1]
+    record.leave_out(ray.exceptions.ActorDiedError())
+    answer = InterruptedOnce(record.worker.handle.ping.remote())
+    record.probe(answer, None)
+    ray.wait([answer.ref])
+    with pytest.raises(KeyboardInterrupt):
+        group.broadcast(weights_of(2.0))
+    assert group.broadcast(weights_of(3.0)) == [0, 1]
+    for weights in group.step("get_weights").values():
+        assert_same(weights, weights_of(3.0))
+
+
 class Gated(PlainWorker):
     """Is built again only once there is a file."""
 
@@ -104,6 +132,30 @@ def test_a_late_rank_that_dies_is_brought_back_by_weights(
         time.sleep(0.01)
     for weights in group.step("get_weights").values():
         assert_same(weights, weights_of(2.0))
+
+
+@pytest.mark.parametrize("call", ["restore", "run", "as_completed"])
+def test_workers_that_died_before_the_first_weights_get_the_initial_ones(
+    lend: Lend, call: str
+) -> None:
+    group = lend(PlainWorker, 1, max_restarts=-1)
+    actor = group.actors()[0]
+    os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+    group._roster[0].why = TimeoutError("late")
+    end = time.monotonic() + 120
+    while True:
+        assert time.monotonic() < end, group.unhealthy
+        with contextlib.suppress(WorkerError):
+            if call == "restore":
+                group.restore(timeout=60)
+                found = group.average("train")
+            elif call == "run":
+                (found,) = group.run(1, "train")
+            else:
+                (found,) = group.as_completed("train", updates=1)
+            break
+        time.sleep(0.01)
+    assert found.used == (0,)
 
 
 def test_rounds_do_not_wait_for_a_process_that_starts_again(tmp_path: Path) -> None:

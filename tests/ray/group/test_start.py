@@ -15,9 +15,8 @@ from reference import assert_same
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, StaleWorkerError, WorkerError, WorkerGroup
-from flatweights.ray import _worker as worker_module
 from flatweights.ray._wire import GroupWire
-from flatweights.ray.peers import _latest as latest_module
+from flatweights.ray.peers import _platform
 from flatweights.ray.peers._latest import Latest
 
 pytestmark = pytest.mark.ray
@@ -277,7 +276,7 @@ def test_subsets_of_one_shape_add_up_although_no_names_are_known(
         return WorkerGroup(twin_actors, initial=None, wire_dtype=wire_dtype)
 
     if given == "later reference" and wire_dtype is None:
-        monkeypatch.setattr(latest_module, "_if_here", lambda ref: None)
+        monkeypatch.setattr(Latest, "_if_here", lambda self, ref: None)
     send: Callable[[Any], Any] = (lambda model: model) if given == "weights" else ray.put
     group = fresh()
     for name, value in (("a", 3.0), ("b", 4.0), ("a", 5.0)):
@@ -343,7 +342,7 @@ def test_a_reference_to_a_subset_leaves_the_rest_to_the_latest_weights(fresh: Fr
 def test_a_reference_that_comes_later_may_be_to_a_subset(
     fresh: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latest_module, "_if_here", lambda ref: None)
+    monkeypatch.setattr(Latest, "_if_here", lambda self, ref: None)
     group = fresh()
     group.broadcast(own(3))
     for value in (6, 7, 8):
@@ -414,7 +413,7 @@ def test_a_restarted_worker_refuses_a_subset(monkeypatch: pytest.MonkeyPatch) ->
     worker = PlainWorker()
     worker.variables = SimpleNamespace(layout=own(1).layout)
     stamp = ("group", 0)
-    monkeypatch.setattr(worker_module, "_was_restarted", lambda: True)
+    monkeypatch.setattr(_platform, "_was_restarted", lambda: True)
     _, wire = GroupWire("bfloat16").message({"n": np.int64(1)})
     with pytest.raises(ValueError, match="expected all weights, got 1 of 2: restarted"):
         worker.call_version((("other", 0), ("other", 0), None), wire.snapshot(), None)

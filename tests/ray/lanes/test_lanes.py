@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 from interrupts import Interrupts
-from lane_processes import LARGE, Driver, command_of, sealed, value_of, weights_of
+from lane_processes import LARGE, Driver, Model, command_of, sealed, value_of, weights_of
+from reference import same_bits
 
 import flatweights as fw
 from flatweights import _core
@@ -719,6 +720,34 @@ def test_a_worker_that_cannot_take_its_doorbell_wakes_the_driver() -> None:
     reason = f"LaneError: window 0: expected generation 1, got none {lost}"
     assert lane.take() == (BROKEN, reason)
     assert not lane.is_holding(0)
+    lanes.close()
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_result_whose_window_cannot_be_sent_goes_through_the_call(calls: int) -> None:
+    """The second result of one layout has a message of another kind."""
+    lanes = Lanes()
+    token = lanes.new_token()
+    worker, model = WorkerLane(lanes.address, token), Model(0, LARGE)
+    lane = lanes.connect(token, worker.mailbox.nonce)
+
+    def get(value: float) -> Any:
+        command = command_of(lanes, "get", value)
+        assert command is not None
+        if not lane.post(command, lanes.windows):
+            lane.serve(lambda number: worker.serve(model, number))
+        return lane.take()
+
+    for _ in range(calls - 1):
+        assert get(1.0)[0] == VALUE
+        worker._peer_has.clear()  # its window has to be sent again
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            worker.connection.send(b"full")
+    kind, number = get(2.0)
+    assert kind == BY_CALL
+    assert same_bits(lane.calls[number].buffer, model.get(2.0).buffer)
+    worker.close()
     lanes.close()
 
 

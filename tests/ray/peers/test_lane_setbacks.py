@@ -13,7 +13,7 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import Round, WorkerGroup
-from flatweights.ray.peers import _by_lane, _setback
+from flatweights.ray.peers import _by_lane, _platform, _setback
 from flatweights.ray.peers._setback import Setback
 
 pytestmark = pytest.mark.ray
@@ -91,7 +91,7 @@ def test_a_driver_that_cannot_make_lanes_says_so_and_tries_again(
         raise OSError(errno.EMFILE, TOO_MANY)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_by_lane, "Lanes", fail)
+        patched.setattr(_platform, "Lanes", fail)
         reason = f"OSError: [Errno {errno.EMFILE}] {TOO_MANY}"
         for _ in range(3):
             assert check_round(group).ways == dict.fromkeys((0, 1), f"store: {reason}")
@@ -108,7 +108,7 @@ def test_lanes_that_there_can_never_be_are_not_tried_again(
         raise AttributeError("no AF_UNIX")
 
     with monkeypatch.context() as patched:
-        patched.setattr(_by_lane, "Lanes", fail)
+        patched.setattr(_platform, "Lanes", fail)
         group.step("ping")
     for _ in range(2):
         assert check_round(group).ways == dict.fromkeys((0, 1), "store: AttributeError: no AF_UNIX")

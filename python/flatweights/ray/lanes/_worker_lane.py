@@ -10,6 +10,7 @@ import functools
 import pickle
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flatweights import _core
@@ -66,6 +67,14 @@ class NoLane(NamedTuple):
 class WorkerLane(LaneEnd):
     """This worker's end of the lane to one driver."""
 
+    _doorbell: _core.Doorbell | None = None
+    _last_nbytes = 0  # of the last result
+    _is_copy_left = False  # whether the pool still has the memory it was copied from
+    _layout: Layout | None = None  # of the last weights that were sent as a VALUE
+    _digest = b""  # of the layout
+    _answered = 0.0  # the time of the last answer
+    _is_broken = False  # whether commands cannot be read any more
+
     def __init__(self, address: bytes, token: bytes, patience: float = PATIENCE) -> None:
         """Connect to a driver and hand over a mailbox.
 
@@ -84,13 +93,6 @@ class WorkerLane(LaneEnd):
         super().__init__(connection, mailbox, is_worker=True)
         self.mailbox.close_descriptor()
         self._windows = Windows(_MOST_WINDOWS, functools.partial(self.mailbox.holds, False))
-        self._doorbell: _core.Doorbell | None = None
-        self._last_nbytes = 0  # of the last result
-        self._is_copy_left = False  # whether the pool still has the memory it was copied from
-        self._layout: Layout | None = None  # of the last weights that were sent as a VALUE
-        self._digest = b""  # of the layout
-        self._answered = 0.0  # the time of the last answer, by `time.monotonic`
-        self._is_broken = False  # whether commands cannot be read any more
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
         if kind == b"D" and len(descriptors) == 2 and self._doorbell is None:
@@ -190,8 +192,8 @@ class WorkerLane(LaneEnd):
         answer, extents = message
         try:
             self.share(self._windows, extents)
-        except OSError:
-            box.append(None)  # the driver is gone
+        except OSError:  # the driver is gone, or its socket is full
+            box.append(self._value_of(message))
             return None
         if layout is not None and layout is not self._layout:
             self._layout, self._digest = layout, layout.digest.encode()
@@ -204,6 +206,16 @@ class WorkerLane(LaneEnd):
         if failpoints.hook is not None:
             failpoints.reach("gathered")
         return answer
+
+    def _value_of(self, message: Message) -> Any:
+        """Return the value of an answer that cannot be sent, in memory of its own."""
+        header = len(join_message(VALUE, b"", message.extents))
+        body = message.content[header:]
+        copies = [*map(self._windows.copy_of, message.extents)]
+        if message.content.startswith(join_message(WEIGHTS, self._digest, message.extents)):
+            assert self._layout is not None
+            return FlatWeights.wrap(copies[0], self._layout)
+        return pickle.loads(body, buffers=copies)
 
     def _weights_message(self, box: list[Any]) -> Message | None:
         """Return a message with weights that lie in a window, in a layout that the driver knows.
@@ -261,6 +273,11 @@ def _connect(address: bytes, hello: bytes, descriptor: int, patience: float) -> 
 class WorkerLanes(dict[bytes, WorkerLane]):
     """The lanes of one worker, by token: one for each group that it belongs to."""
 
+    def __init__(self, connect: Callable[[bytes, bytes], WorkerLane] = WorkerLane) -> None:
+        """Begin without lanes; ``connect`` makes one, as the constructor of `WorkerLane`."""
+        super().__init__()
+        self._connect = connect
+
     def attach(self, address: bytes, token: bytes) -> bytes | NoLane:
         """Make a lane; return the nonce of its mailbox, or the reason for which there is no lane.
 
@@ -275,7 +292,7 @@ class WorkerLanes(dict[bytes, WorkerLane]):
         if threading.current_thread() is not threading.main_thread():
             return NoLane("the actor is async or has max_concurrency above 1", may_pass=False)
         try:
-            made = WorkerLane(address, token)
+            made = self._connect(address, token)
         except (OSError, LaneError, ValueError, MemoryError) as error:
             return NoLane(f"{type(error).__name__}: {error}", is_shortage(error))
         self[token] = made

@@ -32,6 +32,7 @@ from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, COMMAND, VALUE, WEI
 from flatweights.ray.lanes._worker_lane import NoLane
 from flatweights.ray.peers._contract import Answer, Call, Payload, plain_weights
 from flatweights.ray.peers._order import CallLog
+from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.ray.peers._setback import Setback
 from flatweights.ray.peers._store import RayAnswer, argument_of, call_actor, sent_weights
 
@@ -52,18 +53,20 @@ class GroupLanes:
     """The lanes of a group.
 
     Attributes:
+        platform: What the group uses of Ray and lanes.
         setback: The reason for which the group has no lanes.
         made: The lanes of this process, once they are made; `lanes` makes them.
         last: The last call, and its command; None between rounds.
         asleep: The mailboxes whose workers `wake` is to wake; None if they are woken at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, platform: Platform = PLATFORM) -> None:
         """Make no lanes yet.
 
         Raises:
             ValueError: If the environment variable is malformed.
         """
+        self.platform = platform
         setting = ray_setting()
         self.insists = setting == "lanes"
         self.setback = Setback("workers are", f"{RAY}=store" if setting == "store" else "")
@@ -77,7 +80,7 @@ class GroupLanes:
         """The lanes of this process, made on first use; None if there can be none now."""
         if self.made is None and self.setback.is_over:
             try:
-                self.made = Lanes()
+                self.made = self.platform.lanes()
             except (OSError, MemoryError, AttributeError) as error:  # AttributeError: other systems
                 self.setback.note(_text_of(error), may_pass=is_shortage(error))
             else:
@@ -147,8 +150,8 @@ class GroupLanes:
     def wake(self) -> None:
         """Wake the workers that were called since `let_sleep`, two with each system call."""
         asleep, self.asleep = self.asleep, None
-        if asleep:
-            _core.Mailbox.wake(asleep)
+        if asleep and self.made is not None:
+            self.made.wake(asleep)
 
     def done(self) -> None:
         """Withdraw the offer, and forget the last command."""
@@ -169,6 +172,7 @@ class LaneAnswer(Answer):
             call: The call, which is made through Ray if the worker refuses the command.
         """
         self._worker = worker
+        self._platform = worker.platform
         self._lanes = lanes
         self._lane = lane
         self._call = call
@@ -207,7 +211,7 @@ class LaneAnswer(Answer):
                 elif answer._by_ray is not None:
                     by_ray.setdefault(answer._by_ray.ref, []).append(answer)
             if by_ray:
-                ready, _ = ray.wait(list(by_ray), num_returns=len(by_ray), timeout=0)
+                ready = answers[0]._platform.wait([*by_ray], 0, len(by_ray))
                 came = [answer for ref in ready for answer in by_ray.pop(ref)]
                 dead = [a for rest in by_ray.values() for a in rest if a._is_without_news()]
                 for answer in dead:
@@ -258,7 +262,7 @@ class LaneAnswer(Answer):
             return self._by_ray is None
         if lane.is_closed:
             self._worker.give_up(lane, "the worker died")
-            self._by_ray = RayAnswer(lane.latest_call())
+            self._by_ray = RayAnswer(lane.latest_call(), self._platform)
             self._until = _clock.now() + _DEATH
         return False
 
@@ -275,7 +279,7 @@ class LaneAnswer(Answer):
     def _ask_ray(self, kind: int, value: Any) -> None:
         """Wait for a Ray call, since the answer in the mailbox is not the result."""
         if kind == BY_CALL:
-            self._by_ray = RayAnswer(self._lane.calls[value])
+            self._by_ray = RayAnswer(self._lane.calls[value], self._platform)
             return
         if kind == BROKEN:
             self._worker.note_broken(self._lane, value)
@@ -286,12 +290,12 @@ class LaneAnswer(Answer):
     def look_at_call(self) -> None:
         """Wait for the Ray call instead, if it has ended without an answer in the mailbox."""
         ref = self._lane.latest_call()
-        if self._by_ray is not None or not ray.wait([ref], timeout=0)[0]:
+        if self._by_ray is not None or not self._platform.wait([ref]):
             return
         if self._is_there() or self._by_ray is not None:
             return
         self._worker.give_up(self._lane, "its call failed")
-        self._by_ray = RayAnswer(ref)
+        self._by_ray = RayAnswer(ref, self._platform)
 
     def take(self) -> Any:
         """Return the value: its arrays are views of the worker's window."""
@@ -320,6 +324,7 @@ class Worker:
     Attributes:
         handle: The actor.
         rank: Its rank in the group.
+        platform: What it uses of Ray.
         way: The way to it: ``"lane"``, or ``"store"`` with the reason.
         far_node: Its node, if that is known, and is not the driver's.
         log: The log of the calls on the actor's handles, if there is a lane or an agent.
@@ -329,6 +334,7 @@ class Worker:
         """Take the handle of an actor, its rank, and the lanes of its group."""
         self.handle = handle
         self.rank = rank
+        self.platform = lanes.platform
         self._group = lanes
         self._lane: DriverLane | None = None
         self._attaching: ray.ObjectRef | None = (
@@ -346,7 +352,7 @@ class Worker:
         if lane is None or lane.is_closed or lane.is_given_up:
             lane = self._ready()
         if lane is None:
-            return call_actor(self.handle, call)
+            return call_actor(self.handle, call, self.platform)
         if call.head[2] is not None:
             return self.call_by_ray(call, "the result is encoded")
         if call.payload is not None and not call.payload.is_frozen:
@@ -366,7 +372,7 @@ class Worker:
             is_there = lane.post(command, lanes.windows, group.asleep)
         except Exception as error:
             self.give_up(lane, _text_of(error))
-            return call_actor(self.handle, call)
+            return call_actor(self.handle, call, self.platform)
         if not is_there:
             lane.serve(self._serve)
         self.way = "lane"
@@ -377,7 +383,7 @@ class Worker:
         self.way = f"store: {why}"
         if self._lane is not None and self._lane.is_answered:
             self._lane.dismiss()
-        return call_actor(self.handle, call)
+        return call_actor(self.handle, call, self.platform)
 
     def prepare(self, payload: Payload) -> None:
         """Bring ``payload`` within reach of this worker, unless it already is; send nothing.
@@ -460,15 +466,15 @@ class Worker:
                 self._fail(str(error), may_pass=False)
                 return
             self._token = lanes.new_token()
-            node = ray.get_runtime_context().get_node_id()
+            node = self.platform.node()
             self._attaching = self.handle.attach_lane.remote(lanes.address, self._token, node)
             self.way = "store: it attaches"
         timeout = _INSIST if self._group.insists else 0
-        if not ray.wait([self._attaching], timeout=timeout)[0]:
+        if not self.platform.wait([self._attaching], timeout):
             return
         attached, self._attaching = self._attaching, None
         try:
-            made = ray.get(attached)
+            made = self.platform.get(attached)
             if isinstance(made, NoLane):
                 self._fail(made.reason, made.may_pass)
                 self.far_node = made.node
@@ -495,8 +501,9 @@ class Worker:
     @staticmethod
     def _replace(payload: Payload, made: Any) -> None:
         """Let ``payload`` bring ``made`` instead, which does not change."""
+        platform = payload.platform
         payload.value = made
-        payload.put = lambda: ray.put(made)
+        payload.put = lambda: platform.put(made)
 
 
 def _text_of(error: Exception) -> str:

@@ -43,6 +43,7 @@ from flatweights._layout import unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._result import Packed
 from flatweights.ray._wire import Travels
+from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.wire import WireDType
 
 if TYPE_CHECKING:
@@ -76,10 +77,10 @@ def plain_weights(value: Any) -> Any:
     return None if value is None else (None, [value])
 
 
-def weights_of(value: Any) -> Any:
+def weights_of(value: Any, platform: Platform = PLATFORM) -> Any:
     """Return the weights, given a result of `argument_of`, or, maybe `Packed`, `plain_weights`."""
     if type(value) is tuple and len(value) == 1:
-        return ray.get(value[0])
+        return platform.get(value[0])
     if type(value) is tuple and len(value) == 2 and value[0] is None:
         *layout, buffer = value[1]
         value[1].clear()
@@ -177,6 +178,7 @@ class Payload:
         is_frozen: Whether `value` cannot change, so that lanes can send it.
         exchanged: The agents that have it, if it is an average that nodes have exchanged.
         nbytes_sent: The bytes that were sent to workers that took it.
+        platform: What has put `argument` into the store, if it is a reference.
     """
 
     value: Any
@@ -186,6 +188,7 @@ class Payload:
     is_frozen: bool = False
     exchanged: Exchanged | None = None
     nbytes_sent: int = 0
+    platform: Platform = PLATFORM
 
 
 class Call(NamedTuple):

@@ -15,6 +15,7 @@ from flatweights.ray._result import is_arrays, may_change
 from flatweights.ray._round import Round
 from flatweights.ray._wire import GroupWire
 from flatweights.ray.peers._contract import BY_VALUE, Payload, Stamp
+from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.ray.peers._store import payload_of, sent_weights
 from flatweights.wire import Difference
 
@@ -33,6 +34,7 @@ class Latest:
         base: All weights before these, if ``payload`` has only some of them.
         before: The latest weights before these, if ``payload`` is a reference to an object that is
             not here, so that it is not known whether it has all weights.
+        platform: What it uses of Ray.
     """
 
     wire: GroupWire | None = None
@@ -43,6 +45,7 @@ class Latest:
     are_all: bool = False
     base: Payload | None = None
     before: Latest | None = None
+    platform: Platform = PLATFORM
     _full: Payload | None = None
 
     def after(self, weights: Any, version: Stamp) -> Latest:
@@ -57,30 +60,33 @@ class Latest:
             value, exchanged = weights.weights, weights._exchanged
         wire, base = self.wire, None
         if wire is not None:
-            model = ray.get(value) if isinstance(value, ray.ObjectRef) else value
+            model = self.platform.get(value) if isinstance(value, ray.ObjectRef) else value
             if self.is_changed_by(model):
                 model = merged(wire.weights, model)
             difference = None if exchanged is None else exchanged.difference
             message, wire = wire.message(model, difference)
-            payload = payload_of(message)
+            payload = self._payload_of(message)
             if isinstance(message, Difference) and difference is not None:
                 payload.exchanged = exchanged if message.values is difference.values else None
             names = self._names_after(model)
-            return Latest(wire, payload, version, self.number + 1, names, self.are_all)
-        model = _if_here(value) if isinstance(value, ray.ObjectRef) else value
+            return self._next(payload, version, names, wire)
+        model = self._if_here(value) if isinstance(value, ray.ObjectRef) else value
         if self.is_changed_by(model):
             base = self._base_for(model)
         if isinstance(value, FlatWeights):
             buffer = value.buffer
             if buffer.nbytes <= BY_VALUE and may_change(value):
                 value = value.copy()  # it may change before a restarted worker needs it
-        payload = payload_of(value)
+        payload = self._payload_of(value)
         payload.exchanged = exchanged
         if is_round:
-            payload.put = weights.current_ref
+            platform = self.platform
+            payload.put = lambda: weights.current_ref(platform.session(), platform.put)
         names = self._names_after(model, base is not None)
         before = self._for_references() if model is None else None
-        return Latest(None, payload, version, self.number + 1, names, self.are_all, base, before)
+        following = self._next(payload, version, names)
+        following.base, following.before = base, before
+        return following
 
     def published(self, weights: Any, version: Stamp, copy_of: Callable[[Any], Any]) -> Latest:
         """Return the latest weights after ``weights`` are published with the stamp ``version``.
@@ -96,9 +102,9 @@ class Latest:
             TypeError: If they are not arrays, or, with a wire, not weights by name.
             ValueError: If they are a subset, and the earlier weights are not known by name.
         """
-        value, number = model_of(weights), self.number + 1
+        value = model_of(weights)
         if isinstance(value, ray.ObjectRef):
-            value = ray.get(value)
+            value = self.platform.get(value)
         if isinstance(value, Mapping) and not isinstance(value, FlatWeights):
             value = {name: np.asarray(part) for name, part in value.items()}
         if not is_arrays(value):
@@ -114,10 +120,10 @@ class Latest:
             if isinstance(value, np.ndarray):
                 raise TypeError("wire_dtype: expected weights by name, got a vector")
             message, wire = GroupWire(self.wire.wire_dtype).message(value)
-            return Latest(wire, payload_of(message), version, number, names, self.are_all)
-        payload = payload_of(copy_of(value))
+            return self._next(self._payload_of(message), version, names, wire)
+        payload = self._payload_of(copy_of(value))
         payload.is_frozen = True
-        return Latest(None, payload, version, number, names, self.are_all)
+        return self._next(payload, version, names)
 
     def learn(self, weights: Any) -> None:
         """Note the names of all weights, which ``weights`` have, if they are by name."""
@@ -139,7 +145,7 @@ class Latest:
             return False
         model = model_of(weights)
         if isinstance(model, ray.ObjectRef):
-            model = _if_here(model)
+            model = self._if_here(model)
             if model is None:
                 return True
         if not isinstance(model, (dict, Mapping)) or len(model) != len(self.names):
@@ -175,10 +181,10 @@ class Latest:
         If only a subset was sent last, these are all weights; with a wire, they are a snapshot.
         """
         if self._full is None and self.wire is not None and self.wire.has_sent:
-            self._full = payload_of(self.wire.snapshot())
+            self._full = self._payload_of(self.wire.snapshot())
         elif self._full is None and self.base is not None and self.payload is not None:
             full = merged(sent_weights(self.base), sent_weights(self.payload))
-            self._full = payload_of(full)
+            self._full = self._payload_of(full)
         elif self.before is not None and self.payload is not None:
             before, model = self.before, sent_weights(self.payload)
             if is_partial := before.is_changed_by(model):
@@ -198,6 +204,27 @@ class Latest:
         if base is not None:
             self._check_is_by_name(sent_weights(base), subset)
         return base
+
+    def _if_here(self, ref: ray.ObjectRef) -> Any:
+        """Return the weights that ``ref`` refers to; None, unless they are in this node's store."""
+        try:
+            return self.platform.get(ref, 0)
+        except Exception:  # not yet, or never: the workers say why
+            return None
+
+    def _payload_of(self, value: Any) -> Payload:
+        return payload_of(value, self.platform)
+
+    def _next(
+        self,
+        payload: Payload,
+        version: Stamp,
+        names: tuple[str, ...],
+        wire: GroupWire | None = None,
+    ) -> Latest:
+        """Return the latest weights after ``payload``."""
+        number, platform = self.number + 1, self.platform
+        return Latest(wire, payload, version, number, names, self.are_all, platform=platform)
 
     def _check_is_by_name(self, whole: Any, subset: Mapping[str, Any]) -> None:
         if not isinstance(whole, Mapping):
@@ -253,14 +280,6 @@ def check_follows(weights: Mapping[str, Any], before: Any) -> None:
     got = sum(np.size(part) for part in weights.values())
     if size > got:
         raise _no_base(f"{size} numbers", got)
-
-
-def _if_here(ref: ray.ObjectRef) -> Any:
-    """Return the weights that ``ref`` refers to; None, unless they are in this node's store."""
-    try:
-        return ray.get(ref, timeout=0)
-    except Exception:  # not yet, or never: the workers say why
-        return None
 
 
 def _no_base(expected: str, got: int) -> ValueError:

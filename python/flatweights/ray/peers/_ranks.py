@@ -14,14 +14,13 @@ from flatweights._forks import in_forks
 from flatweights._numbers import as_integer
 from flatweights.ray import _clock
 from flatweights.ray._errors import (
-    check_connected,
     is_lost,
     is_restarting,
     reason_in_a_line,
-    session_of_ray,
 )
 from flatweights.ray.peers._by_lane import GroupLanes, Worker
 from flatweights.ray.peers._contract import Answer, Call, Stamp
+from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.ray.peers._store import RayAnswer
 from flatweights.ray.peers._wait import wait_any
 
@@ -145,10 +144,10 @@ class Record:
         self.why = None
         self.asks_again = self._pause = 0.0
 
-    def probe(self, call: Call) -> Answer:
-        """Make a call that asks an unhealthy worker to take weights."""
-        answer = self.send(call)
-        self._probe = answer, call.head[1]
+    def probe(self, answer: Answer, version: Stamp | None) -> Answer:
+        """Note the answer to a call that asks an unhealthy worker to take weights."""
+        self.owe(answer)
+        self._probe = answer, version
         return answer
 
     @property
@@ -159,18 +158,20 @@ class Record:
     def end_probe(self) -> bool:
         """Read the answer to `probe`, which has arrived; return whether the worker is back."""
         assert self._probe is not None
-        (answer, version), self._probe = self._probe, None
+        answer, version = self._probe
         try:
-            answer.take()
+            answer.take()  # after an interrupt, it is taken again
         except Exception as error:
             self.settle(answer)
             self.leave_out(error.with_traceback(None))
             self.put_off()
-            return False
-        finally:
-            answer.let_go()
-        self.settle(answer, version=version)
-        return True
+            is_back = False
+        else:
+            self.settle(answer, version=version)
+            is_back = True
+        self._probe = None
+        answer.let_go()
+        return is_back
 
     def put_off(self) -> None:
         """Ask the worker, which is not back, only after a pause, ever longer if it is dead."""
@@ -195,25 +196,28 @@ class Record:
         """Note that the worker was removed; it owes an answer then if it may be in a call."""
         self.has_left = True
         if self.owed is None and self.is_busy:
-            self.owe(RayAnswer(self.worker.handle.ping.remote()))
+            self.owe(RayAnswer(self.worker.handle.ping.remote(), self.worker.platform))
 
     def drop_owed(self) -> None:
         """Let go of an owed answer that has arrived; if its value is needed, keep it first."""
         self._tell(True)
-        if self.owed is not None:
-            self.owed.let_go()
-        self.owed = None
+        owed, self.owed = self.owed, None
+        if owed is not None:
+            owed.let_go()
 
 
 class Ranks:
     """The records of the workers, by rank.
 
     Attributes:
+        platform: What the group uses of Ray and lanes.
         lanes: The lanes to workers on this node.
         admitted: The ranks of workers that were added, in the order in which they were ready.
     """
 
-    def __init__(self, handles: Iterable[ray.actor.ActorHandle]) -> None:
+    def __init__(
+        self, handles: Iterable[ray.actor.ActorHandle], platform: Platform = PLATFORM
+    ) -> None:
         """Take actors of `FlatWorker` classes; all count as healthy.
 
         Raises:
@@ -229,8 +233,9 @@ class Ranks:
         self._over = ""  # the reason for which no worker can be called any more
         self._is_in_round = False  # while workers answer
         actors = self._checked(handles)
-        self._session = session_of_ray()
-        self.lanes = GroupLanes()
+        self.platform = platform
+        self._session = platform.session()
+        self.lanes = GroupLanes(platform)
         self._records = {rank: self._record_of(actor) for rank, actor in enumerate(actors)}
         in_forks(self, Ranks._end_copy)
 
@@ -312,7 +317,7 @@ class Ranks:
                 "expected no call of a group while its workers answer, got one in a function that "
                 "was passed as weights= or rule="
             )
-        check_connected(self._session)
+        self.platform.check_connected(self._session)
 
     def admit(self) -> None:
         """Count added actors that are ready as workers.
@@ -330,7 +335,7 @@ class Ranks:
         # Not by futures: an interrupt may leave the lock of one taken, and Ray's own thread, which
         # needs it for the result, would then handle no answer of this process any more.
         pings = [ping for _, ping in self._joining.values()]
-        answered = {*ray.wait(pings, num_returns=len(pings), timeout=0)[0]}
+        answered = {*self.platform.wait(pings, 0, len(pings))}
         for rank in [rank for rank, (_, ping) in self._joining.items() if ping in answered]:
             record, ping = self._joining[rank]
             self._records = dict(sorted({**self._records, rank: record}.items()))
@@ -338,7 +343,7 @@ class Ranks:
             self._news[0].append(rank)
             self.admitted.append(rank)
             try:
-                ray.get(ping)
+                self.platform.get(ping)
             except Exception as error:
                 self.note_lost({rank: error})
                 record.leave_out(record.why or error)
@@ -384,7 +389,7 @@ class Ranks:
                 continue
             record.worker.part()
             if kill:
-                ray.kill(record.worker.handle)
+                self.platform.kill(record.worker.handle)
 
     @property
     def has_news(self) -> bool:

@@ -53,9 +53,10 @@ from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
 from flatweights.ray.peers._by_lane import Worker
 from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
 from flatweights.ray.peers._latest import Latest, model_of
+from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.ray.peers._ranks import Ranks, Record
 from flatweights.ray.peers._start import Start
-from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster, end_actor
+from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster
 from flatweights.ray.peers._summary import Reading
 from flatweights.ray.peers._wait import Arrivals, Request, deadline_in, wait_any
 
@@ -81,6 +82,7 @@ class Roster(Ranks):
         wire: GroupWire | None,
         initial: Any,
         sums: Sums = "float64",
+        platform: Platform = PLATFORM,
     ) -> None:
         """Take actors of `FlatWorker` classes; all count as healthy.
 
@@ -89,16 +91,17 @@ class Roster(Ranks):
             wire: The encoder, if weights travel in 16 bits.
             initial: The weights that all workers start from; see `WorkerGroup`.
             sums: The dtype in which sums travel between nodes.
+            platform: What the group uses of Ray and lanes.
 
         Raises:
             ValueError: If there is no actor, one is given twice, or ``sums`` is not such a dtype.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         check_cluster()
-        super().__init__(handles)
+        super().__init__(handles, platform)
         self.agents = Agents(self.lanes.offer, sums, Agent, ())
-        self.latest = Latest(wire)
-        self._start = Start(initial)
+        self.latest = Latest(wire, platform=platform)
+        self._start = Start(initial, platform)
         self._nbytes = 0  # of the last average that was made in this process
         self._name, self._counts = secrets.token_hex(8), itertools.count(1)
 
@@ -440,7 +443,8 @@ class Roster(Ranks):
         record = self._records[rank]
         record.distrust()
         call, latest = self.call_on_latest(rank, None, (), {})
-        return record.probe(call), call, latest
+        answer = self._ping(record) if self._may_have_any else record.worker.call(call)
+        return record.probe(answer, call.head[1]), call, latest
 
     def restore(
         self, deadline: Deadline, ranks: Iterable[int] | None = None, *, patient: bool = True
@@ -473,17 +477,25 @@ class Roster(Ranks):
             return
         leaving = [record for record, kill in self._leaving if kill]
         for record in [*self._all().values(), *leaving]:
-            end_actor(record.worker.handle)
+            self.platform.end(record.worker.handle)
             record.end(RuntimeError("the group was shut down"))
         self._joining.clear()
         self._leaving.clear()
         self.agents.shut_down()
         self.lanes.close()
         self._over = "the group was shut down"
-        self.latest = Latest()
+        self.latest = Latest(platform=self.platform)
 
     def _next_stamp(self) -> Stamp:
         return self._name, next(self._counts)
+
+    @property
+    def _may_have_any(self) -> bool:
+        """Whether it does not matter what workers have: the first call brings initial weights."""
+        return self.latest.version is None and self._start.initial is not None
+
+    def _ping(self, record: Record) -> RayAnswer:
+        return RayAnswer(record.worker.handle.ping.remote(), self.platform)
 
     def _complete_published(self, timeout: float | None) -> None:
         """Complete weights that were published before the first call, and may be a subset."""
@@ -520,7 +532,7 @@ class Roster(Ranks):
             # other.
             arrivals = Arrivals(deadline_in(timeout))
             record = self._records[rank]
-            answer = RayAnswer(record.worker.handle.get_weights.remote())
+            answer = RayAnswer(record.worker.handle.get_weights.remote(), self.platform)
             record.owe(answer)
             arrivals.expect({rank: answer})
             try:
@@ -642,8 +654,9 @@ class Roster(Ranks):
     ) -> set[int]:
         """Send the latest weights to ``ranks``; return the ranks that have them.
 
-        If no weights were sent yet, these ranks only report whether they were restarted. Ranks that
-        fail are unhealthy.
+        If no weights were sent yet, these ranks only report whether they were restarted; or, if
+        there are weights that all start from, whether they are alive. Ranks that fail are
+        unhealthy.
 
         Args:
             ranks: The ranks. A rank that owes an answer is not asked, unless ``patient``.
@@ -654,6 +667,12 @@ class Roster(Ranks):
         arrivals = Arrivals(deadline)
 
         def ask(ranks: Sequence[int]) -> None:
+            if self._may_have_any:
+                for rank in ranks:
+                    answer = self._ping(self._records[rank])
+                    self._records[rank].owe(answer)
+                    arrivals.expect({rank: answer})
+                return
             if payload is not None:
                 self._prepare(ranks, payload)
             self.send_out(self.call(payload=payload), arrivals, ranks)

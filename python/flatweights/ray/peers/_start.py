@@ -13,6 +13,7 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._errors import WorkerError
 from flatweights.ray._result import copied
 from flatweights.ray.peers._latest import Latest, check_follows, is_change, merged, model_of
+from flatweights.ray.peers._platform import PLATFORM, Platform
 
 
 class Start:
@@ -25,8 +26,9 @@ class Start:
         layout: The layout of the weights that workers started from; None if unknown.
     """
 
-    def __init__(self, initial: Any) -> None:
-        """Take the argument of `WorkerGroup`."""
+    def __init__(self, initial: Any, platform: Platform = PLATFORM) -> None:
+        """Take the argument of `WorkerGroup`, and what it uses of Ray."""
+        self._get = platform.get
         initial = model_of(initial)
         if isinstance(initial, Mapping) and not isinstance(initial, FlatWeights):
             initial = dict(initial)
@@ -60,9 +62,9 @@ class Start:
         model = model_of(weights)
         if isinstance(model, ray.ObjectRef):  # perhaps to a subset
             with contextlib.suppress(Exception):  # the workers say why it cannot be read
-                model = ray.get(model, timeout=timeout)
+                model = self._get(model, timeout)
         if isinstance(initial, ray.ObjectRef) and isinstance(model, Mapping):
-            initial = ray.get(initial, timeout=timeout)  # the model may be a subset
+            initial = self._get(initial, timeout)  # the model may be a subset
         if isinstance(model, Mapping):
             check_follows(model, initial)
         latest.learn(initial)
@@ -83,13 +85,13 @@ class Start:
         """
         model, is_first = model_of(weights), latest is self.published
         if (is_first or latest.version is None) and isinstance(model, ray.ObjectRef):
-            weights = model = ray.get(model)
+            weights = model = self._get(model)
         if is_first and isinstance(model, Mapping):
             earlier = latest.model()  # perhaps another subset, of names that are not known
             weights = {**earlier, **model} if isinstance(earlier, Mapping) else model
         if (is_first or latest.version is None) and isinstance(model, Mapping):
             if isinstance(self.initial, ray.ObjectRef):
-                self.initial = ray.get(self.initial)
+                self.initial = self._get(self.initial)
             check_follows(model_of(weights), self.initial)
         return weights
 

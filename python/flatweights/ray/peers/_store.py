@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._result import is_arrays
 from flatweights.ray._wire import WireMessage, nbytes_of
 from flatweights.ray.peers._contract import BY_VALUE, Answer, Call, Payload, weights_of
+from flatweights.ray.peers._platform import PLATFORM, Platform
 
 
 def check_cluster() -> None:
@@ -29,10 +29,10 @@ def check_cluster() -> None:
         )
 
 
-def payload_of(value: Any) -> Payload:
+def payload_of(value: Any, platform: Platform = PLATFORM) -> Payload:
     """Return the payload that brings ``value`` to workers."""
     nbytes = value.buffer.nbytes if type(value) is FlatWeights else nbytes_of(value)
-    return Payload(value, nbytes or 0, lambda: ray.put(value))
+    return Payload(value, nbytes or 0, lambda: platform.put(value), platform=platform)
 
 
 class RayAnswer(Answer):
@@ -42,9 +42,10 @@ class RayAnswer(Answer):
         ref: The reference; None once it was let go of.
     """
 
-    def __init__(self, ref: ray.ObjectRef | None) -> None:
+    def __init__(self, ref: ray.ObjectRef | None, platform: Platform = PLATFORM) -> None:
         """Take a reference; several answers may have the same."""
         self.ref = ref
+        self._platform = platform
 
     @classmethod
     def wait(
@@ -52,16 +53,19 @@ class RayAnswer(Answer):
     ) -> list[Answer]:
         """Wait for an answer; return all that have arrived, of which each may have failed."""
         refs = list({answer.ref: None for answer in answers})
-        there, _ = ray.wait(refs, num_returns=1, timeout=timeout)
+        if None in refs:  # an interrupt came after it was let go of
+            return [answer for answer in answers if answer.ref is None]
+        wait = answers[0]._platform.wait
+        there = wait(refs, timeout)
         # All answers that have arrived meanwhile.
         if there and len(refs) > 1:
-            there, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+            there = wait(refs, 0, len(refs))
         arrived = set(there)
         return [answer for answer in answers if answer.ref in arrived]
 
     def take(self) -> Any:
         """Return the object: mapped from the object store, if it is large."""
-        return ray.get(self.ref)
+        return self._platform.get(self.ref)
 
     def let_go(self) -> None:
         """Drop the reference."""
@@ -99,18 +103,15 @@ def sent_weights(payload: Payload) -> Any:
     if type(sent) is FlatWeights:
         return sent
     if isinstance(sent, ray.ObjectRef):
-        sent = ray.get(sent)
-    return weights_of(sent)
+        sent = payload.platform.get(sent)
+    return weights_of(sent, payload.platform)
 
 
-def end_actor(handle: ray.actor.ActorHandle) -> None:
-    """End an actor, unless Ray was shut down, which has ended it: `ray.kill` would start a Ray."""
-    if ray.is_initialized():
-        with contextlib.suppress(ValueError):  # the actor belongs to an earlier session of Ray
-            ray.kill(handle)
+end_actor = PLATFORM.end
 
 
-def call_actor(handle: ray.actor.ActorHandle, call: Call) -> RayAnswer:
+def call_actor(handle: ray.actor.ActorHandle, call: Call, platform: Platform) -> RayAnswer:
     """Make a call on an actor; references among the arguments are resolved, as Ray does."""
     run, weights = handle.call_version, argument_of(call.payload)
-    return RayAnswer(run.remote(call.head, weights, call.method, *call.args, **call.kwargs))
+    ref = run.remote(call.head, weights, call.method, *call.args, **call.kwargs)
+    return RayAnswer(ref, platform)

@@ -352,9 +352,10 @@ def wait_any(
         deadline: The time at which to stop, by `time.monotonic`; never, if None.
         enough: See `Answer.wait`.
     """
-    kinds = {type(answer) for answer in answers}
-    ways = {kind: [answer for answer in answers if type(answer) is kind] for kind in kinds}
-    is_alone = len(kinds) == 1
+    ways: dict[type[Answer], list[Answer]] = {}
+    for answer in answers:
+        ways.setdefault(type(answer), []).append(answer)
+    is_alone = len(ways) == 1
     while True:
         left = None if deadline is None else seconds_left(deadline)
         patience = left if is_alone else min(_SLICE, _SLICE if left is None else left)

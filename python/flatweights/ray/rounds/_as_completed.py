@@ -194,25 +194,24 @@ class AsCompleted:
             self._call_idle()
             self._hear(0.0)
             self._wait_for_oldest()
-            if self._take(taken):
-                result = self._round(taken)
-                if result is not None:
-                    break
-                self._check_not_all_spoiled()
-                taken = {}
-            elif self._idle:
-                continue
-            elif not self._is_anyone_at_work(taken):
+            if not self._take(taken):
+                if self._idle:
+                    continue
+                if self._is_anyone_at_work(taken):
+                    self._hear(None)
+                    continue
                 if not taken:
                     errors = self.roster.unhealthy(self._asked_now()) | self._failed
                     raise WorkerError(errors, "" if errors else "no worker of the loop is left")
-                result = self._round(taken)  # with fewer results: no other worker is left
-                if result is not None:
-                    break
-                self._check_not_all_spoiled()
-                taken = {}
-            else:
-                self._hear(None)
+                # A round with fewer results: no other worker is left.
+            publications = self.roster.latest.number
+            if self._leave_out_stale(taken, publications):
+                continue
+            result = self._round(taken, publications)
+            if result is not None:
+                break
+            self._check_not_all_spoiled()
+            taken = {}
         self._rounds += 1
         result.number = self._rounds
         result.seconds["wait"] = self._waited
@@ -226,9 +225,12 @@ class AsCompleted:
         (out, self._out), (there, self._there) = (self._out, {}), (self._there, [])
         for answer, sent in out.items():
             if sent.kind != "owed":
-                sent.record.settle(answer, is_there=False)
+                is_late = sent.record.why is not None  # by a call in the body
+                sent.record.settle(answer, is_there=False, is_late=is_late)
         for sent in there:
-            sent.record.settle(sent.answer, version=sent.version)
+            # A worker whose method has raised may have refused the weights.
+            version = None if _has_failed(sent.answer) else sent.version
+            sent.record.settle(sent.answer, version=version)
             sent.answer.let_go()
         self.roster.lanes.done()
 
@@ -483,14 +485,23 @@ class AsCompleted:
                 self._fail(sent, error.with_traceback(None))
                 return False
         record.settle(sent.answer, version=sent.version)
-        staleness = self.roster.latest.number - sent.publication
-        if self._max_staleness is not None and staleness > self._max_staleness:
+        return not self._leave_out_stale({rank: sent}, self.roster.latest.number)
+
+    def _leave_out_stale(self, taken: dict[int, _Sent], publications: int) -> bool:
+        """Remove results that are too stale after so many publications; return whether any is."""
+        most = self._max_staleness
+        if most is None:
+            return False
+        stale = [rank for rank, sent in taken.items() if publications - sent.publication > most]
+        for rank in stale:
+            sent = taken.pop(rank)
             sent.answer.let_go()
             self._stale.append(rank)
-            _log.info("rank %d: a result is left out, %d publications old", rank, staleness)
-            self._idle.append(rank)
-            return False
-        return True
+            old = publications - sent.publication
+            _log.info("rank %d: a result is left out, %d publications old", rank, old)
+            if not sent.is_free:
+                self._idle.append(rank)
+        return bool(stale)
 
     def _fail(self, sent: _Sent, error: Exception) -> None:
         rank = sent.rank
@@ -502,8 +513,13 @@ class AsCompleted:
         self._failed[rank] = error
         self._take_up_lost(rank)
 
-    def _round(self, taken: Mapping[int, _Sent]) -> Round | None:
-        """Return the average of the results; None, if all hold NaN or infinity."""
+    def _round(self, taken: Mapping[int, _Sent], publications: int) -> Round | None:
+        """Return the average of the results; None, if all hold NaN or infinity.
+
+        Args:
+            taken: The results.
+            publications: The number of publications so far.
+        """
         roster, request = self.roster, self._request
         self._idle += [rank for rank, sent in taken.items() if not sent.is_free]
         roster.lanes.done()
@@ -523,8 +539,7 @@ class AsCompleted:
                 self._failed |= arrivals.failed
                 self._quarantined += arrivals.quarantined
                 return None
-        number = roster.latest.number
-        result.staleness = {rank: number - taken[rank].publication for rank in taken}
+        result.staleness = {rank: publications - taken[rank].publication for rank in taken}
         result.ways = {rank: sent.record.worker.way for rank, sent in taken.items()}
         if self._failed or self._late or self._quarantined:
             result.failed = dict(sorted((self._failed | result.failed).items()))
@@ -587,3 +602,14 @@ class AsCompleted:
             seconds={"wait": 0.0, "average": _clock.now() - begin},
             nbytes=mean.nbytes,
         )
+
+
+def _has_failed(answer: Answer) -> bool:
+    """Whether an answer that has arrived is an error."""
+    if answer.packed is not None:
+        return False
+    try:
+        answer.take()
+    except Exception:
+        return True
+    return False

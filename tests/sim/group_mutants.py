@@ -1,0 +1,194 @@
+"""Small wrong changes of what groups and their workers do; see `mutants`."""
+
+GROUP = {
+    # Whom a round calls, and with which weights.
+    "a late answer is not owed": (
+        "peers/_ranks.py",
+        "            self.owed = answer.overdue() if is_late else answer.abandon()\n",
+        "            self.owed = None\n",
+    ),
+    "nobody waits for what healthy workers owe": (
+        "peers/_roster.py",
+        "        if [r for r in self._records.values() if r.owed is not None and r.why is None]:\n",
+        "        if False:\n",
+    ),
+    "workers that lack weights are called": (
+        "peers/_roster.py",
+        "        if behind and version is not None:\n",
+        "        if False:\n",
+    ),
+    "unhealthy workers are called": (
+        "peers/_ranks.py",
+        "        return [rank for rank in asked if self._records[rank].why is None]\n",
+        "        return [*asked]\n",
+    ),
+    "each worker starts from its own weights": (
+        "peers/_roster.py",
+        "        is_first = self._start.initial is not None and (starts or weights is not None)\n",
+        "        is_first = False\n",
+    ),
+    "a run that broke off trusts its workers": (
+        "_group.py",
+        "        if self._in_round:\n            self._roster.distrust()\n",
+        "",
+    ),
+    "a lost worker stays healthy": (
+        "peers/_ranks.py",
+        "                self._records[rank].leave_out(error)\n",
+        "                pass\n",
+    ),
+    "workers that are lost before the first weights need some": (
+        "peers/_roster.py",
+        "        return self.latest.version is None and self._start.initial is not None\n",
+        "        return False\n",
+    ),
+    # What is noted of weights that were sent.
+    "workers that refused weights stay healthy": (
+        "peers/_roster.py",
+        "        if is_sent and refused:\n            self._leave_out(refused)\n",
+        "",
+    ),
+    "weights that all refused are the latest": (
+        "peers/_roster.py",
+        "        if not is_sent:\n            self.latest = before\n",
+        "",
+    ),
+    "a worker that refused weights is trusted": (
+        "peers/_roster.py",
+        "            self._records[rank].distrust()  # it may have set some of them\n",
+        "            pass\n",
+    ),
+    # When a round ends, and what is in it.
+    "a round never ends by time": (
+        "peers/_wait.py",
+        "        if pending and end is not None and now >= end:\n",
+        "        if False:\n",
+    ),
+    "one result is enough": (
+        "peers/_wait.py",
+        "        if left + len(self.quarantined) >= need and left >= (request.min_results or 1):\n",
+        "        if left >= 1:\n",
+    ),
+    "all results count alike": (
+        "peers/_wait.py",
+        '            return weight_of(self.weights, result, f"rank {rank}")\n',
+        "            return 1.0\n",
+    ),
+    "an average has two results at most": (
+        "rounds/_in_one_place.py",
+        "        ranks = sorted(self._arrivals.arrived)\n        weights",
+        "        ranks = sorted(self._arrivals.arrived)[:2]\n        weights",
+    ),
+    "a run of results is added without its last": (
+        "rounds/_in_one_place.py",
+        "            total.add_all(models, weights)\n",
+        "            total.add_all(models[:1], weights[:1])\n",
+    ),
+    "ranks with NaN are used": (
+        "rounds/_in_one_place.py",
+        "            self._used = [ranks[k] for k in used]\n",
+        "            self._used = [*ranks]\n",
+    ),
+    "an error counts as a result": (
+        "peers/_wait.py",
+        "        self.arrived.difference_update(reasons)\n",
+        "",
+    ),
+    # What a worker does with weights, and the lane to it.
+    "a worker takes any weights for those that it needs": (
+        "_worker.py",
+        "        if version is not None and version != self.version:\n",
+        "        if False:\n",
+    ),
+    "a worker runs on weights that it has set in part": (
+        "_worker.py",
+        "        if not self.is_whole:\n",
+        "        if False:\n",
+    ),
+    "weights from a lane are set without a note": (
+        "_worker.py",
+        "            state.is_whole = _sets_all_or_none(worker)\n            _variables",
+        "            _variables",
+    ),
+    "a command is taken by a call that may have ended": (
+        "peers/_by_lane.py",
+        "        if not is_there:\n            lane.serve(self._serve)\n",
+        "",
+    ),
+    "a lane that was given up is used": (
+        "peers/_by_lane.py",
+        "        if lane is None or lane.is_closed or lane.is_given_up:\n            lane =",
+        "        if lane is None or lane.is_closed:\n            lane =",
+    ),
+    "a result that cannot be sent is nothing": (
+        "lanes/_worker_lane.py",
+        "            box.append(self._value_of(message))\n",
+        "            box.append(None)\n",
+    ),
+}
+"""By name: the file, the text that is there, and what takes its place; found by rounds."""
+
+ASYNCHRONOUS = {
+    "a worker gets no new weights": (
+        "peers/_roster.py",
+        "        if latest.version is not None and record.version != latest.version:\n",
+        "        if latest.version is not None and record.version is None:\n",
+    ),
+    "results may be staler by one": (
+        "rounds/_as_completed.py",
+        "if publications - sent.publication > most]",
+        "if publications - sent.publication > most + 1]",
+    ),
+    "results that wait for others may be stale": (
+        "rounds/_as_completed.py",
+        "            if self._leave_out_stale(taken, publications):\n                continue\n",
+        "",
+    ),
+    "the newest call comes first": (
+        "rounds/_as_completed.py",
+        "            self._there.sort(key=lambda sent: sent.rounds)\n",
+        "            self._there.sort(key=lambda sent: -sent.rounds)\n",
+    ),
+    "a round has two results of a worker": (
+        "rounds/_as_completed.py",
+        "            if sent.rank in taken:\n",
+        "            if False:\n",
+    ),
+    "staleness counts from the publication before": (
+        "rounds/_as_completed.py",
+        "answer, kind, latest.version, latest.number, rounds, end\n",
+        "answer, kind, latest.version, latest.number - 1, rounds, end\n",
+    ),
+    "NaN is yielded": (
+        "rounds/_as_completed.py",
+        "        if not (is_finite or takes_all):\n            return None\n        del packed",
+        "        del packed",
+    ),
+    "a loop waits for workers that are lost": (
+        "rounds/_as_completed.py",
+        "            sent.record.why is None and not sent.record.has_left",
+        "            not sent.record.has_left",
+    ),
+    "a lost worker is not asked again": (
+        "rounds/_as_completed.py",
+        "            record.put_off()\n            self._lost.add(rank)\n",
+        "            record.put_off()\n",
+    ),
+    "results of before it was lost are yielded": (
+        "rounds/_as_completed.py",
+        '        elif sent.kind == "probe" or record.is_probed:  # by another loop or call\n',
+        '        elif sent.kind == "owed":\n            self._there.append(sent)\n'
+        '        elif sent.kind == "probe" or record.is_probed:\n',
+    ),
+    "a loop that is left takes a refusal for a result": (
+        "rounds/_as_completed.py",
+        "            version = None if _has_failed(sent.answer) else sent.version\n",
+        "            version = sent.version\n",
+    ),
+    "a loop lets others keep nothing": (
+        "rounds/_as_completed.py",
+        "        record.keep_by(functools.partial(self._keep, answer, record.kept))\n",
+        "",
+    ),
+}
+"""The same, found by loops of results as they arrive."""

@@ -1,0 +1,791 @@
+"""Ray and lanes as a group and its workers need them, in a simulated world.
+
+Actors, references and lanes are simulated; what both ends of a lane do is the package's own code,
+on a mailbox that follows `mailbox.cpp` step by step.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import itertools
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+from tests.sim.platform import HeldExtent
+from tests.sim.world import Changing, Fault, Process, World
+
+from flatweights.ray.lanes._driver_lane import DriverLane
+from flatweights.ray.lanes._end import LaneEnd, LaneError
+from flatweights.ray.lanes._message import _EXTENT, _HEADER
+from flatweights.ray.lanes._protocol import BY_CALL
+from flatweights.ray.lanes._windows import Extent
+from flatweights.ray.lanes._worker_lane import PATIENCE, WorkerLane
+from flatweights.ray.peers import _order
+from flatweights.ray.peers._platform import Platform
+
+_NODE = "here"
+
+
+class GroupPlatform(Platform):
+    """What a group and its workers use, in one world.
+
+    Attributes:
+        objects: Changes when any reference is there.
+        refs: All references that exist.
+        listeners: By address, the lanes of a driver.
+        actors: All actors.
+        mailboxes: All mailboxes that still exist.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.objects = Changing(world)
+        self.refs: weakref.WeakSet[Ref] = weakref.WeakSet()
+        self.listeners: dict[bytes, SimulatedLanes] = {}
+        self.actors: list[Actor] = []
+        self.mailboxes: list[SimulatedMailbox] = []
+        self.is_calm = False  # whether nothing goes wrong any more
+        self.losses = 0  # how often memory was short
+        self.ids = itertools.count(1)  # of actors and references
+        _order._logs.clear()  # of actors of earlier schedules, which had the same ids
+
+    # `staticmethod` in the base class, so these are, too.
+    @staticmethod
+    def session() -> str:
+        """Ray is never shut down."""
+        return "session"
+
+    @staticmethod
+    def check_connected(session: str | None = None) -> None:
+        """Ray is never shut down."""
+
+    def thread(self) -> int:  # type: ignore[override]
+        """Return a number of the current task."""
+        return id(self.world.current)
+
+    def lock(self) -> Any:
+        return SimulatedLock(self.world)
+
+    def lanes(self) -> Any:
+        return SimulatedLanes(self)
+
+    def wait(self, refs: Sequence[Any], timeout: float | None = 0, enough: int = 1) -> list[Any]:
+        world = self.world
+        world.process()
+        world.point("wait")
+
+        def is_enough() -> bool:
+            return sum(ref.is_there for ref in refs) >= enough
+
+        if timeout is None or timeout > 0:
+            world.block(is_enough, self.objects, timeout)
+        return [ref for ref in refs if ref.is_there][:enough]
+
+    def put(self, value: Any) -> Any:
+        process = self.world.process()
+        self.world.point("put")
+        if self.world.chance("full"):
+            self.world.note("the store is full")
+            self.losses += 1
+            raise ray.exceptions.ObjectStoreFullError("no room")
+        ref = Ref.of(self, process)
+        ref.set(_copied(value))
+        return ref
+
+    def get(self, ref: Any, timeout: float | None = None) -> Any:
+        self.world.process()
+        self.world.point("get")
+        if not ref.is_there and (
+            timeout == 0 or not self.world.block(lambda: ref.is_there, self.objects, timeout)
+        ):
+            raise ray.exceptions.GetTimeoutError("time is up")
+        return ref.result()
+
+    def kill(self, handle: Any) -> None:
+        self.world.process()
+        handle.end()
+
+    def end(self, handle: Any) -> None:
+        self.kill(handle)
+
+    def node(self) -> str:
+        return _NODE
+
+    def worker_lane(self, address: bytes, token: bytes) -> Any:
+        return SimulatedWorkerLane(self, address, token)
+
+    def was_restarted(self) -> bool:
+        lives: int = self.world.process().notes["life"]
+        return lives > 0
+
+    @staticmethod
+    def collect() -> None:
+        """Drop garbage that is in cycles."""
+        gc.collect()
+
+    def delay(self) -> float:
+        """Return the seconds that a message of Ray takes."""
+        kind = self.world.draw()
+        if kind < 0.5:
+            return 0.0
+        return self.world.draw() * (0.003 if kind < 0.95 else 0.2)
+
+
+class SimulatedLock(Changing):
+    """A lock that the task that has it may take again."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._owner: Any = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        current = self._world.current
+        if self._owner is not current:
+            self._world.block(lambda: self._owner is None, self)
+        self._owner = current
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self.changed()
+
+
+class Ref(ray.ObjectRef):  # type: ignore[misc]
+    """A reference: the result of a call of an actor, or an object in the store."""
+
+    is_there: bool
+    _platform: GroupPlatform
+    _value: Any
+    _error: BaseException | None
+
+    @classmethod
+    def of(cls, platform: GroupPlatform, owner: Process) -> Ref:
+        """Return a reference to nothing yet."""
+        ref: Ref = cls(next(platform.ids).to_bytes(28, "big"), skip_adding_local_ref=True)
+        ref._platform, ref.is_there, ref._value, ref._error = platform, False, None, None
+        platform.refs.add(ref)
+        return ref
+
+    def set(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Be there, unless it is already."""
+        if not self.is_there:
+            self._value, self._error, self.is_there = value, error, True
+            self._platform.objects.changed()
+
+    def result(self) -> Any:
+        """Return the value, or raise an error of its own, as Ray does."""
+        error = self._error
+        if isinstance(error, ray.exceptions.RayTaskError):
+            raise error.as_instanceof_cause()
+        if error is not None:
+            raise copy.copy(error)
+        return self._value
+
+
+class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
+    """Copies values as Ray does, and keeps references and actors."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Ref | Actor):
+            self.kept.append(value)
+            return len(self.kept) - 1
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    kept: list[Any]
+
+    def persistent_load(self, index: Any) -> Any:
+        return self.kept[index]
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a value, whose arrays are read-only."""
+    buffers: list[pickle.PickleBuffer] = []
+    with io.BytesIO() as file:
+        pickler = _Pickler(file, protocol=5, buffer_callback=buffers.append)
+        pickler.kept = []
+        pickler.dump(value)
+        file.seek(0)
+        unpickler = _Unpickler(file, buffers=[bytes(buffer.raw()) for buffer in buffers])
+        unpickler.kept = pickler.kept
+        return unpickler.load()
+
+
+class _Call:
+    """One call of an actor."""
+
+    def __init__(self, name: str, args: Any, ref: Ref) -> None:
+        self.name, self.args = name, args
+        self.ref: weakref.ref[Ref] = weakref.ref(ref)
+
+    def returns(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Set the reference, if anybody has it."""
+        ref = self.ref()
+        if ref is not None:
+            ref.set(value, error)
+
+
+class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
+    """An actor and its handle: it runs calls in the order in which its callers made them.
+
+    Attributes:
+        process: Its process; the next one, if it was started again.
+        object: The object of its class, once it is built.
+        is_over: Whether Ray will not start it again.
+        built: The times at which it was built.
+    """
+
+    def __init__(
+        self,
+        platform: GroupPlatform,
+        name: str,
+        make: Callable[[Process], Any],
+        lives: list[dict[str, Any]],
+        *,
+        retries: bool,
+    ) -> None:
+        """Start it.
+
+        Args:
+            platform: The platform.
+            name: Its name in transcripts.
+            make: A function that builds the object.
+            lives: Its processes, one after the other: ``delay`` and ``faults`` of each, and
+                whether its constructor ``raises``.
+            retries: Whether Ray repeats calls that were broken off by a death.
+        """
+        keep = self.__dict__
+        keep["_ray_actor_id"] = ray.ActorID(next(platform.ids).to_bytes(16, "big"))
+        keep["_ray_weak_ref"] = True
+        keep["_ray_actor_creation_function_descriptor"] = SimpleNamespace(
+            module_name="tests.sim", class_name="Worker"
+        )
+        self._platform, self._world = platform, platform.world
+        self.name, self._make, self._lives, self._retries = name, make, lives, retries
+        self.life = -1
+        self.object: Any = None
+        self.is_over = False
+        self._is_starting = True
+        self._pending: list[_Call] = []
+        self._arriving = 0.0  # the time at which the last call arrives
+        self._changing = Changing(platform.world)
+        platform.actors.append(self)
+        self._start()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("hex", "remote"):
+            raise AttributeError(name)
+        return SimpleNamespace(remote=lambda *args, **kwargs: self._call(name, args, kwargs))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is built, and runs."""
+        return self.object is not None and not self.process.is_dead
+
+    @property
+    def may_come_back(self) -> bool:
+        """Whether it is alive, or Ray is about to start it (again)."""
+        return not self.is_over
+
+    def end(self) -> None:
+        """End it for ever."""
+        if not self.is_over:
+            self.is_over = True
+            if self.process.is_dead:
+                self._lose_all()
+            self.process.kill()
+
+    def _start(self) -> None:
+        self.life += 1
+        life = self._lives[self.life]
+        planned = {} if self._platform.is_calm else life["faults"]
+        faults = {int(point): Fault(**fault) for point, fault in planned.items()}
+        name = f"{self.name}.{self.life}" if self.life else self.name
+        self.process = process = Process(self._world, name, faults)
+        process.notes["life"], process.notes["actor"] = self.life, self
+        process.at_death.append(self._die)
+
+        def begin() -> None:
+            if not process.is_dead:
+                self._world.spawn(process, lambda: self._main(process), name)
+
+        self._world.after(life["delay"], begin)
+
+    def _die(self) -> None:
+        world = self._world
+        self.object = None
+        is_last = self.is_over or self.life + 1 == len(self._lives)
+        self.is_over = self.is_over or is_last
+        self._is_starting = not is_last
+        if not is_last:
+            world.after(0.2 + world.draw(), lambda: None if self.is_over else self._start())
+        if is_last or not self._retries:
+            self._lose_all()
+
+    def _lose_all(self) -> None:
+        pending, self._pending = self._pending, []
+        late = self._world.rng.choice((0.0, 0.01, 0.2, 2.0))
+        for call in pending:
+            error = self._death()
+            self._world.after(late, lambda call=call, error=error: call.returns(error=error))
+
+    def _death(self) -> Exception:
+        if self.is_over:
+            return ray.exceptions.ActorDiedError()
+        return ray.exceptions.ActorUnavailableError("it is starting", self._actor_id.binary())
+
+    def _call(self, name: str, args: Any, kwargs: Any) -> Ref:
+        world, platform = self._world, self._platform
+        caller = world.process()
+        owes = self.process.notes.get("busy")
+        if name == "call_version" and owes and owes.is_late and not self.process.is_dead:
+            world.fail(f"{self.name} is sent a call, and owes an answer")
+        log = _order._logs.get(self._actor_id)
+        if name == "serve_lane" and log is not None:
+            log.last = args[0]
+        try:
+            world.point(f"call of {name}")
+            ref = Ref.of(platform, caller)
+            call = _Call(name, _copied((args, kwargs)), ref)
+        finally:
+            if name != "serve_lane" and log is not None:
+                log.last = name
+        self._arriving = max(self._arriving, world.now + platform.delay())
+
+        def arrive() -> None:
+            if self.is_over or (self.process.is_dead and not self._retries):
+                error = self._death()
+                world.after(platform.delay(), lambda: call.returns(error=error))
+                return
+            self._pending.append(call)
+            self._changing.changed()
+
+        world.after(self._arriving - world.now, arrive)
+        return ref
+
+    def _main(self, process: Process) -> None:
+        """Build the object, then run calls."""
+        world, platform = self._world, self._platform
+        if self._lives[self.life].get("raises"):
+            world.note("its constructor raises")
+            self._is_starting, self.is_over = False, True
+            process.kill()
+            return
+        self.object = self._make(process)
+        self._is_starting = False
+        while True:
+            world.block(lambda: bool(self._pending), self._changing)
+            call = self._pending[0]
+            value, error = None, None
+            try:
+                args, kwargs = call.args
+                args = [platform.get(arg) if isinstance(arg, Ref) else arg for arg in args]
+                value = _copied(getattr(self.object, call.name)(*args, **kwargs))
+                del args, kwargs
+                if call.name in ("call_version", "serve_lane") and value is not None:
+                    self._check_room()
+            except ray.exceptions.RayError as raised:
+                value, error = None, raised
+            except Exception as raised:
+                cause = _copied(raised)  # without its frames
+                error = ray.exceptions.RayTaskError(call.name, str(raised), cause)
+                value = None
+            world.point("returning")
+            self._pending.remove(call)
+            world.after(platform.delay(), lambda c=call, v=value, e=error: c.returns(v, e))
+            del call, value, error
+
+    def _check_room(self) -> None:
+        """Raise if the store is full."""
+        if self._world.chance("full"):
+            self._world.note("the store is full")
+            self._platform.losses += 1
+            raise ray.exceptions.ObjectStoreFullError("no room for a result")
+
+
+class SimulatedMailbox(Changing):
+    """A mailbox as `mailbox.cpp` has it, and the sockets of its lane.
+
+    Attributes:
+        worker: The process of the worker.
+        views: By end (True for the worker's), the buffers that it has read and not dropped.
+    """
+
+    nonce = b"nonce"
+
+    def __init__(self, world: World, worker: Process) -> None:
+        super().__init__(world)
+        self.worker = worker
+        self._state = "AWAY"
+        self._ended = self._dismissed = 0
+        self._is_woken = True
+        self._content: dict[bool, bytes] = {False: b"", True: b""}  # by reader
+        self._shared: dict[bool, list[Any]] = {False: [], True: []}  # by reader
+        self.views: dict[bool, list[weakref.ref[Any]]] = {False: [], True: []}
+        self.to_driver: list[bytes] = []
+        self.to_worker: list[bytes] = []
+        self.lanes: SimulatedLanes | None = None
+
+    def close_descriptor(self) -> None:
+        """Keep the memory."""
+
+    @property
+    def is_answered(self) -> bool:
+        return self._state in ("AWAY", "WAITING")
+
+    # The driver's end.
+
+    def post(self, command: bytes, calls: int, wakes: bool = True) -> bool:
+        if not self.is_answered:
+            raise RuntimeError("mailbox: not ready for a command")
+        self._content[True] = command
+        waits, self._state = self._state == "WAITING", "COMMAND"
+        self._is_woken = wakes
+        if wakes:
+            self.changed()
+        return self._dismissed < calls and (waits or self._ended != calls)
+
+    def wake(self) -> None:
+        self._is_woken = True
+        self.changed()
+
+    def withdraw(self) -> bool:
+        if self._state == "COMMAND":
+            self._state = "AWAY"
+            return True
+        return False
+
+    def dismiss(self, calls: int) -> None:
+        self._dismissed = calls
+        if self._state == "WAITING":
+            self._state = "AWAY"
+        self.changed()
+
+    # The worker's end.
+
+    def enter(self, call: int) -> None:
+        if self._state == "AWAY" and call > self._dismissed:
+            self._state = "WAITING"
+
+    def wait(self, seconds: float, call: int) -> bool:
+        world = self._world
+        world.point("at the mailbox")
+        end = world.now + seconds
+        while True:
+            if self._state == "COMMAND":
+                if call <= self._dismissed:
+                    self._note_end(call)
+                    return False
+                self._state = "BUSY"
+                return True
+            if self._state != "WAITING":
+                self._note_end(call)
+                return False
+            if world.now >= end or call <= self._dismissed:
+                self._note_end(call)
+                self._state = "AWAY"
+                return False
+            world.block(lambda: self._may_look(call), self, end - world.now)
+
+    def _may_look(self, call: int) -> bool:
+        return call <= self._dismissed or (self._state != "WAITING" and self._is_woken)
+
+    def answer_with(self, answer: bytes, ends: int) -> None:
+        self._world.process()  # raises in a process that has just died
+        if self._state != "BUSY":
+            self._world.fail("a worker answered a command that it has not taken")
+        kind, _ = _HEADER.unpack_from(answer)
+        if kind != BY_CALL and self.holds(True, 0):  # the frames of an error hold its arguments
+            self._world.fail("a worker answered while it holds the weights of the command")
+        self._content[False] = answer
+        if ends:
+            self._note_end(ends)
+        self._state = "AWAY" if ends else "WAITING"
+
+    def _note_end(self, call: int) -> None:
+        self._ended = max(self._ended, call)
+
+    # Both ends.
+
+    def share(self, of_worker: bool, extents: list[Any]) -> None:
+        """Note the buffers of the next message of one end."""
+        self._shared[not of_worker] = [extent.buffer for extent in extents]
+
+    def read_message(self, of_worker: bool, _: Any) -> tuple[int, list[Any], bytes]:
+        content = self._content[of_worker]
+        kind, count = _HEADER.unpack_from(content)
+        body = content[_HEADER.size + count * _EXTENT.size :]
+        buffers = []
+        for buffer, snapshot, is_same in self._shared[of_worker][:count]:
+            if not is_same():
+                self._world.fail("weights changed after they were sent")
+            view = np.array(buffer)
+            if view.tobytes() != snapshot:
+                self._world.fail("weights changed in a window")
+            view.flags.writeable = False
+            self.views[of_worker].append(weakref.ref(view))
+            buffers.append(view)
+        return kind, buffers, body
+
+    def release_message(self, of_worker: bool) -> None:
+        """Hold nothing of a message that cannot be read."""
+
+    def holds(self, of_worker: bool, index: int) -> int:
+        self.views[of_worker] = [view for view in self.views[of_worker] if view() is not None]
+        return len(self.views[of_worker]) if index == 0 else 0
+
+    def add_hold(self, of_worker: bool, index: int) -> None:
+        """Count nothing before it is read."""
+
+    def drop_hold(self, of_worker: bool, index: int) -> None:
+        """Count nothing before it is read."""
+
+
+class _Connection:
+    """A socket of a lane."""
+
+    def __init__(self, closes: Callable[[], None]) -> None:
+        self._closes = closes
+
+    def setblocking(self, is_blocking: bool) -> None:
+        """Never block."""
+
+    def send(self, packet: bytes) -> None:
+        """Lose the last words."""
+
+    def close(self) -> None:
+        self._closes()
+
+
+class SimulatedWindows:
+    """Windows, in which every buffer lies, unless memory is short."""
+
+    def __init__(self, platform: GroupPlatform) -> None:
+        self._platform = platform
+
+    def offer(self, nbytes: int, **_: Any) -> None:
+        """Offer nothing: every buffer lies in a window anyway."""
+
+    def clear(self) -> None:
+        """Forget nothing."""
+
+    def find(self, buffer: Any) -> Extent | None:
+        world = self._platform.world
+        if world.chance("no window"):
+            world.note("there is no window")
+            return None
+        memory = np.frombuffer(buffer, np.uint8)
+        content = memory.tobytes()
+        origin = weakref.ref(memory)
+
+        def is_same() -> bool:
+            there = origin()
+            return there is None or there.tobytes() == content
+
+        extent = HeldExtent(0, 1, 0, memory.nbytes)
+        extent.buffer = np.frombuffer(content, np.uint8), content, is_same
+        return extent
+
+    def is_taken(self, extent: Extent) -> bool:
+        return False
+
+    def copy_of(self, extent: Any) -> Any:
+        return np.array(extent.buffer[0])
+
+    def copy_in(self, buffers: Any, **_: Any) -> None:
+        """Find no free window."""
+
+
+class _Shares(LaneEnd):
+    """What both ends do in another way than through sockets."""
+
+    mailbox: Any
+    _platform: GroupPlatform
+
+    def share(self, windows: Any, extents: list[Extent]) -> None:
+        if extents and self._platform.world.chance("unsent"):
+            self._platform.world.note("a window was not sent")
+            self._platform.losses += 1
+            raise OSError("the socket is full")
+        self.mailbox.share(self._is_worker, extents)
+
+    def receive(self) -> None:
+        mailbox = self.mailbox
+        packets = mailbox.to_worker if self._is_worker else mailbox.to_driver
+        while packets and not self.is_closed:
+            packet = packets.pop(0)
+            if packet:
+                self._take(packet[:1], packet[1:], [])
+            else:
+                self.is_closed = True
+
+
+class SimulatedDriverLane(_Shares, DriverLane):
+    """The driver's end of a lane."""
+
+    def __init__(self, platform: GroupPlatform, mailbox: SimulatedMailbox) -> None:
+        connection: Any = _Connection(lambda: mailbox.to_worker.append(b""))
+        box: Any = mailbox
+        super().__init__(connection, box)
+        self._platform = platform
+        self._of_peer: Any = {0: None}  # of which views are counted
+
+
+class SimulatedLanes(Changing):
+    """A driver's ends of lanes."""
+
+    def __init__(self, platform: GroupPlatform) -> None:
+        super().__init__(platform.world)
+        self._platform = platform
+        self.process = platform.world.process()
+        self.windows = SimulatedWindows(platform)
+        self.address = b"address %d" % len(platform.listeners)
+        platform.listeners[self.address] = self
+        self.met: dict[bytes, SimulatedDriverLane | None] = {}
+        self._lanes: list[SimulatedDriverLane] = []
+        self._is_rung = False
+        self._missing = 0
+        self._tokens = 0
+        self.is_closed = False
+
+    def new_token(self) -> bytes:
+        self._tokens += 1
+        token = self.address + b" token %d" % self._tokens
+        self.met[token] = None
+        return token
+
+    def forget(self, token: bytes) -> None:
+        lane = self.met.pop(token, None)
+        if lane is not None:
+            lane.close()
+
+    def connect(self, token: bytes, nonce: bytes) -> SimulatedDriverLane:
+        self._world.point("connecting")
+        self._drop_given_up()
+        lane = self.met.pop(token, None)
+        if lane is None:
+            raise LaneError("the worker has not connected")
+        mailbox: Any = lane.mailbox
+        if mailbox.worker.is_dead and self._world.draw() < 0.5:
+            lane.close()
+            raise BrokenPipeError("it is already dead")
+        mailbox.to_worker.append(b"D")
+        mailbox.lanes = self
+        self._lanes.append(lane)
+        return lane
+
+    def count_down(self) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self.ring()
+
+    def ring(self) -> None:
+        self._is_rung = True
+        self.changed()
+
+    def wake(self, mailboxes: list[SimulatedMailbox]) -> None:
+        for mailbox in mailboxes:
+            mailbox.wake()
+        self._world.point("woken")
+
+    def _is_due(self) -> bool:
+        return self._is_rung or any(self._has_news(lane) for lane in self._lanes)
+
+    @staticmethod
+    def _has_news(lane: SimulatedDriverLane) -> bool:
+        mailbox: Any = lane.mailbox
+        return bool(mailbox.to_driver)
+
+    def wait(self, lanes: Any, seconds: float | None, enough: int = 1) -> float:
+        world = self._world
+        begin = world.now
+        if lanes and world.draw() < 0.3:
+            world.point("watch", 1.0)
+            if sum(lane.is_answered for lane in lanes) >= enough:
+                return world.now - begin
+        self._missing = enough
+        world.point("waiting")
+        if not any(lane.is_answered for lane in lanes):
+            world.block(self._is_due, self, seconds)
+            self.look()
+        return world.now - begin
+
+    def look(self) -> None:
+        self._is_rung = False
+        for lane in [*self._lanes]:
+            if self._has_news(lane):
+                lane.receive()
+                if lane.is_closed:
+                    self._drop(lane)
+
+    def give_up(self, lane: SimulatedDriverLane) -> None:
+        lane.is_given_up = True
+        lane.withdraw()
+        self._drop_given_up()
+
+    def _drop_given_up(self) -> None:
+        for lane in [*self._lanes]:
+            if lane.is_given_up and not lane.is_holding(0):
+                self._drop(lane)
+
+    def _drop(self, lane: SimulatedDriverLane) -> None:
+        if lane in self._lanes:
+            self._lanes.remove(lane)
+        lane.close()
+
+    def close(self) -> None:
+        self.is_closed = True
+        for lane in [*self._lanes, *[lane for lane in self.met.values() if lane is not None]]:
+            self._drop(lane)
+            lane.forget_windows()
+
+
+class SimulatedWorkerLane(_Shares, WorkerLane):
+    """A worker's end of a lane."""
+
+    def __init__(self, platform: GroupPlatform, address: bytes, token: bytes) -> None:
+        world = platform.world
+        process = world.process()
+        world.point("connecting")
+        lanes = platform.listeners[address]
+        if world.chance("no lane"):
+            world.note("no lane can be made")
+            raise OSError("too many open files")
+        stopped = lanes.process.stopped_until - world.now
+        if stopped > 0:
+            world.sleep(min(stopped, PATIENCE))
+        if stopped > PATIENCE:
+            raise TimeoutError("the driver has not taken the connection")
+        if lanes.is_closed:
+            raise ConnectionRefusedError("nobody listens")
+        if lanes.met.get(token, token) is not None:
+            raise LaneError("the driver does not expect this worker any more")
+        mailbox: Any = SimulatedMailbox(world, process)
+        platform.mailboxes.append(mailbox)
+        lanes.met[token] = SimulatedDriverLane(platform, mailbox)
+        connection: Any = _Connection(self._leave)
+        LaneEnd.__init__(self, connection, mailbox, is_worker=True)
+        self._platform, self._listener = platform, lanes
+        windows: Any = SimulatedWindows(platform)
+        self._windows = windows
+        process.at_death.append(self._leave)
+
+    def _leave(self) -> None:
+        mailbox: Any = self.mailbox
+        mailbox.to_driver.append(b"")
+        self._listener.changed()
+
+    def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
+        bell: Any = self._listener
+        self._doorbell = bell
