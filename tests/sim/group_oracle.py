@@ -288,12 +288,12 @@ class GroupOracle:
             self.counts[name] += len(getattr(result, name))
         ready = {rank: self._returned(rank) for rank in result.used}
         found = None
-        for calls in itertools.product(*ready.values()):
-            runs = [call.runs[call.rank][-1] for call in calls]
+        for some in itertools.product(*ready.values()):
+            runs = [call.runs[call.rank][-1] for call in some]
             total = sum(run.weight for run in runs)
             mean = sum(run.weight * run.result for run in runs if run.result is not None) / total
             if np.asarray(mean).tobytes() == np.asarray(result.weights["w"]).tobytes():
-                found = calls
+                found = some
                 break
         if found is None:
             self.fail(f"round {self.rounds}: the average of {result.used} is none of their results")
@@ -374,8 +374,8 @@ class GroupOracle:
         least = self._plan["min_results"]
         if len(used) < (least or 1) or (least is None and result.late):
             self.fail(f"call {call.number}: {result!r} with min_results={least}")
-        runs = {rank: self.run_of(call, rank) for rank in used}
-        if None in runs.values():
+        runs = {rank: run for rank in used if (run := self.run_of(call, rank)) is not None}
+        if len(runs) < len(used):
             return
         self._check_mean(call, result, runs)
         if fresh:

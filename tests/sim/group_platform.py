@@ -7,6 +7,7 @@ on a mailbox that follows `mailbox.cpp` step by step.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import itertools
@@ -54,7 +55,6 @@ class GroupPlatform(Platform):
         self.is_calm = False  # whether nothing goes wrong any more
         self.losses = 0  # how often memory was short
         self.ids = itertools.count(1)  # of actors and references
-        _order._logs.clear()  # of actors of earlier schedules, which had the same ids
 
     # `staticmethod` in the base class, so these are, too.
     @staticmethod
@@ -66,7 +66,7 @@ class GroupPlatform(Platform):
     def check_connected(session: str | None = None) -> None:
         """Ray is never shut down."""
 
-    def thread(self) -> int:  # type: ignore[override]
+    def thread(self) -> int:
         """Return a number of the current task."""
         return id(self.world.current)
 
@@ -82,7 +82,7 @@ class GroupPlatform(Platform):
         world.point("wait")
 
         def is_enough() -> bool:
-            return sum(ref.is_there for ref in refs) >= enough
+            return sum([bool(ref.is_there) for ref in refs]) >= enough
 
         if timeout is None or timeout > 0:
             world.block(is_enough, self.objects, timeout)
@@ -124,6 +124,11 @@ class GroupPlatform(Platform):
     def was_restarted(self) -> bool:
         lives: int = self.world.process().notes["life"]
         return lives > 0
+
+    def close(self) -> None:
+        """Forget the calls of all actors: those of the next schedule have the same ids."""
+        for actor in self.actors:
+            _order._logs.pop(actor._actor_id, None)
 
     @staticmethod
     def collect() -> None:
@@ -337,10 +342,9 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
         pending, self._pending = self._pending, []
         late = self._world.rng.choice((0.0, 0.01, 0.2, 2.0))
         for call in pending:
-            error = self._death()
-            self._world.after(late, lambda call=call, error=error: call.returns(error=error))
+            self._world.after(late, functools.partial(call.returns, error=self._death()))
 
-    def _death(self) -> Exception:
+    def _death(self) -> Any:
         if self.is_over:
             return ray.exceptions.ActorDiedError()
         return ray.exceptions.ActorUnavailableError("it is starting", self._actor_id.binary())
@@ -403,7 +407,7 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
                 value = None
             world.point("returning")
             self._pending.remove(call)
-            world.after(platform.delay(), lambda c=call, v=value, e=error: c.returns(v, e))
+            world.after(platform.delay(), functools.partial(call.returns, value, error))
             del call, value, error
 
     def _check_room(self) -> None:

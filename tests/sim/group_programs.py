@@ -114,7 +114,8 @@ class GroupProgram:
         self._schedule = schedule
         self._world, self._oracle = schedule.world, schedule.oracle
         self._platform, self._plan = schedule.platform, schedule.plan
-        self._made = self._in_vain = 0
+        self._made = 0.0  # rounds; other calls count half
+        self._in_vain = 0
         self._last: Any = None
         self._is_looping = self._is_publishing = False
 
@@ -201,7 +202,7 @@ class GroupProgram:
     def _run(self) -> None:
         group, oracle = self._group, self._oracle
         calls: list[Call] = []
-        left = self._plan["rounds"] - self._made
+        left = self._plan["rounds"] - int(self._made)
         rounds = group.run(
             left, "train", round_arguments=lambda _: [calls[-1].number], **self._arguments()
         )

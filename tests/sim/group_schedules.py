@@ -66,3 +66,4 @@ class GroupSchedule:
         elif end == "steps":
             world.fail(f"no end after {most_steps} steps")
         world.close(processes)
+        self.platform.close()

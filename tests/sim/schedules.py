@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -127,8 +128,16 @@ def _installed(world: World, keeps_few: bool) -> Iterator[None]:
     kept = _past._KEPT, _past._KEPT_SMALL
     hook, works = _failpoints.hook, _report.METRICS.works
     drawn = random.getstate()
-    _clock.now = _clock.wall = world.read_clock
-    _clock.sleep = world.sleep
+    thread = threading.get_ident()  # others, as that of the metrics, have the real clock
+
+    def read_clock() -> float:
+        return world.read_clock() if threading.get_ident() == thread else clock[0]()
+
+    def sleep(seconds: float) -> None:
+        (world.sleep if threading.get_ident() == thread else clock[1])(seconds)
+
+    _clock.now = _clock.wall = read_clock
+    _clock.sleep = sleep
     _failpoints.hook = world.point
     _report.METRICS.works = False
     if keeps_few:

@@ -502,7 +502,7 @@ def test_a_round_is_put_anew_in_another_session_of_ray(group: WorkerGroup) -> No
     found = group.average("train")
     first = found.ref
     assert found.ref is first
-    found._session = ("an earlier job", "an earlier node")
+    found._session = "an earlier session"
     assert found.current_ref() != first
     assert found.ref is found.current_ref()
     assert same_bits(ray.get(found.ref).buffer, found.weights.buffer)
