@@ -107,6 +107,7 @@ class GroupOracle:
         self._idle_since: float | None = None
         self._in_call: Call | None = None
         self._before: set[bytes | None] | None = None  # what was the latest before
+        self._has_run_on_some = False  # a worker, on weights that were sent
         self._known: list[Exception] = []  # errors of workers that lacked weights
         self.rounds = self.published = 0  # of the loop; finished publications
         self._open: dict[int, list[Call]] = {}  # calls of the loop, by rank
@@ -147,6 +148,7 @@ class GroupOracle:
             self.fail(f"{process.name} ran call {number} in the middle of another call")
         run = Run(process, process.notes["base"], values)
         runs.append(run)
+        self._has_run_on_some = self._has_run_on_some or bool(run.base)
         if run.base == b"":
             self.fail(f"{process.name} ran call {number} on weights of which some were not set")
         elif call.rank >= 0:
@@ -437,7 +439,8 @@ class GroupOracle:
             is_known = any(error is one for one in self._known)
             if is_stale(error) and not is_known:
                 self._known.append(error)
-                if self._plan["initial"] and not self._platform.actors[rank].life:
+                has_weights = self._plan["initial"] and self._has_run_on_some
+                if has_weights and not self._platform.actors[rank].life:
                     self.fail(f"call {call.number}: rank {rank} was called without its weights")
             runs = call.runs.get(rank, ())
             if any(run.has_raised or run.is_spoiled for run in runs):

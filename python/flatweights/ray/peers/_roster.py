@@ -431,6 +431,7 @@ class Roster(Ranks):
                 self._drop_owed([record.worker.rank], 0.0)
             if record.owed is None and record.asks_again <= now:
                 sent.append(self.probe(record.worker.rank)[0])
+        self.lanes.done()  # maybe no round follows, which would forget the command
         if sent:
             wait_any(sent, now + _MOMENT, len(sent))
         for record in records:
