@@ -161,7 +161,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("refused", REFUSED, ids=lambda one: str(one.options))
+@pytest.mark.parametrize("refused", REFUSED)
 def test_a_choice_that_is_none_is_refused(refused: Refusal) -> None:
     with pytest.raises(refused.error, match=refused.text):
         TensorFlowVariables(model(), **refused.options)
