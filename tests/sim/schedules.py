@@ -104,9 +104,11 @@ class _Log(logging.Handler):
 
     def __init__(self, world: World) -> None:
         super().__init__()
-        self._world = world
+        self._world, self._thread = world, threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.thread != self._thread:  # of a meeting of another test
+            return
         if record.levelno >= logging.ERROR:
             self._world.fail(f"{record.getMessage()}: {sys.exc_info()[1]!r}")
             if self._world.transcript is not None:
@@ -130,6 +132,10 @@ def _installed(world: World, keeps_few: bool) -> Iterator[None]:
     drawn = random.getstate()
     thread = threading.get_ident()  # others, as that of the metrics, have the real clock
 
+    def point(name: str) -> None:
+        if threading.get_ident() == thread:
+            world.point(name)
+
     def read_clock() -> float:
         return world.read_clock() if threading.get_ident() == thread else clock[0]()
 
@@ -138,7 +144,7 @@ def _installed(world: World, keeps_few: bool) -> Iterator[None]:
 
     _clock.now = _clock.wall = read_clock
     _clock.sleep = sleep
-    _failpoints.hook = world.point
+    _failpoints.hook = point
     _report.METRICS.works = False
     if keeps_few:
         _past._KEPT, _past._KEPT_SMALL = 1, 0

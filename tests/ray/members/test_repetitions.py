@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -48,6 +48,8 @@ class Holder:
 class Watched(LocalMeeting):
     """A meeting that counts the calls that were made in C++, and notes why series have ended."""
 
+    all: ClassVar[list["Watched"]] = []
+
     def __init__(self, size: int, **terms: Any) -> None:
         super().__init__(size, **terms)
         self._made = 0
@@ -63,12 +65,28 @@ class Watched(LocalMeeting):
 
         repetitions.run = watched
         self.members = self.join_all()
+        self.all.append(self)
+
+    def end(self) -> None:
+        """Drop the members, with which the host ends."""
+        for member in self.members:
+            member._break_off("the test is over")
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
 
     @property
     def made(self) -> int:
         """The calls that were made in C++, with those of a series that is not over."""
         self.wait_until(lambda _: True)
         return self._made
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """End the meetings of a test: their hosts would look around in other tests, too."""
+    yield
+    while Watched.all:
+        Watched.all.pop().end()
 
 
 @pytest.fixture

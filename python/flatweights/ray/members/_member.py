@@ -609,8 +609,7 @@ class Member:
                 if sent.lacks:
                     outcome, mean = host.exchange(sent.through_host(), layout, None)
                 else:
-                    told, was_told = was_told, None
-                    outcome, mean = host.exchange(sent, layout, weights, was_told=told)
+                    outcome, mean = host.exchange(sent, layout, weights, was_told=was_told)
                 if state is not None and outcome.giver == self._seat:
                     given = state.copy() if isinstance(state, WholeState) else state
                     host.exchange(_state_ask("give", given), given.layout, _gathered(host, given))
