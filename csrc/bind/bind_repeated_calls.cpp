@@ -150,9 +150,10 @@ class BoundRepeatedCalls {
     if (arrays_.contains(py::int_(call))) PyDict_DelItem(arrays_.ptr(), py::int_(call).ptr());
   }
 
-  // Returns the reason for the end; the number of calls; the seconds waited and averaged for them,
-  // and waited for the next; the times at which messages of that one were seen; and what has come
-  // of each prepared call that was made.
+  // Returns the reason for the end; the number of calls; the seconds waited for the next, and the
+  // times at which messages of that one were seen; and what has come of each call that was made:
+  // its number as prepared, the number of its last outcome and the position of that, how often it
+  // was made, the seconds waited and averaged the last time, and these in all.
   py::tuple run(std::int64_t number, double seconds, const BoundDoorbell& bell, int poll,
                 std::vector<double> seen_before) {
     know_windows();
@@ -165,12 +166,12 @@ class BoundRepeatedCalls {
     if (ended == RepeatedCalls::Ended::kNews) bell.news->store(false);
     py::list made;
     for (const RepeatedCalls::Prepared& call : calls_.prepared())
-      if (call.told.number != 0)
-        made.append(py::make_tuple(call.call, call.told.number, call.last, call.told.waited,
-                                   call.told.averaged));
+      if (call.count != 0)
+        made.append(py::make_tuple(call.call, call.told.number, call.last, call.count,
+                                   call.told.waited, call.told.averaged, call.waited,
+                                   call.averaged));
     const auto seen = calls_.seen();
-    return py::make_tuple(static_cast<int>(ended), calls_.count(), calls_.waited(),
-                          calls_.averaged(), calls_.pending(),
+    return py::make_tuple(static_cast<int>(ended), calls_.count(), calls_.pending(),
                           std::vector<double>(seen.begin(), seen.end()), made);
   }
 

@@ -87,12 +87,12 @@ RepeatedCalls::Found RepeatedCalls::look(double now) {
   return is_all ? Found::kAll : Found::kMissing;
 }
 
-double RepeatedCalls::deadline() const noexcept {
+double RepeatedCalls::deadline() noexcept {
   double first = kForever;
   for (std::size_t k = 0; k < boxes_.size(); ++k) {
     if (seen_[k] == 0) continue;
-    const auto call = std::ranges::find(prepared_, asks_[k].call, &Prepared::call);
-    if (call != prepared_.end()) first = std::min(first, seen_[k] + call->timeouts[k]);
+    const Prepared* const call = find(asks_[k].call);
+    if (call != nullptr) first = std::min(first, seen_[k] + call->timeouts[k]);
   }
   return first;
 }
@@ -196,8 +196,10 @@ bool RepeatedCalls::make(std::int64_t number, double waited) {
     if (extents_[k]) boxes_[k]->drop_hold(Mailbox::Side::kDriver, extents_[k]->window);
   call->told = {number, waited, averaged};
   call->last = 1 - call->last;
+  ++call->count;
+  call->waited += waited;
+  call->averaged += averaged;
   post(*call, result);
-  averaged_ += averaged;
   return true;
 }
 
@@ -250,8 +252,7 @@ RepeatedCalls::Ended RepeatedCalls::run(std::int64_t number, double seconds, con
   seen_before_ = std::move(seen);
   const double end = seconds_now() + seconds;
   count_ = 0;
-  waited_ = averaged_ = 0;
-  for (Prepared& call : prepared_) call.told = {};
+  for (Prepared& call : prepared_) call.count = 0, call.waited = call.averaged = 0;
   std::ranges::fill(seen_, 0.0);
   for (;;) {
     const double begin = seconds_now();
@@ -261,7 +262,6 @@ RepeatedCalls::Ended RepeatedCalls::run(std::int64_t number, double seconds, con
     last_wait_ = pending_;
     if (!make(number + count_ + 1, pending_)) return Ended::kOther;
     ++count_;
-    waited_ += pending_;
     std::ranges::fill(seen_, 0.0);
   }
 }

@@ -73,9 +73,11 @@ class RepeatedCalls {
     bool takes_nonfinite;             // whether NaN and infinity are averaged
     std::vector<double> timeouts;     // seconds, by member
     Result results[2];
-    // What has come of it.
-    std::size_t last = 0;  // the position in `results` of the last result
-    Repeated told{};       // what its members were told; number 0, if not in this series
+    // What has come of it in this series.
+    std::size_t last = 0;             // the position in `results` of the last result
+    Repeated told{};                  // what its members were told
+    std::int64_t count = 0;           // how often it was made
+    double waited = 0, averaged = 0;  // seconds, in all
   };
 
   // Why a series has ended. kOther: with a message that is no repetition, or a repetition that
@@ -99,11 +101,8 @@ class RepeatedCalls {
   // the end of the last series, without the members whose messages were read since.
   Ended run(std::int64_t number, double seconds, const Sleep& sleep, std::vector<double> seen);
 
-  // Of the last series.
+  // Of the last series: the number of calls, and the seconds waited for the one that was not made.
   [[nodiscard]] std::int64_t count() const noexcept { return count_; }
-  [[nodiscard]] double waited() const noexcept { return waited_; }
-  [[nodiscard]] double averaged() const noexcept { return averaged_; }
-  // The seconds waited for the call that was not made.
   [[nodiscard]] double pending() const noexcept { return pending_; }
   // By member, the time at which its message was seen, by CLOCK_MONOTONIC; 0, if it was not.
   [[nodiscard]] std::span<const double> seen() const noexcept { return seen_; }
@@ -115,7 +114,7 @@ class RepeatedCalls {
   std::optional<Ended> wait(double begin, double end, const Sleep& sleep);
   std::optional<Ended> sleep_until(double end, const Sleep& sleep);
   [[nodiscard]] Prepared* find(std::uint64_t call) noexcept;
-  [[nodiscard]] double deadline() const noexcept;
+  [[nodiscard]] double deadline() noexcept;
   [[nodiscard]] std::uint32_t awaited() const noexcept;
   bool make(std::int64_t number, double waited);
   const std::byte* model_of(std::size_t member, const Prepared& call) const noexcept;
@@ -132,7 +131,7 @@ class RepeatedCalls {
   std::vector<const std::byte*> models_;
   double last_wait_ = 0;
   std::int64_t count_ = 0;
-  double waited_ = 0, averaged_ = 0, pending_ = 0;
+  double pending_ = 0;
 };
 
 }  // namespace flatweights

@@ -149,10 +149,8 @@ class RepeatedCalls:
         int,
         int,
         float,
-        float,
-        float,
         list[float],
-        list[tuple[int, int, int, float, float]],
+        list[tuple[int, int, int, int, float, float, float, float]],
     ]: ...
 
 MAILBOX_BYTES: int

@@ -25,6 +25,7 @@ from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._host_end import HostByLane, Pass
 from flatweights.ray.members._member import Member
+from flatweights.ray.members._repetitions import Series
 
 SIZE = 4
 TIMEOUT = 0.5  # seconds for which members wait for one that was stopped
@@ -89,16 +90,11 @@ class Run:
         self.wrong: list[str] = []
         self.members: dict[int, int] = {}  # by rank, the process
         self.made = 0
-        repetitions: Any = self.meeting.meeting._repetitions
-        run = repetitions.run
-
-        def watched(*args: Any) -> Any:
-            series = run(*args)
-            self.made += series.calls
-            return series
-
-        repetitions.run = watched
+        self.meeting.watch_series(self._count)
         threading.Thread(target=self._listen, daemon=True).start()
+
+    def _count(self, series: Series) -> None:
+        self.made += series.calls
 
     def _listen(self) -> None:
         meeting = self.meeting.meeting

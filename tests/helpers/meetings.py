@@ -4,6 +4,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,6 +14,7 @@ from flatweights.ray.members._door import Entry, Ticket
 from flatweights.ray.members._host_end import HostByLane, Pass
 from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._member import Member
+from flatweights.ray.members._repetitions import Series
 from flatweights.ray.members._seats import Seat
 from flatweights.ray.members._terms import Terms
 
@@ -76,6 +78,18 @@ class LocalMeeting:
         entries = [self.enter(rank) for rank in range(self.size)]
         lanes = [self.lane(entry) for entry in entries]
         return [self.member(entry, lane) for entry, lane in zip(entries, lanes, strict=True)]
+
+    def watch_series(self, note: Callable[[Series], object]) -> None:
+        """Call ``note`` after each series of calls that were made in C++."""
+        repetitions: Any = self.meeting._repetitions
+        run = repetitions.run
+
+        def watched(*args: Any) -> Series:
+            series: Series = run(*args)
+            note(series)
+            return series
+
+        repetitions.run = watched
 
     def lose(self, entry: Entry, why: Any) -> None:
         """Count a process as lost, as the host does when it gives up."""

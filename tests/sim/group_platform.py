@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import ray
 from tests.sim.platform import HeldExtent
-from tests.sim.world import Changing, Fault, Process, World
+from tests.sim.world import Bell, Changing, Fault, Process, World
 
 from flatweights.ray.lanes._driver_lane import DriverLane
 from flatweights.ray.lanes._end import LaneEnd, LaneError
@@ -646,7 +646,7 @@ class SimulatedDriverLane(_Shares, DriverLane):
         self._of_peer: Any = {0: None}  # of which views are counted
 
 
-class SimulatedLanes(Changing):
+class SimulatedLanes(Bell):
     """A driver's ends of lanes."""
 
     def __init__(self, platform: GroupPlatform) -> None:
@@ -658,8 +658,6 @@ class SimulatedLanes(Changing):
         platform.listeners[self.address] = self
         self.met: dict[bytes, SimulatedDriverLane | None] = {}
         self._lanes: list[SimulatedDriverLane] = []
-        self._is_rung = False
-        self._missing = 0
         self._tokens = 0
         self.is_closed = False
 
@@ -689,14 +687,8 @@ class SimulatedLanes(Changing):
         self._lanes.append(lane)
         return lane
 
-    def count_down(self) -> None:
-        self._missing -= 1
-        if self._missing == 0:
-            self.ring()
-
     def ring(self) -> None:
-        self._is_rung = True
-        self.changed()
+        self.ring_bell()
 
     def wake(self, mailboxes: list[SimulatedMailbox]) -> None:
         for mailbox in mailboxes:
@@ -714,10 +706,8 @@ class SimulatedLanes(Changing):
     def wait(self, lanes: Any, seconds: float | None, enough: int = 1) -> float:
         world = self._world
         begin = world.now
-        if lanes and world.draw() < 0.3:
-            world.point("watch", 1.0)
-            if sum(lane.is_answered for lane in lanes) >= enough:
-                return world.now - begin
+        if self.finds(lanes, enough):
+            return world.now - begin
         self._missing = enough
         world.point("waiting")
         if not any(lane.is_answered for lane in lanes):

@@ -413,7 +413,7 @@ MUTANTS = {
     ),
     "a member repeats what its host does not": Mutant(
         "members/_again.py",
-        " and known.was_repeated and ",
+        " and self.known.was_repeated and ",
         " and ",
     ),
     # Others.

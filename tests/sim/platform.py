@@ -15,10 +15,10 @@ import ray
 from numpy.typing import NDArray
 from tests.sim.oracle import Oracle
 from tests.sim.repeating import SimulatedCalls
-from tests.sim.world import Changing, Process, World
+from tests.sim.world import Bell, Changing, Process, World
 
 from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._member_lane import HostDiedError, RepeatedAsk
+from flatweights.ray.lanes._member_lane import HostDiedError, Shortcut
 from flatweights.ray.lanes._message import _EXTENT, _HEADER, buffer_message
 from flatweights.ray.lanes._protocol import (
     ASK,
@@ -524,7 +524,7 @@ class HostLane:
         self.link.lose_host()
 
 
-class SimulatedLanes(Changing):
+class SimulatedLanes(Bell):
     """A host's ends of lanes."""
 
     def __init__(self, platform: Simulated) -> None:
@@ -535,10 +535,8 @@ class SimulatedLanes(Changing):
         platform.listeners[self.address] = self
         self.met: dict[bytes, Link | None] = {}
         self.links: list[Link] = []
-        self._is_rung = False
         self.has_news = False  # whether the host itself has rung
         self.shows: Callable[..., None] | None = None
-        self._missing = 0
         self.is_closed = self.is_over = False
         platform.world.process().at_death.append(self._die)
 
@@ -571,18 +569,9 @@ class SimulatedLanes(Changing):
         link.member.notes["attached"] = True
         return HostLane(self.platform, link)
 
-    def count_down(self) -> None:
-        self._missing -= 1
-        if self._missing == 0:
-            self.ring_bell()
-
     def ring(self) -> None:
         self.has_news = True
         self.ring_bell()
-
-    def ring_bell(self) -> None:
-        self._is_rung = True
-        self.changed()
 
     def repeated_calls(self, lanes: Sequence[HostLane]) -> SimulatedCalls:
         return SimulatedCalls(self, lanes, self.platform.plan["repeats"])
@@ -616,10 +605,8 @@ class SimulatedLanes(Changing):
     def wait(self, lanes: Any, seconds: float | None, enough: int = 1) -> float:
         world = self._world
         begin = world.now
-        if lanes and world.draw() < 0.3:
-            world.point("watch", 1.0)
-            if sum(lane.is_answered for lane in lanes) >= enough:
-                return 0.0
+        if self.finds(lanes, enough):
+            return 0.0
         self.sleep(enough, lambda: any(lane.is_answered for lane in lanes), seconds)
         if not any(lane.is_answered for lane in lanes):
             self._look()
@@ -679,6 +666,7 @@ class SimulatedMemberLane:
         lanes.met[token] = link
         self.mailbox = SimpleNamespace(nonce=b"nonce")
         self.is_closed = False
+        self.pending: bool | None = None
         self._windows = SimulatedWindows(world)
         process.at_death.append(self._end)
 
@@ -737,7 +725,7 @@ class SimulatedMemberLane:
         link = self.link
         return (link.command is not None and link.is_woken) or link.is_host_gone or self.is_closed
 
-    def repeated_ask(self, call: int, buffer: Any) -> RepeatedAsk | None:
+    def shortcut(self, call: int, buffer: Any) -> Shortcut | None:
         world = self._world
         memory = buffer.copy()
 
@@ -753,12 +741,14 @@ class SimulatedMemberLane:
             told, (buffer,), _ = self.outcome(0.0)
             return (*TOLD_AGAIN.unpack(told), buffer)
 
+        lane: Any = self
         windows: Any = SimpleNamespace(changes=0)
-        return RepeatedAsk(exchange, memory, windows, 0)
+        return Shortcut(exchange, memory, lane, windows, 0)
 
     def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         world, link = self._world, self.link
         world.process()
+        self.pending = None
         if not world.block(self._is_told, link, seconds):
             raise TimeoutError(f"no answer of the host within {seconds} s")
         if link.command is None:

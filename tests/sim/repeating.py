@@ -53,8 +53,8 @@ class SimulatedCalls:
 
     def run(self, number: int, seconds: float, seen: list[float]) -> Any:
         end = self._world.now + seconds
-        made: dict[int, tuple[int, int, int, float, float]] = {}
-        calls, waited = 0, 0.0
+        made: dict[int, tuple[int, int, int, int, float, float, float, float]] = {}
+        calls = 0
         while True:
             begin = self._world.now
             self._seen = [0.0] * len(self._members)
@@ -71,12 +71,13 @@ class SimulatedCalls:
             if not self._make(call, asks, told):
                 ending = Ending.OTHER
                 break
-            made[call] = call, told[0], self._last[call], *told[1:]
+            count, in_all = (made[call][3], made[call][6]) if call in made else (0, 0.0)
+            last = self._last[call]
+            made[call] = call, told[0], last, count + 1, *told[1:], in_all + pending, 0.0
             calls += 1
-            waited += pending
         if ending is Ending.NEWS:
             self._lanes.has_news = False
-        return ending.value, calls, waited, 0.0, pending, self._seen, [*made.values()]
+        return ending.value, calls, pending, self._seen, [*made.values()]
 
     def _asking(self) -> list[tuple[int, Any]]:
         """Return the members whose repetitions were seen, with their positions."""

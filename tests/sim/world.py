@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from greenlet import getcurrent, greenlet
@@ -52,6 +52,34 @@ class Changing:
         """Have the tasks that wait for it look again."""
         for task in self.waiters:
             self._world.look(task)
+
+
+class Bell(Changing):
+    """The bell of one that waits for answers, and polls for them before it sleeps."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._is_rung = False
+        self._missing = 0
+
+    def count_down(self) -> None:
+        """Ring, if this is the last of the answers that were missing."""
+        self._missing -= 1
+        if self._missing == 0:
+            self.ring_bell()
+
+    def ring_bell(self) -> None:
+        """Wake the one that waits."""
+        self._is_rung = True
+        self.changed()
+
+    def finds(self, lanes: Sequence[Any], enough: int) -> bool:
+        """Whether it polls, and finds ``enough`` answers."""
+        if not lanes or self._world.draw() >= 0.3:
+            return False
+        self._world.point("watch", 1.0)
+        answered: int = sum(lane.is_answered for lane in lanes)
+        return answered >= enough
 
 
 class Task:

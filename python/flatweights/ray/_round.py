@@ -105,16 +105,6 @@ class Round:
         self._session: str | None = None  # the session of Ray in which it was put
         self._in_store: list[NDArray[Any]] = []  # the parts in the store, if none can change
 
-    @classmethod
-    def again(cls, like: Round, number: int, *seconds: float) -> Round:
-        """Return a round like another one without weights; see `facts_again`."""
-        one = cls.__new__(cls)
-        one.__dict__ = {**like.__dict__}
-        one.number, one.seconds = number, dict(zip(like.seconds, seconds, strict=True))
-        one.failed, one.extras, one.scores = {**like.failed}, {**like.extras}, {**like.scores}
-        one.ways, one.links, one.staleness = {**like.ways}, {**like.links}, {**like.staleness}
-        return one
-
     @property
     def weights(self) -> Any:
         """The average, of the kind that the workers returned.

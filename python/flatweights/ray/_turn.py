@@ -35,9 +35,8 @@ class Turn:
         self._ident = thread
         self._thread = 0  # the thread that is in a call; 0, if none is
         self._admits = False  # whether the call is one of a loop that others may be beside
-        self._short: Any = (
-            lock or threading.RLock()
-        )  # held during calls for which other threads wait
+        # Held during calls for which other threads wait.
+        self._short: Any = threading.RLock() if lock is None else lock
 
     def run(self, call: Callable[[], Result], *, admits: bool = False) -> Result:
         """Make a call, and return its result.

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import ray
 import reference
+from held import Held
 from ray_workers import wait_for
 
 import flatweights as fw
@@ -355,22 +356,6 @@ def test_a_restarted_process_joins_again_under_its_rank(puppets: Puppets) -> Non
     for _, record in all_of([met[0], fresh], average_of):
         assert record["used"] == [0, 1]
     ray.kill(fresh)
-
-
-class Held:
-    """Arrays as `flatweights.ray.Variables`."""
-
-    def __init__(self, **arrays: Any) -> None:
-        self.arrays = arrays
-        self.layout = fw.Layout.of(arrays)
-
-    def gather_into(self, buffer: Any) -> None:
-        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
-            view[...] = array
-
-    def scatter(self, buffer: Any) -> None:
-        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
-            array[...] = view
 
 
 @BY_ONE_WAY

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from held import Held
 from ray_cluster import LEAN, start_lean_cluster
 from ray_programs import output_of
 from reference import same_bits
@@ -52,26 +53,10 @@ def averaged(member: Member, size: int = LARGE, **options: Any) -> Any:
     return member.average(model_of(member.rank, size), **options)
 
 
-class State:
-    """Arrays as `flatweights.ray.Variables`."""
-
-    def __init__(self, **arrays: Any) -> None:
-        self.arrays = arrays
-        self.layout = fw.Layout.of(arrays)
-
-    def gather_into(self, buffer: Any) -> None:
-        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
-            view[...] = array
-
-    def scatter(self, buffer: Any) -> None:
-        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
-            array[...] = view
-
-
 def heal(member: Member) -> tuple[tuple[int, ...], bytes]:
     """Take steps until one has healed members; return their ranks, and the state."""
     start = -1.0 if member.lacks_state else 1.0
-    state = State(w=np.full(LARGE, start, np.float32), steps=np.zeros(1, np.float32))
+    state = Held(w=np.full(LARGE, start, np.float32), steps=np.zeros(1, np.float32))
     w, steps = state.arrays.values()
     while True:
         result = member.average({"g": w + steps}, min_results=1, state=state)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from held import Held
 from meetings import LocalMeeting, kill
 from reference import same_bits
 
@@ -23,26 +24,11 @@ from flatweights.ray._report import METRICS
 from flatweights.ray._round import Round
 from flatweights.ray.members._host_end import HostByLane
 from flatweights.ray.members._member import Member
+from flatweights.ray.members._repetitions import Series
 
 PATIENCE = 60.0
 
 Act = Callable[[Member], Any]
-
-
-class Holder:
-    """Arrays as `Variables`."""
-
-    def __init__(self, **arrays: Any) -> None:
-        self.arrays = arrays
-        self.layout = fw.Layout.of(arrays)
-
-    def gather_into(self, buffer: Any) -> None:
-        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
-            view[...] = array
-
-    def scatter(self, buffer: Any) -> None:
-        for array, view in zip(self.arrays.values(), self.layout.packed_views(buffer), strict=True):
-            array[...] = view
 
 
 class Watched(LocalMeeting):
@@ -54,18 +40,13 @@ class Watched(LocalMeeting):
         super().__init__(size, **terms)
         self._made = 0
         self.endings: set[str] = set()
-        repetitions: Any = self.meeting._repetitions
-        run = repetitions.run
-
-        def watched(*args: Any) -> Any:
-            series = run(*args)
-            self._made += series.calls
-            self.endings.add(series.ending.name)
-            return series
-
-        repetitions.run = watched
+        self.watch_series(self._note)
         self.members = self.join_all()
         self.all.append(self)
+
+    def _note(self, series: Series) -> None:
+        self._made += series.calls
+        self.endings.add(series.ending.name)
 
     def end(self) -> None:
         """Drop the members, with which the host ends."""
@@ -124,7 +105,7 @@ def test_series_of_calls_have_the_bits_of_an_average(
     meeting = Watched(3)
 
     def train(member: Member) -> list[tuple[Any, Round]]:
-        variables = Holder(**models_of(0, 0))
+        variables = Held(**models_of(0, 0))
         rounds: list[tuple[Any, Round]] = []
         for step in range(40):
             model, weight = models_of(member.rank, step), weight_of(member.rank, step)
@@ -159,13 +140,13 @@ def test_kinds_of_calls_take_turns(threads: ThreadPoolExecutor) -> None:
     meeting = Watched(2)
 
     def act(member: Member) -> list[Any]:
-        actor, critic = Holder(actor=np.zeros(50)), Holder(critic=np.zeros(7))
+        actor, critic = Held(actor=np.zeros(50)), Held(critic=np.zeros(7))
         got: list[Any] = []
         for step in range(24):
             actor.arrays["actor"][:] = step + member.rank
             critic.arrays["critic"][:] = 10.0 * step + member.rank
             first = member.average_variables(actor).number
-            sent = Holder(sent=np.full(3, float(step + member.rank)))
+            sent = Held(sent=np.full(3, float(step + member.rank)))
             member.broadcast_variables(sent, 1)
             if step % 8 == 5:
                 member.all_gather(step)
@@ -191,7 +172,7 @@ def test_many_small_kinds_of_calls_share_windows(threads: ThreadPoolExecutor) ->
     sizes = [*range(3, 43), *range(40_000, 40_012)]
 
     def act(member: Member) -> None:
-        kinds = [Holder(**{f"of {size}": np.zeros(size)}) for size in sizes]
+        kinds = [Held(**{f"of {size}": np.zeros(size)}) for size in sizes]
         for step in range(8):
             for kind, variables in enumerate(kinds):
                 (array,) = variables.arrays.values()
@@ -274,7 +255,7 @@ def test_a_late_member_in_a_series_is_told_so(threads: ThreadPoolExecutor) -> No
             if member.rank == 1 and step == 10:
                 is_late.set()
                 assert may_go_on.wait(PATIENCE)
-            model = Holder(w=np.full(4, float(member.rank)))
+            model = Held(w=np.full(4, float(member.rank)))
             rounds.append(member.average_variables(model, timeout=0.2, min_results=1))
             if member.rank == 0 and step == 10:
                 may_go_on.set()
@@ -343,7 +324,7 @@ def test_a_window_that_is_held_is_not_written(threads: ThreadPoolExecutor) -> No
     def act(member: Member) -> None:
         host = member._host
         assert isinstance(host, HostByLane)
-        variables = Holder(w=np.zeros(30))
+        variables = Held(w=np.zeros(30))
         for step in range(30):
             variables.arrays["w"][:] = step + member.rank
             if step in (10, 20):
@@ -360,7 +341,7 @@ def test_a_window_that_is_held_is_not_written(threads: ThreadPoolExecutor) -> No
 
 def test_an_interrupt_in_a_repeated_call_ends_the_member(threads: ThreadPoolExecutor) -> None:
     meeting = Watched(2)
-    variables = [Holder(w=np.full(5, float(rank))) for rank in range(2)]
+    variables = [Held(w=np.full(5, float(rank))) for rank in range(2)]
 
     def average(member: Member) -> None:
         for _ in range(8):
@@ -386,7 +367,7 @@ def test_a_member_is_healed_in_a_series(threads: ThreadPoolExecutor) -> None:
     meeting = Watched(2)
 
     def act(member: Member) -> list[Round]:
-        state, gradient = Holder(state=np.zeros(4)), Holder(gradient=np.zeros(6))
+        state, gradient = Held(state=np.zeros(4)), Held(gradient=np.zeros(6))
         rounds = []
         for step in range(20):
             if step == 10 and member.rank == 1:
@@ -411,7 +392,7 @@ def test_models_of_one_layout_that_take_turns_are_noticed(
     meeting = Watched(2)
 
     def act(member: Member) -> None:
-        models = [Holder(w=np.full(3, float(member.rank + k))) for k in range(2)]
+        models = [Held(w=np.full(3, float(member.rank + k))) for k in range(2)]
         for step in range(16):
             model = models[step % 2 if step >= 8 else 0]
             member.average_variables(model)
@@ -456,20 +437,24 @@ def test_a_series_is_logged_and_counted(
     with caplog.at_level(logging.INFO, "flatweights"):
         for _ in range(20):
             all_of(threads, meeting.members, lambda member: member.average(np.zeros(8)))
-        assert meeting.made >= 15
+        averages = meeting.made
+        assert averages >= 15
+        for _ in range(20):  # not counted, as broadcasts that are not repeated
+            all_of(threads, meeting.members, lambda member: member.broadcast(np.zeros(8)))
+        assert meeting.made >= averages + 15
     lines = [record.getMessage() for record in caplog.records if "as before" in record.message]
-    assert sum(int(line.split()[2]) for line in lines) == meeting.made
+    assert sum(int(line.split()[2]) for line in lines) == averages
     rounds = sum(args[0].get(("rounds", "", ""), 0) for args in counted if len(args) == 4)
-    assert rounds == meeting.made
+    assert rounds == averages
     nbytes = sum(args[0].get(("bytes", "direction", "in"), 0) for args in counted if len(args) == 4)
-    assert nbytes == meeting.made * 2 * 64
+    assert nbytes == averages * 2 * 64
 
 
 def test_a_repeated_call_enters_few_functions(threads: ThreadPoolExecutor) -> None:
     meeting = Watched(2)
 
     def act(member: Member) -> int:
-        variables = Holder(w=np.zeros(8))
+        variables = Held(w=np.zeros(8))
         for _ in range(10):
             member.average_variables(variables)
         entered: list[str] = []
@@ -485,6 +470,6 @@ def test_a_repeated_call_enters_few_functions(threads: ThreadPoolExecutor) -> No
             sys.setprofile(None)
         return len(entered)
 
-    moves = 2 * 5  # of `Holder` itself
+    moves = 2 * 5  # of `Held` itself
     counts = all_of(threads, meeting.members, act)
     assert max(counts) <= moves + 18, counts

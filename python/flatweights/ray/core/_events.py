@@ -50,7 +50,7 @@ class Refused(NamedTuple):
     """The call of `Reduce` is an error, which all that take part in it raise."""
 
 
-class Made(NamedTuple):
+class LastCall(NamedTuple):
     """The last call of one kind in a series.
 
     Attributes:
@@ -73,7 +73,7 @@ class Repeated(NamedTuple):
     """
 
     calls: int
-    made: Sequence[Made]
+    made: Sequence[LastCall]
 
 
 class AskAgain(NamedTuple):

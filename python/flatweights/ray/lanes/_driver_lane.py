@@ -324,7 +324,7 @@ class Lanes:
     ) -> Any:
         """Make ``calls`` until something else is to be done; see `_core.RepeatedCalls.run`."""
         if failpoints.hook is not None:  # there are no such points in C++
-            return 0, 0, 0.0, 0.0, 0.0, seen, []
+            return 0, 0, 0.0, seen, []
         ended = calls.run(number, seconds, self._doorbell, self._poll.fileno(), seen)
         self.look()
         return ended

@@ -4,6 +4,8 @@ The host posts each outcome as a command, and the member's next ask is the answe
 between two calls the mailbox is BUSY: the member works, and the host waits for its answer.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,18 +29,21 @@ class HostDiedError(RuntimeError):
     """The host of the meeting has ended."""
 
 
-class RepeatedAsk(NamedTuple):
+class Shortcut(NamedTuple):
     """The way to ask for a call again, without Python; valid until windows change.
 
     Attributes:
-        exchange: Asks and waits; see `_core.RepeatedAsk.exchange`.
+        exchange: Asks and waits; see `_core.RepeatedAsk.exchange`. If it returns a truth value,
+            that is to become `MemberLane.pending`.
         memory: The memory in a window from which the host reads the weights.
-        windows: The windows.
+        lane: The lane.
+        windows: The windows of the lane.
         changes: How often they had changed.
     """
 
     exchange: Callable[[float, float], Any]
     memory: NDArray[np.uint8]
+    lane: MemberLane
     windows: Windows
     changes: int
 
@@ -47,10 +52,11 @@ class MemberLane(WorkerLane):
     """A member's end of the lane to its host.
 
     Attributes:
-        is_told: Whether `RepeatedAsk.exchange` has received an outcome, which `outcome` reads.
+        pending: If a `Shortcut` has asked, and could not read the outcome: whether it has come. The
+            next `outcome` is that one. None otherwise.
     """
 
-    is_told = False
+    pending: bool | None = None
 
     def close(self) -> None:
         """Close the socket, and release the memory of all windows without a live array."""
@@ -105,7 +111,7 @@ class MemberLane(WorkerLane):
         reach("asked")
         return True
 
-    def repeated_ask(self, call: int, buffer: NDArray[np.uint8]) -> RepeatedAsk | None:
+    def shortcut(self, call: int, buffer: NDArray[np.uint8]) -> Shortcut | None:
         """Return the way to ask again for ``call``, with weights where ``buffer`` is.
 
         Returns:
@@ -117,7 +123,7 @@ class MemberLane(WorkerLane):
             return None
         ask = _core.RepeatedAsk(self.mailbox, self._doorbell, self._of_peer, call, extent)
         memory = windows[extent.window].memory()[extent.offset : extent.offset + extent.nbytes]
-        return RepeatedAsk(ask.exchange, memory, windows, windows.changes)
+        return Shortcut(ask.exchange, memory, self, windows, windows.changes)
 
     def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         """Wait for the next command; return its body, its buffers and its kind.
@@ -127,7 +133,8 @@ class MemberLane(WorkerLane):
             HostDiedError: If the host is gone.
         """
         end = None if seconds is None else _clock.now() + seconds
-        while not self.is_told:
+        has_come, self.pending = self.pending, None
+        while not has_come:
             left = SLICE if end is None else min(SLICE, end - _clock.now())
             self.mailbox.enter(_STAY)
             if self.mailbox.wait(max(0.0, left), _STAY):
@@ -137,7 +144,6 @@ class MemberLane(WorkerLane):
                 raise HostDiedError("the host has ended")
             if end is not None and _clock.now() >= end:
                 raise TimeoutError(f"no answer of the host within {seconds} s")
-        self.is_told = False
         try:
             kind, buffers, body = self.read()
         except (LaneError, ValueError) as error:

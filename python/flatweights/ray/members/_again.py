@@ -1,27 +1,44 @@
-"""A call of `Member.average_variables` that may be made again: what need not be found out anew.
+"""A member's call that may be made again: what need not be found out anew.
 
-If the host repeats calls (`RepeatedCalls`), such a call consists of three steps: the variables are
-gathered into a window of this process, one function of C++ asks and waits, and the variables are
-set from the host's window. Anything else makes it a call like the first.
+If the host repeats calls (`RepeatedCalls`), `Member.average_variables` consists of three steps: the
+variables are gathered into a window of this process, one function of C++ asks and waits, and the
+variables are set from the host's window. Anything else makes it a call like the first.
 """
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flatweights._layout import Layout
-from flatweights.ray._round import Round
+from flatweights.ray._round import facts_again
 from flatweights.ray._variables import Variables, without_seeds
-from flatweights.ray.core._asks import Ask
-from flatweights.ray.members._host_end import Repeating
+from flatweights.ray.core._asks import Ask, Outcome
+from flatweights.ray.lanes._member_lane import Shortcut
 from flatweights.ray.members._turns import Turns
 
-_MOST = 8  # calls that a member remembers
+
+@dataclass
+class Repeatable:
+    """What a member may ask for again.
+
+    Attributes:
+        outcome: The outcome of the last such call that was not a repetition.
+        was_repeated: Whether the last one was a repetition.
+    """
+
+    outcome: Outcome
+    was_repeated: bool = False
+
+
+def outcome_again(outcome: Outcome, number: int, *seconds: float) -> Outcome:
+    """Return the outcome of a call that repeats that of ``outcome``; see `facts_again`."""
+    return outcome._replace(number=number, facts=facts_again(outcome.facts, number, *seconds))
 
 
 class Again(NamedTuple):
-    """A call that may be made again.
+    """A call of `Member.average_variables` that may be made again.
 
     Attributes:
         variables: The variables that it averages.
@@ -29,9 +46,9 @@ class Again(NamedTuple):
         arguments: Its other arguments, in their order.
         layout: The layout of the variables.
         ask: What it asks.
-        repeating: The way to ask for it again.
+        shortcut: The way to ask for it again.
+        known: What is known of such calls.
         turns: How often another model had taken its turn.
-        like: The `Round` of the last such call, without weights.
         options: Those with which the variables are set.
     """
 
@@ -40,10 +57,37 @@ class Again(NamedTuple):
     arguments: tuple[Any, ...]
     layout: Layout
     ask: Ask
-    repeating: Repeating
+    shortcut: Shortcut
+    known: Repeatable
     turns: int
-    like: Round
     options: dict[str, bool]
+
+    @classmethod
+    def of(
+        cls,
+        variables: Any,
+        state: Any,
+        arguments: tuple[Any, ...],
+        ask: Ask,
+        way: tuple[Shortcut, Repeatable],
+        turns: Turns,
+    ) -> Again | None:
+        """Return a call that was just made; None, if it cannot be made again.
+
+        Args:
+            variables: See the attribute, also for the following.
+            state: See the attribute.
+            arguments: See the attribute.
+            ask: See the attribute.
+            way: The shortcut, and what is known of such calls.
+            turns: The turns of the member's models.
+        """
+        try:
+            refs = weakref.ref(variables), None if state is None else weakref.ref(state)
+        except TypeError:  # a class has no weak references
+            return None
+        options = without_seeds(variables)
+        return cls(*refs, arguments, variables.layout, ask, *way, turns.changes, options)
 
     def is_for(self, variables: Variables, state: Any, turns: Turns) -> bool:
         """Whether the next call with these objects is like this one."""
@@ -54,38 +98,5 @@ class Again(NamedTuple):
             return False
         if (None if self.state is None else self.state()) is not state:
             return False
-        way, known = self.repeating
-        is_there = way.windows.changes == way.changes
-        return self.turns == turns.changes and known.was_repeated and is_there
-
-
-class Calls(dict[int, Again]):
-    """The calls that a member may make again, by the id of their variables."""
-
-    def note(
-        self,
-        variables: Any,
-        state: Any,
-        arguments: tuple[Any, ...],
-        ask: Ask,
-        more: tuple[Repeating, int, Round],
-    ) -> None:
-        """Note a call that was just made, if it may be made again.
-
-        Args:
-            variables: See `Again`.
-            state: See `Again`.
-            arguments: See `Again`.
-            ask: See `Again`.
-            more: The way to ask again, the turns so far, and the round.
-        """
-        try:
-            refs = weakref.ref(variables), None if state is None else weakref.ref(state)
-        except TypeError:  # a class has no weak references
-            return
-        self.pop(id(variables), None)
-        way, turns, like = more
-        layout, options = variables.layout, without_seeds(variables)
-        self[id(variables)] = Again(*refs, arguments, layout, ask, way, turns, like, options)
-        if len(self) > _MOST:
-            del self[next(iter(self))]
+        is_there = self.shortcut.windows.changes == self.shortcut.changes
+        return self.turns == turns.changes and self.known.was_repeated and is_there

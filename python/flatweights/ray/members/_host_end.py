@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
 from flatweights.ray._failpoints import reach
-from flatweights.ray._round import facts_again
 from flatweights.ray._variables import Memory, Variables
 from flatweights.ray.core._asks import (
     Ask,
@@ -29,7 +27,7 @@ from flatweights.ray.core._asks import (
 )
 from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.lanes._gpu_windows import OwnWindow
-from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane, RepeatedAsk
+from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane, Shortcut
 from flatweights.ray.lanes._protocol import (
     ASKED_AGAIN,
     NUMBER,
@@ -40,6 +38,7 @@ from flatweights.ray.lanes._protocol import (
     RESEND,
     TOLD_AGAIN,
 )
+from flatweights.ray.members._again import Repeatable, outcome_again
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
 from flatweights.ray.members._host import Host
@@ -121,13 +120,11 @@ class HostEnd(ABC):
         """Return the ask of a member that sends nothing, which tells where ``variables`` are."""
         return ask
 
-    def again(self, ask: Ask, buffer: Sent) -> Repeating | None:
+    def again(self, ask: Ask, buffer: Sent) -> tuple[Shortcut, Repeatable] | None:
         """Return the way to make a call again that was just made; None, if there is none."""
         return None
 
-    def exchange(
-        self, ask: Ask, layout: Layout, sent: Sent, *, was_told: bool | None = None
-    ) -> tuple[Outcome, Any]:
+    def exchange(self, ask: Ask, layout: Layout, sent: Sent) -> tuple[Outcome, Any]:
         """Ask, and wait for the outcome; return the outcome, and its weights, which are read-only.
 
         The weights are in a window of a GPU only if those that were sent could be.
@@ -136,8 +133,6 @@ class HostEnd(ABC):
             ask: The ask.
             layout: The layout of the expected weights, and of those that are sent.
             sent: The packed weights, if they are sent.
-            was_told: If `Repeating` has asked already, whether it has received an outcome that
-                it cannot read; else None.
 
         Raises:
             HostDiedError: If the host is gone.
@@ -148,7 +143,7 @@ class HostEnd(ABC):
         patience = None if ask.timeout is None else ask.timeout + _GRACE
         if not ask.brings_weights:
             patience = None  # the others may still be in an epoch, or have stopped
-        told, got = self._swap(ask, layout, sent, patience, was_told)
+        told, got = self._swap(ask, layout, sent, patience)
         self.is_told = True
         self.is_asking = False
         outcome = _outcome_in(told)
@@ -193,14 +188,7 @@ class HostEnd(ABC):
         """Close this end; the host learns that the member is gone, and what it ``raised``."""
 
     @abstractmethod
-    def _swap(
-        self,
-        ask: Ask,
-        layout: Layout,
-        sent: Sent,
-        patience: float | None,
-        was_told: bool | None,
-    ) -> Told:
+    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
         """Send an ask and its weights; return the body of the outcome, and its weights.
 
         Args:
@@ -208,33 +196,7 @@ class HostEnd(ABC):
             layout: The layout of the weights.
             sent: The weights.
             patience: Seconds to wait for the outcome; for ever, if None.
-            was_told: See `exchange`.
         """
-
-
-@dataclass
-class _Prepared:
-    """What this member may ask for again.
-
-    Attributes:
-        outcome: The outcome of the last call that was not a repetition.
-        was_repeated: Whether the last one was a repetition.
-    """
-
-    outcome: Outcome
-    was_repeated: bool = False
-
-
-class Repeating(NamedTuple):
-    """The way to make a call again.
-
-    Attributes:
-        way: The way of the lane: it asks and waits, with what is in its memory.
-        known: What is known of such calls, as long as the host repeats them.
-    """
-
-    way: RepeatedAsk
-    known: _Prepared
 
 
 class HostByLane(HostEnd):
@@ -254,7 +216,7 @@ class HostByLane(HostEnd):
         self._gpu = GpuEnd(lane, seat)
         self._seat = seat
         self._may_stay: set[Kind] = set()  # kinds of call whose weights may stay on their GPU
-        self._prepared: dict[tuple[Any, ...], _Prepared] = {}  # by terms, what may be repeated
+        self._prepared: dict[tuple[Any, ...], Repeatable] = {}  # by terms, what may be repeated
 
     def offer(self, nbytes: int) -> None:
         """Offer a window."""
@@ -292,22 +254,15 @@ class HostByLane(HostEnd):
         uuid = gpu_of(variables)
         return ask if uuid is None else ask._replace(gpu=OnGpu(uuid))
 
-    def again(self, ask: Ask, buffer: Sent) -> Repeating | None:
+    def again(self, ask: Ask, buffer: Sent) -> tuple[Shortcut, Repeatable] | None:
         """Return the way to ask again, if the host has just repeated the call."""
         known = self._prepared.get(ask.terms)
         if known is None or not known.was_repeated or not isinstance(buffer, np.ndarray):
             return None
-        way = self._lane.repeated_ask(known.outcome.prepared, buffer)
-        return None if way is None else Repeating(way, known)
+        shortcut = self._lane.shortcut(known.outcome.prepared, buffer)
+        return None if shortcut is None else (shortcut, known)
 
-    def _swap(
-        self,
-        ask: Ask,
-        layout: Layout,
-        sent: Sent,
-        patience: float | None,
-        was_told: bool | None,
-    ) -> Told:
+    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
         while True:
             if isinstance(sent, OwnWindow):
                 try:
@@ -318,9 +273,8 @@ class HostByLane(HostEnd):
             else:
                 buffer = sent
             known = self._prepared.get(ask.terms)
-            if was_told is not None:
-                self._lane.is_told, was_told = was_told, None
-            elif known is None or not self._repeat(ask, known, buffer):
+            is_sent = self._lane.pending is not None
+            if not is_sent and (known is None or not self._repeat(ask, known, buffer)):
                 self._send(self._body(ask, layout), buffer, ask.is_urgent)
             told = self._outcome(patience, known)
             if told is not None:
@@ -333,7 +287,7 @@ class HostByLane(HostEnd):
                 window, sent = sent.memory, self.new_buffer(layout)
                 window.copy_to(sent)
 
-    def _repeat(self, ask: Ask, known: _Prepared, buffer: NDArray[np.uint8] | None) -> bool:
+    def _repeat(self, ask: Ask, known: Repeatable, buffer: NDArray[np.uint8] | None) -> bool:
         """Ask by a number; return whether there was a window."""
         body = ASKED_AGAIN.pack(known.outcome.prepared, ask.weight)
         # A host that makes repetitions without Python sees them in time; see `RepeatedCalls`.
@@ -353,7 +307,7 @@ class HostByLane(HostEnd):
             if not outcome.prepared:
                 self._prepared.pop(terms, None)
             elif not (terms in self._prepared and self._prepared[terms].was_repeated):
-                remember(self._prepared, terms, _Prepared(outcome._replace(layout=None)))
+                remember(self._prepared, terms, Repeatable(outcome._replace(layout=None)))
         if outcome.may_stay:
             self._may_stay.add(ask.kind)
         else:
@@ -362,7 +316,7 @@ class HostByLane(HostEnd):
     def _memory_of(self, outcome: Outcome, got: NDArray[np.uint8] | None) -> Memory:
         return as_array(got) if outcome.placed is None else self._gpu.memory(outcome.placed)
 
-    def _outcome(self, patience: float | None, known: _Prepared | None = None) -> Told | None:
+    def _outcome(self, patience: float | None, known: Repeatable | None = None) -> Told | None:
         """Return the outcome; None if the host wants the ask again.
 
         Args:
@@ -376,8 +330,7 @@ class HostByLane(HostEnd):
             if kind == REPEATED and known is not None:
                 known.was_repeated = True
                 number, *seconds = TOLD_AGAIN.unpack(body)
-                facts = facts_again(known.outcome.facts, number, *seconds)
-                return known.outcome._replace(number=number, facts=facts), buffers[0]
+                return outcome_again(known.outcome, number, *seconds), buffers[0]
             if known is not None:
                 known.was_repeated = False
             if kind != REDUCE:
@@ -418,14 +371,7 @@ class HostByStore(HostEnd):
             self._platform.check_connected()
             self._actor.lose.remote(self._pass.token, end_of(self._pass.who, raised))
 
-    def _swap(
-        self,
-        ask: Ask,
-        layout: Layout,
-        sent: Sent,
-        patience: float | None,
-        was_told: bool | None,
-    ) -> Told:
+    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
         self._platform.check_connected()
         body = self._body(ask, layout)
         call = self._actor.exchange.remote(self._pass.token, body, sent)

@@ -179,24 +179,27 @@ class Meeting:
             return
         if not self.door.is_in_use:  # the last member has died meanwhile
             return
+        may_repeat = self._repetitions.are_ready(self.door.present) and self.calls.may_repeat
+        if may_repeat and self._repeat() in (Ending.NEWS, Ending.PAUSE):
+            self.news.read()
+            return
         begin = _clock.now()
         awaited = self.calls.awaited()
-        ends = [*self.door.ends(), *([] if awaited.end is None else [awaited.end])]
-        patience = max(0.0, min(ends) - begin) if ends else None
-        if self._repetitions.are_ready(self.door.present) and self.calls.may_repeat:
-            ending = self._repeat(patience)
-            if ending in (Ending.NEWS, Ending.PAUSE):
-                self.news.read()
-                return
-            begin = _clock.now()
+        patience = self._patience(awaited.end)
         heard = wait_for([*self.door.present.values()], self.news, patience, awaited.asks)
         self._seconds_waited += _clock.now() - begin
         for seat in heard:
             self._hear(seat)
         self.news.read()
 
-    def _repeat(self, patience: float | None) -> Ending:
+    def _patience(self, end: float | None) -> float | None:
+        """Return the seconds until something is due at the door, or by ``end``; None if never."""
+        ends = [*self.door.ends(), *([] if end is None else [end])]
+        return max(0.0, min(ends) - _clock.now()) if ends else None
+
+    def _repeat(self) -> Ending:
         """Make the calls that all members repeat; return why they have ended."""
+        patience = self._patience(self.calls.awaited().end)
         series = self._repetitions.run(self.calls.number, patience)
         self._seconds_waited = series.seconds_waited
         for number, (outcome, weights) in series.outcomes.items():
@@ -413,7 +416,7 @@ class Meeting:
             result.weights if result is not None and first.operation == "all_gather" else {},
         )
         if prepared and prepared != send.number and isinstance(weights, Packed):
-            self._repetitions.make_ready(outcome, weights, seats)
+            self._repetitions.make_ready(outcome, weights.layout, seats)
         body = pickler.dumps(outcome.fields)
         if result is not None:
             self._kept[send.number] = _Kept(body, weights)

@@ -25,7 +25,7 @@ from flatweights._trees import as_array
 from flatweights._weights import frozen
 from flatweights.ray import _clock, _failpoints
 from flatweights.ray._errors import reason_in_a_line
-from flatweights.ray._round import Round
+from flatweights.ray._round import Round, facts_again
 from flatweights.ray._variables import (
     State,
     Variables,
@@ -34,9 +34,16 @@ from flatweights.ray._variables import (
     text_of,
     whole_state,
 )
-from flatweights.ray.core._asks import Ask, ElsewhereError, LacksStateError, MemberError, Outcome
+from flatweights.ray.core._asks import (
+    Ask,
+    ElsewhereError,
+    LacksStateError,
+    MemberError,
+    Outcome,
+    remember,
+)
 from flatweights.ray.lanes._member_lane import SLICE, HostDiedError
-from flatweights.ray.members._again import Again, Calls
+from flatweights.ray.members._again import Again
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._host_end import HostEnd, Sent, enter
 from flatweights.ray.members._platform import PLATFORM, Platform
@@ -202,7 +209,7 @@ class Member:
         self.raises_elsewhere = False
         self._host = host
         self._turns = Turns(name)
-        self._again = Calls()
+        self._again: dict[int, Again | None] = {}  # by the id of their variables
         self._last_state: WholeState | None = None
         self._turn = threading.Lock()
         self._caller = 0  # the thread that holds it
@@ -338,23 +345,22 @@ class Member:
             outcome, mean = self._exchange(host, ask, layout, sent, state)
             scatter(variables, mean)
             result = self._round(outcome, None)
-            repeating = host.again(ask, sent)
-            if repeating is not None:
-                like = Round.again(result, 0, *result.seconds.values())
-                more = repeating, self._turns.changes, like
-                self._again.note(variables, state, arguments, ask, more)
+            way = host.again(ask, sent)
+            if way is not None:
+                again = Again.of(variables, state, arguments, ask, way, self._turns)
+                remember(self._again, id(variables), again)
             return result
 
     def _average_again(self, again: Again, variables: Variables, state: Any) -> Round | None:
         """Average as before; None, with nothing done, if this call is not like that one."""
-        if self._over or self._process != os.getpid() or _get_running_loop() is not None:
-            return None
-        is_healthy = state is None or not self.lacks_state
-        if not (is_healthy and again.is_for(variables, state, self._turns)):
+        if self._process != os.getpid() or _get_running_loop() is not None:
             return None
         if self._turn.locked():  # by another thread's call, or by one of this thread
             return None
         with self._turn:
+            is_healthy = state is None or not self.lacks_state
+            if self._over or not (is_healthy and again.is_for(variables, state, self._turns)):
+                return None
             return self._exchange_again(again, variables, state)
 
     def _exchange_again(
@@ -365,26 +371,26 @@ class Member:
         try:
             self._caller = threading.get_ident()
             host.is_asking = host.is_told = False
-            way = again.repeating.way
-            variables.gather_into(way.memory)
+            shortcut = again.shortcut
+            variables.gather_into(shortcut.memory)
             host.is_asking = True
             if _failpoints.hook is not None:
                 _failpoints.reach("asking")
-            told = way.exchange(again.ask.weight, SLICE)
+            told = shortcut.exchange(again.ask.weight, SLICE)
             if told is None:
                 host.is_asking = False
                 return None
             if isinstance(told, bool):
-                outcome, mean = self._exchange(
-                    host, again.ask, again.layout, way.memory, state, was_told=told
-                )
+                shortcut.lane.pending = told
+                sent = shortcut.memory
+                outcome, mean = self._exchange(host, again.ask, again.layout, sent, state)
                 result = self._round(outcome, None)
             else:
                 host.is_asking, host.is_told = False, True
                 if _failpoints.hook is not None:
                     _failpoints.reach("told")
-                number, waited, averaged, mean = told
-                result = Round.again(again.like, number, waited, averaged)
+                *numbers, mean = told
+                result = Round(None, *facts_again(again.known.outcome.facts, *numbers))
             variables.scatter(mean, **again.options)
             return result
         except BaseException as error:
@@ -599,8 +605,6 @@ class Member:
         layout: Layout,
         weights: Sent,
         state: Variables | None,
-        *,
-        was_told: bool | None = None,
     ) -> tuple[Outcome, Any]:
         """Ask for an average; give ``state``, or set it, if the outcome says so."""
         while True:
@@ -609,7 +613,7 @@ class Member:
                 if sent.lacks:
                     outcome, mean = host.exchange(sent.through_host(), layout, None)
                 else:
-                    outcome, mean = host.exchange(sent, layout, weights, was_told=was_told)
+                    outcome, mean = host.exchange(sent, layout, weights)
                 if state is not None and outcome.giver == self._seat:
                     given = state.copy() if isinstance(state, WholeState) else state
                     host.exchange(_state_ask("give", given), given.layout, _gathered(host, given))

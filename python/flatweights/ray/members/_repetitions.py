@@ -22,11 +22,12 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray._result import Packed
-from flatweights.ray._round import Round, facts_again
+from flatweights.ray._round import Round
 from flatweights.ray.core._asks import Ask, Outcome, remember
-from flatweights.ray.core._events import Made, Reduce, Send
+from flatweights.ray.core._events import LastCall, Reduce, Send
 from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.lanes._windows import Extent
+from flatweights.ray.members._again import outcome_again
 from flatweights.ray.members._seats import Prepared, Seat
 
 _MOST = 8  # calls that are ready, and have two windows of their own
@@ -61,7 +62,7 @@ class Series(NamedTuple):
 
     ending: Ending
     calls: int
-    made: list[Made]
+    made: list[LastCall]
     outcomes: dict[int, tuple[Outcome, Packed]]
     seconds_waited: float
 
@@ -73,19 +74,21 @@ class _Ready(NamedTuple):
         ask: The ask of the lowest rank.
         outcome: The outcome of the last one that was made in the general way.
         layout: The layout of its weights.
-        results: The buffers for its results.
-        extents: Their positions.
+        results: Where its results go.
     """
 
     ask: Ask
     outcome: Outcome
     layout: Layout
-    results: list[NDArray[np.uint8]]
-    extents: list[Extent]
+    results: list[_Result]
 
 
-_Result = tuple[Extent, NDArray[np.uint8]]
-"""Where a result goes: its position, and the buffer."""
+class _Result(NamedTuple):
+    """Where a result goes: its position, and the buffer."""
+
+    extent: Extent
+    buffer: NDArray[np.uint8]
+
 
 _SHARED_LAYOUT = Layout(["shared"], [(_SHARED,)], [np.dtype(np.uint8)])
 
@@ -165,16 +168,15 @@ class Repetitions:
             remember(seat.prepared, send.number, again)
         return send.number
 
-    def make_ready(self, outcome: Outcome, weights: Packed, seats: Sequence[Seat]) -> None:
+    def make_ready(self, outcome: Outcome, layout: Layout, seats: Sequence[Seat]) -> None:
         """Make a call ready that ``seats``, all members, have just repeated.
 
         Args:
             outcome: Its outcome.
-            weights: The weights of that.
+            layout: The layout of its weights.
             seats: The members, which still have their asks.
         """
         seats = sorted(seats, key=lambda seat: seat.rank)
-        asks = [seat.answer.ask for seat in seats if seat.answer is not None]
         if self._calls is None or seats != self._seats:
             self.clear()
             lanes = [seat.lane for seat in seats if seat.lane is not None]
@@ -182,7 +184,8 @@ class Repetitions:
             self._seats = seats
         if outcome.prepared in self._ready:
             return
-        ask, layout = asks[0], weights.layout
+        asks = [seat.answer.ask for seat in seats if seat.answer is not None]
+        ask = asks[0]
         results = self._small_results(layout, seats) or self._own_results(outcome, layout, seats)
         if len(results) < 2:
             return
@@ -195,8 +198,7 @@ class Repetitions:
             ask.nonfinite == "propagate" or ask.operation == "broadcast",
             [one.timeout for one in asks],
         )
-        extents, buffers = [extent for extent, _ in results], [buffer for _, buffer in results]
-        self._ready[outcome.prepared] = _Ready(ask, outcome, layout, buffers, extents)
+        self._ready[outcome.prepared] = _Ready(ask, outcome, layout, results)
         self._used[outcome.prepared] = outcome.number
 
     def _small_results(self, layout: Layout, seats: Sequence[Seat]) -> list[_Result]:
@@ -208,11 +210,11 @@ class Repetitions:
             whole = [self._new_result(_SHARED_LAYOUT, seats) for _ in range(2)]
             if None in whole:
                 return []
-            self._shared = [one[1] for one in whole if one is not None]
+            self._shared = [one.buffer for one in whole if one is not None]
         self._shared_used = end
         parts = [buffer[begin:end] for buffer in self._shared]
         found = [(self._lanes.windows.find(part), part) for part in parts]
-        return [(extent, part) for extent, part in found if extent is not None]
+        return [_Result(extent, part) for extent, part in found if extent is not None]
 
     def _own_results(
         self, outcome: Outcome, layout: Layout, seats: Sequence[Seat]
@@ -247,7 +249,7 @@ class Repetitions:
             except OSError:  # it is dead, or its socket is full
                 return None
             seat.lane.release([extent])
-        return extent, buffer
+        return _Result(extent, buffer)
 
     def run(self, number: int, patience: float | None) -> Series:
         """Make calls, with outcomes after ``number``, until something else is to be done.
@@ -260,7 +262,7 @@ class Repetitions:
         seconds = _PAUSE if patience is None else min(_PAUSE, patience)
         times = [seat.seen for seat in self._seats]
         run = self._lanes.run_repeated(self._calls, number, seconds, times)
-        code, count, waited, averaged, pending, seen, last = run
+        code, count, pending, seen, last = run
         ending = Ending(code)
         for seat, time in zip(self._seats, seen, strict=True):
             seat.seen = time
@@ -268,16 +270,18 @@ class Repetitions:
             return Series(ending, 0, [], {}, pending)
         last.sort(key=lambda one: one[1])
         made, outcomes = [], {}
-        for call, at, position, *seconds_of in last:
+        for call, at, position, times_made, waited, averaged, *in_all in last:
+            ready = self._ready[call]
             self._used[call] = at
-            outcomes[at] = self.outcome_of(call, at, position, seconds_of)
-            made.append(Made(self._ready[call].ask, at, outcomes[at][1].buffer.nbytes))
-        extent = self._ready[last[-1][0]].extents[last[-1][2]]
+            outcomes[at] = self.outcome_of(call, at, position, (waited, averaged))
+            made.append(LastCall(ready.ask, at, ready.layout.nbytes))
+            if ready.ask.operation != "broadcast":
+                self._report(ready, at, times_made, *in_all)
+        extent = self._ready[call].results[position].extent
         for seat in self._seats:
             assert seat.lane is not None
             seat.lane.was_posted([extent])
             seat.announced, seat.is_quiet = None, True
-        self._report(count, number, waited, averaged, outcomes)
         return Series(ending, count, made, outcomes, pending)
 
     def outcome_of(
@@ -292,32 +296,32 @@ class Repetitions:
             seconds: The seconds of its steps.
         """
         ready = self._ready[call]
-        facts = facts_again(ready.outcome.facts, number, *seconds)
-        weights = Packed(ready.results[position], ready.layout)
-        return ready.outcome._replace(number=number, facts=facts), weights
+        weights = Packed(ready.results[position].buffer, ready.layout)
+        return outcome_again(ready.outcome, number, *seconds), weights
 
     def _report(
-        self,
-        count: int,
-        number: int,
-        waited: float,
-        averaged: float,
-        outcomes: Mapping[int, tuple[Outcome, Packed]],
+        self, ready: _Ready, number: int, count: int, waited: float, averaged: float
     ) -> None:
-        """Count the calls of a series in the metrics, and log a line about them."""
+        """Count averages of one kind in the metrics, and log a line about them.
+
+        Args:
+            ready: The call.
+            number: The number of its last outcome.
+            count: How often it was made.
+            waited: The seconds waited, in all.
+            averaged: The seconds that the averages took, in all.
+        """
         members = len(self._seats)
-        # Series of several kinds of call are rare, and the kinds then take turns.
-        nbytes = sum(weights.buffer.nbytes for _, weights in outcomes.values()) // len(outcomes)
-        sent = count * members * nbytes
+        sent = count * members * ready.layout.nbytes
         by_lane = "ways", "way", "lane"
         counts = {ROUND: count, RECEIVED: sent, SENT: sent, by_lane: count * members}
         METRICS.add(counts, {"wait": waited, "average": averaged}, members, count)
         _log.info(
-            "meeting %r: %d calls as before, up to number %d, of %d ranks: wait %.6f, average %.6f "
-            "seconds each",
+            "meeting %r: %d averages as before, the last one round %d, of %d ranks: wait %.6f, "
+            "average %.6f seconds each",
             self._name,
             count,
-            number + count,
+            number,
             members,
             waited / count,
             averaged / count,
