@@ -36,7 +36,7 @@ LONG = (
     "tests/keras/test_healing.py",
     "tests/tensorflow/test_library.py",
     "tests/core/test_isa.py",
-    "tests/sim/test_members.py",
+    "tests/sim/test_schedules.py",
     "tests/ray/group/test_metrics.py",
     "tests/ray/members/test_members.py",
     "tests/examples/test_demo.py",

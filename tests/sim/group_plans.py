@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from tests.sim.plans import Plan
+from tests.sim.plans import Plan, fewer_faults, milder
 
 MIXES = ("calm", "kills", "stops", "store", "short", "interrupts", "raises", "restarts", "wild")
 """Kinds of plan: what goes wrong most often."""
@@ -156,20 +156,8 @@ def smaller(plan: Plan) -> Iterator[Plan]:
     for rounds in (1, 2, 3, 5):
         if rounds < plan["rounds"]:
             yield with_(rounds=rounds)
+    yield from fewer_faults(plan, lambda of: [one["lives"] for one in of["actors"]], "delay", 0.0)
     for rank, actor in enumerate(plan["actors"]):
-        if len(actor["lives"]) > 1:
-            less = with_()
-            less["actors"][rank]["lives"].pop()
-            yield less
-        for k, life in enumerate(actor["lives"]):
-            for point in life["faults"]:
-                less = with_()
-                del less["actors"][rank]["lives"][k]["faults"][point]
-                yield less
-            if life["delay"]:
-                less = with_()
-                less["actors"][rank]["lives"][k]["delay"] = 0.0
-                yield less
         if actor["retries"]:
             less = with_()
             less["actors"][rank]["retries"] = False
@@ -178,9 +166,4 @@ def smaller(plan: Plan) -> Iterator[Plan]:
         less = with_()
         del less["driver_faults"][point]
         yield less
-    for name, rate in plan["rates"].items():
-        if rate:
-            yield with_(rates=plan["rates"] | {name: 0.0})
-    for name, neutral in _NEUTRAL:
-        if plan[name] != neutral:
-            yield with_(**{name: neutral})
+    yield from milder(plan, _NEUTRAL)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Plan = dict[str, Any]
+Lives = list[dict[str, Any]]
+"""The processes of one rank, one after the other."""
 
 MIXES = (
     "calm",
@@ -236,6 +238,48 @@ _NEUTRAL = (
 """Entries of a plan, with the values by which they have no effect."""
 
 
+def fewer_faults(
+    plan: Plan, lives_in: Callable[[Plan], list[Lives]], entry: str, neutral: Any
+) -> Iterator[Plan]:
+    """Return plans with one process, fault, or ``entry`` of a process less than ``plan`` has.
+
+    Args:
+        plan: The plan.
+        lives_in: Returns the processes in a plan, by rank.
+        entry: An entry of a process.
+        neutral: The value by which it has no effect.
+    """
+
+    def less() -> tuple[Plan, list[Lives]]:
+        copied = copy.deepcopy(plan)
+        return copied, lives_in(copied)
+
+    for rank, lives in enumerate(lives_in(plan)):
+        if len(lives) > 1:
+            fewer, found = less()
+            found[rank].pop()
+            yield fewer
+        for k, life in enumerate(lives):
+            for point in life["faults"]:
+                fewer, found = less()
+                del found[rank][k]["faults"][point]
+                yield fewer
+            if life[entry] != neutral:
+                fewer, found = less()
+                found[rank][k][entry] = neutral
+                yield fewer
+
+
+def milder(plan: Plan, neutral: Sequence[tuple[str, Any]]) -> Iterator[Plan]:
+    """Return plans without one of the rates of ``plan``, or with one of its entries ``neutral``."""
+    for name, rate in plan["rates"].items():
+        if rate:
+            yield copy.deepcopy(plan) | {"rates": plan["rates"] | {name: 0.0}}
+    for name, value in neutral:
+        if plan[name] != value:
+            yield copy.deepcopy(plan) | {name: value}
+
+
 def smaller(plan: Plan) -> Iterator[Plan]:
     """Return plans with one thing less than ``plan`` has, the largest first."""
 
@@ -253,30 +297,12 @@ def smaller(plan: Plan) -> Iterator[Plan]:
     for calls in (1, 2, 3, 5):
         if calls < plan["calls"]:
             yield with_(calls=calls)
-    for rank, lives in enumerate(plan["lives"]):
-        if len(lives) > 1:
-            less = with_()
-            less["lives"][rank].pop()
-            yield less
-        for k, life in enumerate(lives):
-            for point in life["faults"]:
-                less = with_()
-                del less["lives"][rank][k]["faults"][point]
-                yield less
-            if life["is_twice"]:
-                less = with_()
-                less["lives"][rank][k]["is_twice"] = False
-                yield less
+    yield from fewer_faults(plan, lambda of: [*of["lives"]], "is_twice", False)
     for host, faults in plan["host_faults"].items():
         for point in faults:
             less = with_()
             del less["host_faults"][host][point]
             yield less
-    for name, rate in plan["rates"].items():
-        if rate:
-            yield with_(rates=plan["rates"] | {name: 0.0})
-    for name, neutral in _NEUTRAL:
-        if plan[name] != neutral:
-            yield with_(**{name: neutral})
+    yield from milder(plan, _NEUTRAL)
     if "store" in plan["ways"]:
         yield with_(ways=["lane"] * plan["size"])

@@ -1,0 +1,114 @@
+"""Members and groups in schedules with faults; see the package's docstring."""
+
+import gc
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.sim import group_plans, plans
+from tests.sim.__main__ import PROTOCOLS, plan_of
+from tests.sim.mutants import MUTANTS, changed
+from tests.sim.schedules import schedule_of, transcript_of, without_collector
+
+import flatweights
+
+SCHEDULES = {"members": 2000, "group": 500, "asynchronous": 300}
+# What is to be tested has to happen.
+MEMBERS = ("calls", "late", "healed", "errors", "quarantined", "differ")
+GROUPS = ("rounds", "late", "failed", "errors")
+HASHED = {"members": range(24), "group": range(0, 18, 2), "asynchronous": range(1, 18, 2)}
+PACKAGE = Path(flatweights.__file__).parent / "ray"
+ROOT = Path(__file__).parents[2]
+
+HASH = """
+from tests.sim.test_schedules import hashes
+
+print("\\n".join(hashes()))
+"""
+
+
+def hashes() -> list[str]:
+    """Return a hash of the transcript of each of some schedules."""
+    texts = [
+        "\n".join(transcript_of(plan_of(protocol, seed, None), seed))
+        for protocol in PROTOCOLS
+        for seed in HASHED[protocol]
+    ]
+    return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_no_schedule_violates_an_invariant(protocol: str) -> None:
+    counts: Counter[str] = Counter()
+    with without_collector():
+        for seed in range(SCHEDULES[protocol]):
+            schedule = schedule_of(plan_of(protocol, seed, None), seed)
+            counts += schedule.oracle.counts
+            how = f"python -m tests.sim --protocol {protocol} --seed {seed} shows how"
+            assert not schedule.world.failures, f"{schedule.world.failures[0]}: {how}"
+            if seed % 100 == 99:
+                gc.collect()
+    for name in MEMBERS if protocol == "members" else GROUPS:
+        assert counts[name] > SCHEDULES[protocol] / 100, counts
+
+
+def test_a_seed_gives_one_schedule() -> None:
+    # Another process, in which sets of texts have another order.
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    ran = subprocess.run(
+        [sys.executable, "-c", HASH],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    there = ran.stdout.split()
+    assert len(there) == 42
+    assert there == hashes()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_transcript_does_not_change_the_schedule(protocol: str) -> None:
+    for seed in range(len(plans.MIXES)):
+        plan = plan_of(protocol, seed, None)
+        steps = schedule_of(plan, seed).world.steps
+        assert transcript_of(plan, seed)[-1].endswith(f"after {steps} steps")
+
+
+def test_smaller_plans_run() -> None:
+    for plan in plans.smaller(plan_of("members", 8, "wild")):
+        assert not schedule_of(plan, 8).world.failures
+    for plan in group_plans.smaller(plan_of("group", 8, "wild")):
+        assert not schedule_of(plan, 8).world.failures
+
+
+def test_the_text_of_each_mutant_occurs_once() -> None:
+    assert len(MUTANTS) >= 40
+    for mutant in MUTANTS.values():
+        source = (PACKAGE / mutant.file).read_text()
+        wrong = changed(mutant, source)
+        assert wrong != source
+        compile(wrong, mutant.file, "exec")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "name", "seeds"),
+    [
+        ("members", "a call does not wait for members on time", 1000),
+        ("members", "one number per seat", 1000),
+        ("members", "the highest rank gives", 1000),
+        ("group", "each worker starts from its own weights", 100),
+        ("asynchronous", "staleness counts from the publication before", 100),
+    ],
+)
+def test_wrong_changes_are_found(protocol: str, name: str, seeds: int) -> None:
+    command = [sys.executable, "-m", "tests.sim", "--mutant", name, "--protocol", protocol]
+    command += ["--keep", "1", "--no-shrink", "--seeds", str(seeds)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert " 1 violations" in ran.stdout
