@@ -43,10 +43,11 @@ def test_no_part_but_tensorflow_and_keras_imports_a_framework(part: str) -> None
             assert framework not in FRAMEWORKS, f"{file.relative_to(PACKAGE)} imports {name}"
 
 
-def test_one_file_of_ray_reads_the_clock() -> None:
+def test_one_file_reads_the_clock_of_members_and_groups() -> None:
     clock = PACKAGE / "ray" / "_clock.py"
     assert {"time", "collections.abc.Callable"} == {*imports(clock)}
-    for file in sorted({*PACKAGE.joinpath("ray").rglob("*.py")} - {clock}):
+    parts = (PACKAGE / part for part in ("ray", "keras"))
+    for file in sorted({file for part in parts for file in part.rglob("*.py")} - {clock}):
         names = {name.split(".")[0] for name in imports(file)}
         assert "time" not in names, f"{file.relative_to(PACKAGE)} has a clock of its own"
         own = [name for name in imports(file) if name.startswith("flatweights.ray._clock.")]

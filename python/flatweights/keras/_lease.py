@@ -157,7 +157,7 @@ class MemberLease:
             ValueError: If Ray Train replaces single workers, and an average needs all.
         """
         global _shared
-        if self.min_results is None and is_replaceable():
+        if self.min_results is None and self.is_replaceable:
             raise ValueError(
                 f"min_results: expected a number of {self.who} in a worker that ReplaceWorkers "
                 "replaces, got None: the others could not go on without it"
@@ -175,6 +175,11 @@ class MemberLease:
                     ) from error
             _leases.add(self)
             return _shared
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether this process is replaced if it dies; see `flatweights.ray.is_replaceable`."""
+        return is_replaceable()
 
     @property
     def terms(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
@@ -20,7 +19,7 @@ from flatweights.keras import _fit_states as fit
 from flatweights.keras._fit_states import Action, FitState, Phase, move
 from flatweights.keras._hooks import SWAPPED, begin_at, know_direction
 from flatweights.keras._lease import MemberLease
-from flatweights.ray import ElsewhereError, Member, Round, is_replaceable
+from flatweights.ray import ElsewhereError, Member, Round, _clock
 from flatweights.tensorflow import TensorFlowVariables
 
 _log = logging.getLogger("flatweights")
@@ -246,8 +245,8 @@ class Progress:
     def end(self) -> None:
         """Meet the others at the end; wait a while for those that are late or being replaced."""
         self._show()
-        patience = max(_LAST, self._lease.timeout or 0.0, _REPLACED * is_replaceable())
-        self._until = time.monotonic() + patience
+        patience = max(_LAST, self._lease.timeout or 0.0, _REPLACED * self._lease.is_replaceable)
+        self._until = _clock.now() + patience
         self._tell(fit.FitEnds())
         begin_at(self._model, None)
 
@@ -323,7 +322,7 @@ class Progress:
         """Send this member's place; get healed if needed."""
         member, ends = self._lease.take(), self._now.phase is Phase.ENDING
         member.raises_elsewhere = False
-        time.sleep(self._pause)
+        _clock.sleep(self._pause)
         met = self._lease.gather((self._now.epoch, ends), "place", at="epoch", state=self.state)
         places: list[tuple[int, bool]] = [met.weights[rank] for rank in sorted(met.used)]
         is_healed = member.rank in met.healed
@@ -331,8 +330,8 @@ class Progress:
             self._take_over()
         if ends:
             self._pause = min(2 * self._pause or _PAUSE, 1.0)
-        may_come = bool(met.late or (met.failed and is_replaceable()))
-        may_come = may_come and time.monotonic() < self._until
+        may_come = bool(met.late or (met.failed and self._lease.is_replaceable))
+        may_come = may_come and _clock.now() < self._until
         return fit.Met(places[0][0], any(over for _, over in places), is_healed, may_come)
 
     def _hide(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import time
 import warnings
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -18,7 +17,7 @@ from flatweights._numbers import check_count
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._lease import MemberLease, calls_are_equal
 from flatweights.keras._samples import Samples
-from flatweights.ray import is_replaceable
+from flatweights.ray import _clock, is_replaceable
 
 _MODEL = "model.keras"
 _WEIGHTS = "model.weights.h5"  # of a model whose structure Keras cannot save
@@ -160,7 +159,7 @@ class Report(MemberCallback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Take the time."""
         super().on_epoch_begin(epoch)
-        self._began = time.perf_counter()
+        self._began = _clock.now()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Report, if it is time.
@@ -175,7 +174,7 @@ class Report(MemberCallback):
         is_last = epochs == self.params["epochs"] or self.model.stop_training
         if epochs % self._every and not is_last:
             return
-        seconds = time.perf_counter() - self._began
+        seconds = _clock.now() - self._began
         metrics = {_EPOCHS: epochs, "seconds": seconds, **(logs or {})}
         for name, value in metrics.items():
             try:

@@ -1,4 +1,4 @@
-"""The clock of `flatweights.ray`: no other file in it reads the time or sleeps.
+"""The clock of `flatweights.ray` and `flatweights.keras`: no other file in them has one.
 
 All times at which something is due are times of `now`. A simulator puts functions of its own clock
 here, for all modules at once; so call `_clock.now()`, and do not import `now` by its name.
