@@ -28,12 +28,13 @@ from flatweights.keras._hooks import (
     running_fit,
     variables_of,
 )
-from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.keras._lease import MemberLease, calls_are_equal, check_in_time
 from flatweights.keras._moments import check_synchronized, synchronize
 from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import AnyState, Progress, State, keepers_among, with_more
-from flatweights.keras._settings import check_alike, settings_of
-from flatweights.ray import CallsDifferError, Member, Round, Saved, Variables, WorkerError
+from flatweights.keras._settings import settings_of
+from flatweights.keras._start import Start, start_alike
+from flatweights.ray import Member, Round, Saved, Variables
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import compute_in_python, device_of
@@ -404,55 +405,22 @@ class Averaging:
             self._is_started = True
             return
         state = self._variables_with_slots(variables)
-        try:
-            values: Any = state.get_weights().buffer
-        except RuntimeError as error:
-            raise RuntimeError(
-                "average_gradients: expected a model that is built before its first step, got one "
-                "whose optimizer has slots without values. Call the model on a batch, as in "
-                "model(x[:1]), or begin it with keras.Input"
-            ) from error
-        may_end_apart = self.lease.min_results is not None
-        settings = settings_of(self._optimizer, callbacks, may_end_apart=may_end_apart)
-        digests = _digest(json.dumps(state.layout.names).encode()), _digest(values)
-        del values
-        own = in_step, epoch, digests, settings
-        if epoch is None:
-            started = self.lease.gather(own, "the start of training", at="start")
-        else:
-            started = self.lease.gather(own, "the first epoch", at="epoch")
-        if self.lease.min_results is None:
-            _check_in_time(started, "the start of training")
-        elif member.rank in started.late:  # the others train already
-            member.lacks_state = True
-            self._is_started = True
-            return
-        in_steps, epochs, by_rank, all_settings = (
-            {rank: given[k] for rank, given in started.weights.items()} for k in range(4)
-        )
-        _check_epochs(epochs)
-        check_alike(
-            "average_gradients: expected optimizers and callbacks that change all members alike",
-            all_settings,
-        )
-        root = min(started.used)
-        different = [rank for rank, given in by_rank.items() if given != by_rank[root]]
-        if different:
-            if any(in_steps.values()) and len({names for names, _ in by_rank.values()}) == 1:
-                raise ValueError(
-                    "average_gradients: at the first step expected the variables and the "
-                    "optimizer's slots of rank 0 in all members, got other values in ranks "
-                    f"{different}. Call model.optimizer.build(model.trainable_variables) before "
-                    "fit, which sets them, or use the callback AverageLogs, which calls it"
-                )
+
+        def own() -> Start:
             try:
-                with calls_are_equal(member, "start"):
-                    member.broadcast_variables(state, root, timeout=self.lease.timeout)
-            except WorkerError:  # the root has died: another one takes its place
-                if self.lease.min_results is None:
-                    raise
-                self._callbacks = callbacks
-                self._start(variables, in_step, epoch)
+                values: Any = state.get_weights().buffer
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "average_gradients: expected a model that is built before its first step, got "
+                    "one whose optimizer has slots without values. Call the model on a batch, as "
+                    "in model(x[:1]), or begin it with keras.Input"
+                ) from error
+            may_end_apart = self.lease.min_results is not None
+            settings = settings_of(self._optimizer, callbacks, may_end_apart=may_end_apart)
+            names = _digest(json.dumps(state.layout.names).encode())
+            return Start(in_step, epoch, names, _digest(values), settings)
+
+        start_alike(self.lease, state, own)
         self._is_started = True
 
     def _named(self, variables: Sequence[Any]) -> dict[str, Any]:
@@ -555,7 +523,7 @@ class Averaging:
                 exchange, nonfinite=self._options["nonfinite"], **self.lease.terms
             )
             if is_whole:
-                _check_in_time(result, exchange.layout.slots[0].name)
+                check_in_time(result, exchange.layout.slots[0].name)
 
     @contextlib.contextmanager
     def _step(self, exchange: _Exchange, tensors: CalledTensors) -> Iterator[None]:
@@ -599,7 +567,7 @@ class Averaging:
                 result = self._call(exchange, self.lease.take(), state)
             else:
                 result = self._call(exchange, self.lease.take(), None)
-                _check_in_time(result, "gradients")
+                check_in_time(result, "gradients")
             if result is None:
                 grads.pass_on(exchange.layout.core)
 
@@ -750,16 +718,6 @@ def _accumulates(slot: Any) -> bool:
     return str(slot.name).endswith("gradient_accumulator")
 
 
-def _check_in_time(result: Round, what: str) -> None:
-    """Raise if the member got the average of an earlier call, because it has missed some."""
-    if result.late:
-        raise TimeoutError(
-            f"{what}: expected the average of this call, got an earlier one: rank "
-            f"{result.late[0]} was late, or has joined again. Start the training of all members "
-            "again"
-        )
-
-
 def _check_strategy(optimizer: Any) -> None:
     """Raise if the steps of ``optimizer`` run in several replicas of this process."""
     strategy = tf.distribute.get_strategy()
@@ -783,16 +741,6 @@ def _check_known(optimizer: Any, variables: Sequence[Any]) -> None:
             f"also {unknown[0]!r}. If the first batch has built it, call the model on a batch "
             "before fit, as in model(x[:1]). If it was frozen, compile the model again, with a new "
             "optimizer"
-        )
-
-
-def _check_epochs(epochs: dict[int, int | None]) -> None:
-    """Raise if members begin with different ``epochs``, which are by their ranks."""
-    if len({*epochs.values()}) > 1:
-        begin = [f"rank {rank} begins with epoch {epoch}" for rank, epoch in epochs.items()]
-        raise CallsDifferError(
-            f"expected all members to begin with the same epoch, got {', '.join(begin)}. Give fit "
-            "the same initial_epoch, and a BackupAndRestore either to all members or to none"
         )
 
 

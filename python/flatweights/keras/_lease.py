@@ -101,6 +101,16 @@ def named(ranks: Sequence[int], does: str) -> str:
     return f"ranks {', '.join(map(str, ranks))} {verb} {rest}"
 
 
+def check_in_time(result: Round, what: str) -> None:
+    """Raise if the member got the average of an earlier call, because it has missed some."""
+    if result.late:
+        raise TimeoutError(
+            f"{what}: expected the average of this call, got an earlier one: rank "
+            f"{result.late[0]} was late, or has joined again. Start the training of all members "
+            "again"
+        )
+
+
 class MemberLease:
     """A callback's or an optimizer's use of a member, with the terms on which its calls wait.
 

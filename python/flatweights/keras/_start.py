@@ -1,0 +1,94 @@
+"""The start of a training with averaged gradients: all members get the same variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from flatweights.keras._lease import MemberLease, calls_are_equal, check_in_time
+from flatweights.keras._settings import check_alike
+from flatweights.ray import CallsDifferError, Variables, WorkerError
+
+
+class Start(NamedTuple):
+    """What a member tells the others at its start.
+
+    Attributes:
+        in_step: Whether it is in a step, whose gradients were computed from its own variables.
+        epoch: The first epoch of a `fit`; None, if it is not known yet.
+        names: A digest of the names of its variables.
+        values: A digest of their values.
+        settings: The settings by which it decides; see `_settings.settings_of`.
+    """
+
+    in_step: bool
+    epoch: int | None
+    names: bytes
+    values: bytes
+    settings: dict[str, str]
+
+
+def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Start]) -> None:
+    """Give all members the ``variables`` of the lowest rank, unless they have them.
+
+    If the others train already, the member lacks the state afterwards: it will be healed.
+
+    Args:
+        lease: The member.
+        variables: Its variables.
+        own: Returns what it tells the others.
+
+    Raises:
+        CallsDifferError: If members begin with different epochs or settings.
+        TimeoutError: If all members are needed, and this one is late.
+        ValueError: If it is too late to set the variables.
+    """
+    member = lease.take()
+    while True:
+        start = own()
+        if start.epoch is None:
+            started = lease.gather(tuple(start), "the start of training", at="start")
+        else:
+            started = lease.gather(tuple(start), "the first epoch", at="epoch")
+        if lease.min_results is None:
+            check_in_time(started, "the start of training")
+        elif member.rank in started.late:
+            member.lacks_state = True
+            return
+        starts = {rank: Start(*given) for rank, given in started.weights.items()}
+        _check(starts)
+        root = min(started.used)
+        different = [rank for rank, one in starts.items() if one[2:4] != starts[root][2:4]]
+        if not different:
+            return
+        have_same_names = len({one.names for one in starts.values()}) == 1
+        if have_same_names and any(one.in_step for one in starts.values()):
+            raise ValueError(
+                "average_gradients: at the first step expected the variables and the optimizer's "
+                f"slots of rank 0 in all members, got other values in ranks {different}. Call "
+                "model.optimizer.build(model.trainable_variables) before fit, which sets them, or "
+                "use the callback AverageLogs, which calls it"
+            )
+        try:
+            with calls_are_equal(member, "start"):
+                member.broadcast_variables(variables, root, timeout=lease.timeout)
+        except WorkerError:
+            if lease.min_results is None:
+                raise
+            continue  # the root has died: another one takes its place
+        return
+
+
+def _check(starts: Mapping[int, Start]) -> None:
+    """Raise if members begin with different epochs or settings."""
+    epochs = {rank: one.epoch for rank, one in starts.items()}
+    if len({*epochs.values()}) > 1:
+        begin = [f"rank {rank} begins with epoch {epoch}" for rank, epoch in epochs.items()]
+        raise CallsDifferError(
+            f"expected all members to begin with the same epoch, got {', '.join(begin)}. Give fit "
+            "the same initial_epoch, and a BackupAndRestore either to all members or to none"
+        )
+    check_alike(
+        "average_gradients: expected optimizers and callbacks that change all members alike",
+        {rank: one.settings for rank, one in starts.items()},
+    )
