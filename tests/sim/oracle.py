@@ -58,6 +58,7 @@ class Call:
         state: The bytes of the state that the process has; None without a state.
         model: Which of two models of one layout it is about.
         value: The object that it gathers.
+        place: Its place in a `fit`, if the process has a state of it; and the number of its steps.
         answers: The outcomes that the member was told.
     """
 
@@ -66,6 +67,8 @@ class Call:
         self.state = None if state is None else state.bytes()
         self.model = 0
         self.value: Any = None
+        self.place: Any = None
+        self.steps = 0.0
         self.is_finite = vector is None or bool(np.isfinite(vector).all())
         self.answers: list[tuple[int, Outcome]] = []
 
@@ -393,7 +396,7 @@ class Oracle:
         """Whether this error may answer the ask of one member."""
         ask, text = sent.ask, str(error)
         if isinstance(error, ElsewhereError):
-            return ask.lacks
+            return ask.lacks or (ask.only_next and sent.member.has < record.last)
         if isinstance(error, LacksStateError):
             if ask.operation == "heal":
                 known = record.known.get(sent.member.has)
@@ -681,7 +684,9 @@ class Oracle:
         root = first.ask.root
         if root is None or result.used != (root,) or root not in parts:
             self._fail(f"{number}: broadcast of {root} used {result.used}")
-        elif parts[root].call.state not in (None, self._state_in(content)):
+            return
+        state = parts[root].call.state
+        if state is not None and state != self._state_in(content):
             self._fail(f"{number}: not the state of the root")
 
     def _check_ranks(

@@ -112,6 +112,7 @@ def plan_of(seed: int, mix: str) -> Plan:
     size = rng.choice((1, 2, 2, 3, 3, 3, 4))
     program = rng.choice(_PROGRAMS.get(mix, ("weights", "state", "broadcast", "mixed", "gathered")))
     plan: Plan = {
+        "protocol": "members",
         "mix": mix,
         "program": program,
         "size": size,
@@ -159,7 +160,7 @@ def plan_of(seed: int, mix: str) -> Plan:
             "work": rng.choice((0.0, 0.01, 0.1)),
             "slow": rng.choice((0.0, 0.03)),
         }
-    plan["lives"] = [_lives(rng, mix, plan["calls"]) for _ in range(plan["size"])]
+    plan["lives"] = [lives_of(rng, mix, plan["calls"]) for _ in range(plan["size"])]
     plan["ways"] = ["lane"] * plan["size"]
     _add_faults(rng, plan)
     plan["in_place"] = rng.random() < (0.7 if mix == "repeats" else 0.2)
@@ -168,7 +169,7 @@ def plan_of(seed: int, mix: str) -> Plan:
     return plan
 
 
-def _lives(rng: random.Random, mix: str, calls: int) -> list[dict[str, Any]]:
+def lives_of(rng: random.Random, mix: str, calls: int) -> list[dict[str, Any]]:
     """Return the processes of one rank."""
     lives: list[dict[str, Any]] = []
     points = 12 * calls + 25  # at about so many points a process may die in time

@@ -39,20 +39,26 @@ def _layout_of(*shapes: tuple[int, ...]) -> Layout:
 
 
 class Arrays:
-    """Arrays as `Variables`: their layout, and the way into a packed buffer and out of it."""
+    """Arrays as `Variables`: their layout, and the way into a packed buffer and out of it.
 
-    def __init__(self, world: World, *arrays: Any) -> None:
-        self._world, self._arrays = world, arrays
+    Attributes:
+        world: The world, whose points these are; None, if there are none.
+    """
+
+    def __init__(self, world: World | None, *arrays: Any) -> None:
+        self.world, self._arrays = world, arrays
         self.layout = _layout_of(*[array.shape for array in arrays])
 
     def gather_into(self, buffer: Any) -> None:
-        self._world.point("gathering")
+        if self.world is not None:
+            self.world.point("gathering")
         views = self.layout.packed_views(buffer)
         for array, view in zip(self._arrays, views, strict=True):
             view[...] = array
 
     def scatter(self, buffer: Any) -> None:
-        self._world.point("scattering")
+        if self.world is not None:
+            self.world.point("scattering")
         views = self.layout.packed_views(buffer)
         for array, view in zip(self._arrays, views, strict=True):
             array[...] = view
@@ -123,7 +129,7 @@ class Program:
                 self._world.note(f"MemberError: {error}")
                 if self._was_interrupted:
                     return
-                if self._plan["program"] in ("state", "gathered") and self._has_a_host_died():
+                if self._plan["program"] in ("state", "gathered", "fit") and self._has_a_host_died():
                     return  # the members of another meeting may have other states
                 if not self._has_a_host_died():
                     # A process that was stopped has no time left to find another host.
@@ -204,7 +210,13 @@ class Program:
         self._world.note("KeyboardInterrupt in a call")
         self._process.notes["broke"] = True
         if member._host.is_asking or member._host.is_told:
-            has_state = self._plan["program"] in ("state", "broadcast", "mixed", "gathered")
+            has_state = self._plan["program"] in (
+                "state",
+                "broadcast",
+                "mixed",
+                "gathered",
+                "fit",
+            )
             if not (member._over or (has_state and member.lacks_state)):
                 self._world.fail("a call was interrupted, and the next one will not raise")
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tests.sim import group_plans, plans
+from tests.sim import fit_plans, group_plans, plans
 from tests.sim.group_schedules import GroupSchedule
 from tests.sim.oracle import Oracle
 from tests.sim.plans import Plan
@@ -24,6 +24,12 @@ from flatweights.ray.core import _past
 
 _MOST_STEPS = 60_000
 _TRIES = 8  # seeds with which a smaller plan is tried
+_SMALLER = {
+    "members": plans.smaller,
+    "fit": fit_plans.smaller,
+    "group": group_plans.smaller,
+    "asynchronous": group_plans.smaller,
+}
 
 
 class Schedule:
@@ -40,7 +46,7 @@ class Schedule:
         }
         self.world = World(seed, yields=plan["yields"], has_transcript=has_transcript)
         self.world.rates = self.plan["rates"]
-        self.oracle = Oracle(self.world, self.plan, STATE)
+        self.oracle, self._program = _parts_of(self.plan, self.world)
         self.world.at_rest = self.oracle.at_rest
         self.platform = Simulated(self.world, self.oracle, self.plan)
         self.models = 0
@@ -87,12 +93,22 @@ class Schedule:
 
         def main() -> None:
             process.main = self.world.current
-            Program(self, rank).run()
+            self._program(self, rank).run()
             self.world.note("has ended")
             process.kill()
 
         process.at_death.append(end)
         self.world.spawn(process, main, name)
+
+
+def _parts_of(plan: Plan, world: World) -> tuple[Oracle, type[Program]]:
+    """Return the oracle of a plan's members, and their program."""
+    if plan["program"] != "fit":
+        return Oracle(world, plan, STATE), Program
+    from tests.sim.fit_oracle import FitOracle
+    from tests.sim.fit_programs import FitProgram, layout_of_state  # imports Keras
+
+    return FitOracle(world, plan, layout_of_state(plan)), FitProgram
 
 
 def _faults(faults: dict[Any, Any]) -> dict[int, Fault]:
@@ -188,7 +204,7 @@ class Failure(NamedTuple):
 
 def schedule_of(plan: Plan, seed: int, *, has_transcript: bool = False) -> Schedule | GroupSchedule:
     """Return the schedule of a plan of any protocol, which has run."""
-    if "protocol" not in plan:
+    if plan["protocol"] in ("members", "fit"):
         schedule = Schedule(plan, seed, has_transcript=has_transcript)
         schedule.run()
         return schedule
@@ -208,8 +224,7 @@ def shrunk(failure: Failure) -> Failure:
     """Return a failure of the same kind with as small a plan as is found."""
     kind = kind_of(failure.text)
     while True:
-        smaller = group_plans.smaller if "protocol" in failure.plan else plans.smaller
-        for plan in smaller(failure.plan):
+        for plan in _SMALLER[failure.plan["protocol"]](failure.plan):
             found = None
             for seed in (failure.seed, *range(_TRIES)):
                 found = failure_of(plan, seed)

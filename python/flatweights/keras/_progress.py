@@ -117,9 +117,12 @@ class State:
         for k, weights in self._kept(parts):
             own = counts.setdefault(k, {})
             kept = own.get(_BEST)
-            own[_BEST] = kept is not None  # else these parts are empty
+            own[_BEST] = kept is not None
             if kept is not None:
                 move_parts(weights, kept)
+            else:  # equal states have equal bytes
+                for one in weights:
+                    one.fill(0)
         place = pickle.dumps(tuple(self.place._replace(counts=counts)))
         if len(place) > _ROOM:
             place = pickle.dumps(tuple(self.place._replace(counts={})))

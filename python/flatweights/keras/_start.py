@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flatweights.keras._lease import MemberLease, calls_are_equal, check_in_time
 from flatweights.keras._settings import check_alike
-from flatweights.ray import CallsDifferError, Variables, WorkerError
+from flatweights.ray import CallsDifferError, ElsewhereError, Variables, WorkerError
 
 
 class Start(NamedTuple):
@@ -69,13 +69,18 @@ def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Star
                 "model.optimizer.build(model.trainable_variables) before fit, which sets them, or "
                 "use the callback AverageLogs, which calls it"
             )
+        before, member.raises_elsewhere = member.raises_elsewhere, lease.min_results is not None
         try:
             with calls_are_equal(member, "start"):
                 member.broadcast_variables(variables, root, timeout=lease.timeout)
+        except ElsewhereError:  # they have not waited for this member, which may be the root
+            member.lacks_state = True
         except WorkerError:
             if lease.min_results is None:
                 raise
             continue  # the root has died: another one takes its place
+        finally:
+            member.raises_elsewhere = before
         return
 
 

@@ -8,7 +8,7 @@ into the files, to be read before it is committed.
 | event | |
 | --- | --- |
 | `members N` | N members have joined |
-| `ask R OPERATION [NAME=VALUE ...]` | rank R makes a call; `lacks` if it lacks the state |
+| `ask R OPERATION [NAME=VALUE ...]` | rank R makes a call; `lacks` and `only_next`: see `Ask` |
 | `give R`, `heal R` | it gives its state; asks for the one that it lacks |
 | `leave R`, `die R`, `join R` | it leaves; dies; another process joins under its rank |
 | `wait S` | S seconds pass |
@@ -100,9 +100,9 @@ def happen(meeting: TheMeeting, event: str) -> list[Action]:
         case "join":
             meeting.join(rank)
         case "ask":
-            options: dict[str, Any] = {"digest": "weights", "lacks": "lacks" in words}
-            for name, _, value in (word.partition("=") for word in words[2:] if word != "lacks"):
-                options[name] = NUMBERS.get(name, str)(value)
+            options: dict[str, Any] = {"digest": "weights"}
+            for name, is_value, value in (word.partition("=") for word in words[2:]):
+                options[name] = NUMBERS.get(name, str)(value) if is_value else True
             operation: Any = words[1]
             return meeting.ask(rank, Ask(operation), **options)
         case "heal":

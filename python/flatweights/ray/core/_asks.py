@@ -48,7 +48,7 @@ class LacksStateError(RuntimeError):
 
 
 class ElsewhereError(LacksStateError):
-    """The others made another call with a state: they may be at another place in the training."""
+    """The others made another call meanwhile: they may be at another place in the training."""
 
 
 class Placed(NamedTuple):
@@ -100,6 +100,8 @@ class Ask(NamedTuple):
         gpu: The GPU that its variables are on; None, if they are not on one.
         name: What objects are that all members gather; None in other calls.
         value: This member's object, pickled.
+        only_next: Whether it is about the next call only: if others have made one since this
+            member's last outcome, it is answered by `ElsewhereError`.
     """
 
     operation: Operation
@@ -116,6 +118,7 @@ class Ask(NamedTuple):
     gpu: OnGpu | None = None
     name: str | None = None
     value: bytes = b""
+    only_next: bool = False
 
     @property
     def is_urgent(self) -> bool:
@@ -146,7 +149,8 @@ class Ask(NamedTuple):
     @property
     def fields(self) -> tuple[Any, ...]:
         """The fields, without those that few asks have."""
-        return tuple(self) if self.name is not None or self.gpu is not None else self[:-3]
+        is_whole = self.name is not None or self.gpu is not None or self.only_next
+        return tuple(self) if is_whole else self[:-4]
 
     @property
     def terms(self) -> tuple[Any, ...]:

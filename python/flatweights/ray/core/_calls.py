@@ -265,6 +265,8 @@ class Calls:
             self._answer([peer], LacksStateError("the outcome is on a GPU that it does not use"))
         elif kept is not None:
             self.waiting.behind.append(peer)
+        elif ask.only_next and peer.has != self.number:
+            self._answer([peer], ElsewhereError(f"the others have made other calls than {ask}"))
         elif ask.lacks:
             self.waiting.lacking.append(peer)
         elif self._past.is_behind(peer) and not self.waiting.needs(peer):

@@ -195,7 +195,8 @@ class Member:
             healed.
         raises_elsewhere: Whether a call of this member, if it lacks the state, raises
             `ElsewhereError` once the others have made another call with that state, such as one at
-            the end of their training. If False, as at first, the call goes on waiting.
+            the end of their training; and a broadcast, if they have made any other call since. If
+            False, as at first, the call goes on waiting.
     """
 
     def __init__(self, name: str, host: HostEnd, ticket: Ticket, outcome: Outcome) -> None:
@@ -454,6 +455,7 @@ class Member:
         layout = _layout_of(variables, "variables")
         root = _check_rank(root, self.size, "root")
         ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
+        ask = ask._replace(only_next=self.raises_elsewhere)
         with self._call() as host:
             sent: Sent = None
             if ask.root == self.rank:

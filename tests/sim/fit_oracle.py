@@ -1,0 +1,95 @@
+"""What must hold in a `fit`, besides what holds in a meeting (`oracle`).
+
+- Members average at one place: the same epoch and batch, with equal weights and equal states.
+- No step is left out, and none is made twice: the number of steps in a state follows from the place
+  in the training, in every call and at the end.
+- All members end with the same weights, whenever they came.
+- Callbacks that decide have seen the same epochs as those of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.sim.oracle import Oracle, Record, Sent
+
+from flatweights.ray._round import Round
+from flatweights.ray.core._asks import Outcome
+
+
+class FitOracle(Oracle):
+    """The notes, and the checks."""
+
+    def _check_average(
+        self, record: Record, number: int, result: Round, parts: dict[int, Sent], buffer: Any
+    ) -> None:
+        super()._check_average(record, number, result, parts, buffer)
+        self._check_places(number, parts)
+
+    def _check_gathered(
+        self, number: int, result: Round, parts: dict[int, Sent], outcome: Outcome
+    ) -> None:
+        super()._check_gathered(number, result, parts, outcome)
+        self._check_places(number, parts)
+
+    def _check_places(self, number: int, parts: dict[int, Sent]) -> None:
+        """Check that the members of a call are at one place of their training."""
+        steps = self._plan["steps"]
+        calls = [sent.call for _, sent in sorted(parts.items())]
+        if calls[0].place is None:  # the start
+            return
+        places = {(call.place.epoch, call.place.steps) for call in calls}
+        if len(places) > 1:
+            self._fail(f"{number}: members average at several places: {sorted(places)}")
+            return
+        ((epoch, done),) = places
+        for rank, sent in parts.items():
+            # Batches of one execution are finished together.
+            since = sent.call.steps - epoch * steps - done
+            if not (since == 0 or 0 < since < self._plan["execution"]):
+                made = f"{sent.call.steps:g} steps, in epoch {epoch} after batch {done}"
+                self._fail(f"{number}: rank {rank} has made {made}")
+        if len({call.state for call in calls}) > 1:
+            differ = [
+                slot.name
+                for k, slot in enumerate(self._state_layout.slots)
+                if len({call.state[k] for call in calls}) > 1
+            ]
+            self._fail(f"{number}: members at one place differ in {differ}")
+
+    # What programs tell.
+
+    def has_seen(self, member: Any, epoch: int, callback: Any) -> None:
+        """Check that a callback which decides is in the same state as those of other members."""
+        self.counts["epochs seen"] += 1
+        best = callback.best_weights
+        state = (
+            callback.wait,
+            float(callback.best),
+            callback.best_epoch,
+            callback.stopped_epoch,
+            None if best is None else tuple(one.tobytes() for one in best),
+        )
+        self._agree(member, f"EarlyStopping in epoch {epoch}", state)
+
+    def ended(self, member: Any, steps: Any, weights: Any) -> None:
+        """Check the end of a `fit`."""
+        self.counts["ended"] += 1
+        plan = self._plan
+        made = int(steps[0])
+        may_stop = plan["patience"] or plan["stops"]
+        is_whole = made % plan["steps"] == 0 if may_stop else made == plan["epochs"] * plan["steps"]
+        if not is_whole:
+            self._fail(f"{self.of(member).process.name} ends with {made} steps")
+        self._agree(member, "the end", (made, weights.tobytes()))
+
+    def has_best(self, member: Any, weights: Any) -> None:
+        """Check that all members end with the same best weights."""
+        self._agree(member, "the best weights", weights.tobytes())
+
+    def _agree(self, member: Any, what: str, state: Any) -> None:
+        """Check that all members of a meeting have the same ``state``."""
+        noted = self.of(member)
+        key = id(self._record_of(noted)), what
+        if self._states.setdefault(key, state) != state:
+            self._fail(f"{noted.process.name}: {what} differs: {state}, not {self._states[key]}")

@@ -1,0 +1,90 @@
+"""Plans of schedules of a `fit`, drawn from a seed: plain data, as those of `plans`."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from tests.sim import plans
+from tests.sim.plans import Plan
+
+MIXES = ("heal", "kills", "stops", "heal", "calm", "elastic", "short", "store", "repeats")
+"""Kinds of plan: what goes wrong most often."""
+
+
+def mix_of(seed: int) -> str:
+    """Return the mix of a seed, unless another is wanted."""
+    return MIXES[seed % len(MIXES)]
+
+
+def plan_of(seed: int, mix: str) -> Plan:
+    """Return the plan of a seed and a mix: that of other members, with other keys.
+
+    - ``epochs``, ``steps``, ``execution``: the length of the `fit`, and its steps per execution;
+    - ``knows_steps``: whether the number of steps is known; ``every``: batches between two averages
+      of weights, if there are any;
+    - ``trace``: the most seconds that the first step of a process takes longer than others;
+    - ``patience``, ``keeps_best``: of `EarlyStopping`; ``stops``: a rank and an epoch, after which
+      that member's own callback ends the training; ``restores``: the epoch with which a callback of
+      a replacement makes it begin;
+    - ``replaces``: whether dead members are replaced, so that the end waits for them.
+    """
+    rng = random.Random(f"{seed} {mix} fit")
+    size = rng.choice((2, 2, 3, 3, 4))
+    plan = plans.plan_of(seed, mix) | {
+        "protocol": "fit",
+        "program": "fit",
+        "size": size,
+        "timeout": rng.choice((None, 0.3, 2.0, 10.0)),
+        "min_results": rng.choice((1, 1, 1, min(2, size))),
+        "nonfinite": "raise",
+        "work": rng.choice((0.0, 0.01, 0.1, 0.5)),
+        "any_rank": False,
+        "min_size": rng.randrange(1, size + 1) if mix == "elastic" else None,
+        "host_faults": {},
+        "epochs": rng.choice((1, 2, 3, 4)),
+        "steps": rng.choice((1, 2, 4, 4)),
+        "execution": rng.choice((1, 1, 1, 2)),
+        "knows_steps": rng.random() < 0.8,
+        "every": rng.choice((0, 0, 1, 3)),
+        "trace": rng.choice((0.0, 0.1, 3.0)),
+        "patience": rng.choice((0, 0, 1, 2)),
+        "keeps_best": rng.random() < 0.3,
+        "stops": None,
+        "restores": None,
+        "replaces": rng.random() < 0.5,
+    }
+    neutral = {name: 0.0 for name in ("nan", "differs", "leaves", "raises", "drops")}
+    plan |= neutral
+    if rng.random() < 0.15:
+        plan["stops"] = [rng.randrange(size), rng.randrange(plan["epochs"])]
+    if rng.random() < 0.2:
+        plan["restores"] = rng.randrange(plan["epochs"] + 1)
+    calls = 6 + plan["epochs"] * (plan["steps"] + 3)
+    plan["lives"] = [plans.lives_of(rng, mix, calls) for _ in range(size)]
+    ways = ("lane", "store") if mix == "store" else ("lane",)
+    plan["ways"] = [rng.choice(ways) for _ in range(size)]
+    return plan
+
+
+_NEUTRAL: tuple[tuple[str, Any], ...] = (
+    ("execution", 1),
+    ("knows_steps", True),
+    ("every", 0),
+    ("trace", 0.0),
+    ("patience", 0),
+    ("keeps_best", False),
+    ("stops", None),
+    ("restores", None),
+)
+
+
+def smaller(plan: Plan) -> Iterator[Plan]:
+    """Return plans with one thing less than ``plan`` has, the largest first."""
+    for name in ("epochs", "steps"):
+        for count in range(1, plan[name]):
+            yield copy.deepcopy(plan) | {name: count}
+    yield from plans.milder(plan, _NEUTRAL)
+    yield from plans.smaller(plan)

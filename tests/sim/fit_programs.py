@@ -1,0 +1,324 @@
+"""The program of a member that trains by `fit`: a loop as Keras', round the package's own parts.
+
+`Progress`, the states of a `fit`, the start of a training and the member are the package's own, and
+`EarlyStopping` is Keras'. The loop, the model, its optimizer and what `AverageLogs` and
+`AverageWeights` do at their places are played here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+from tests.sim.oracle import Call
+from tests.sim.plans import Plan
+from tests.sim.programs import Arrays, Named, Program
+
+from flatweights import Layout
+from flatweights.keras._lease import MemberLease
+from flatweights.keras._progress import Place, Progress, State, keepers_among
+from flatweights.keras._start import Start, start_alike
+from flatweights.ray._errors import WorkerError
+from flatweights.ray._round import Round
+from flatweights.ray.core._asks import CallsDifferError, MemberError
+from flatweights.ray.members._member import Member
+
+if TYPE_CHECKING:
+    from tests.sim.schedules import Schedule
+
+_NEVER = 1000  # epochs without a better loss
+
+
+class Model:
+    """What callbacks see of a model."""
+
+    def __init__(self, plan: Plan, weights: Any) -> None:
+        self.steps_per_execution = plan["execution"]
+        self.stop_training = False
+        self._initial_epoch: int | None = None
+        self._weights = weights
+
+    @property
+    def first(self) -> int | None:
+        """The epoch with which a callback makes `fit` begin."""
+        return self._initial_epoch
+
+    def get_weights(self) -> list[Any]:
+        return [self._weights.copy()]
+
+    def set_weights(self, weights: list[Any]) -> None:
+        self._weights[:] = weights[0]
+
+
+class Callback:
+    """A callback of the package."""
+
+    def __init__(self, model: Model, params: dict[str, Any]) -> None:
+        self.model, self.params = model, params
+
+
+class Weights(Callback):
+    """What `AverageWeights` counts."""
+
+    counted = ("steps",)
+
+    def __init__(self, model: Model, params: dict[str, Any]) -> None:
+        super().__init__(model, params)
+        self.steps = 0
+        self.batch = -1
+
+
+class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
+    """Keras' callback, in any model."""
+
+    def __init__(self, plan: Plan, model: Model) -> None:
+        patience = plan["patience"] or _NEVER
+        best = plan["keeps_best"]
+        super().__init__("loss", patience=patience, mode="min", restore_best_weights=best)
+        self._model = model
+        self.on_train_begin()
+
+
+class Lease(MemberLease):
+    """The lease of a `fit`; the oracle knows what it sends."""
+
+    def __init__(self, fit: Fit, member: Member) -> None:
+        plan = fit.program.plan
+        super().__init__("simulated", member, plan["timeout"], plan["min_results"])
+        self._fit = fit
+
+    @property
+    def is_replaceable(self) -> bool:
+        replaced: bool = self._fit.program.plan["replaces"]
+        return replaced
+
+    def gather(self, value: object, name: str, *, at: Any, state: Any = None) -> Round:
+        with self._fit.sends(None, state) as call:
+            call.value = value
+            result = super().gather(value, name, at=at, state=state)
+        self._fit.returned(call, result)
+        self._fit.oracle.gathered(self._fit.member, result)
+        return result
+
+
+class Snapshot:
+    """The bytes of a state, as the oracle compares them."""
+
+    def __init__(self, state: State, place: Place) -> None:
+        self._state, self._place = state, place
+
+    def bytes(self) -> Any:
+        state = self._state
+        state.place = self._place
+        buffer = state.layout.new_buffer()
+        state.gather_into(buffer)
+        return tuple(view.tobytes() for view in state.layout.packed_views(buffer))
+
+
+class Fit:
+    """One `fit` of one member."""
+
+    def __init__(self, program: FitProgram, member: Member) -> None:
+        self.program, self.member, self.oracle = program, member, program.oracle
+        plan, world = program.plan, program.world
+        self._world, self._plan = world, plan
+        self.weights = np.full(2, float(member.rank + 1))
+        self.iterations = np.zeros(1)
+        self._variables = Arrays(world, self.weights, self.iterations)
+        self._model = Model(plan, self.weights)
+        steps = plan["steps"] if plan["knows_steps"] else None
+        params = {"epochs": plan["epochs"], "steps": steps}
+        self._logs = Callback(self._model, params)
+        self._averaging = Weights(self._model, params)
+        self._stopping = Stopping(plan, self._model)
+        self._callbacks = [self._logs, self._averaging, self._stopping]
+        self._state = state_of(self._variables, self._callbacks)
+        self._copied = state_of(Arrays(None, self.weights, self.iterations), self._callbacks)
+        self._lease = Lease(self, member)
+        self._progress: Progress | None = None
+        self._named: dict[str, Named] = {}
+        self._is_traced = False
+        self.is_calling = False  # until the call is over; an interrupt leaves it so
+
+    @contextlib.contextmanager
+    def sends(self, vector: Any, state: Any) -> Iterator[Call]:
+        """Let the oracle know what a call sends."""
+        before = self.program.process.notes.get("call")
+        sent = None if state is None else Snapshot(self._copied, state.place)
+        with self.program.calls(vector, sent) as call:
+            if state is not None:
+                call.place, call.steps = state.place, float(self.iterations[0])
+            self.is_calling = True
+            yield call
+            self.is_calling = before is not None
+        self.program.process.notes["call"] = before
+
+    def returned(self, call: Call, result: Round, mean: Any = None) -> None:
+        self.oracle.returned(call, self.member, result, mean)
+
+    def run(self) -> None:
+        """Train, as `keras.Model.fit` does."""
+        plan, model = self._plan, self._model
+        self._begin_alike(None)
+        progress = self._progress = Progress(self._lease, self._logs, self._callbacks, self._state)
+        if self.member.lacks_state:
+            progress.join()
+        first = model.first or 0
+        if progress.has_joined and plan["restores"] is not None:  # another callback does
+            first, self.weights[:] = plan["restores"], -1.0
+        for epoch in range(first, plan["epochs"]):
+            if epoch == first and not progress.has_joined:
+                self._begin_alike(epoch)
+            progress.begin_epoch(epoch)
+            progress.begin_epoch(epoch)  # another callback
+            self._averaging.batch = -1
+            self._train(epoch)
+            self._end_epoch(epoch)
+            if model.stop_training:
+                break
+        progress.end()
+        self.oracle.ended(self.member, self.iterations, self.weights)
+        self._stopping.on_train_end()
+        self.oracle.has_best(self.member, self.weights)
+
+    def _begin_alike(self, epoch: int | None) -> None:
+        if self.member.lacks_state:
+            return
+
+        def own() -> Start:
+            values = self.weights.tobytes() + self.iterations.tobytes()
+            return Start(False, epoch, b"names", values, {})
+
+        with self.sends(None, None):
+            start_alike(self._lease, self._variables, own)
+
+    def _train(self, epoch: int) -> None:
+        """Train for an epoch, or until a callback ends it."""
+        plan, world, progress = self._plan, self._world, self._progress
+        assert progress is not None
+        for begin in range(0, plan["steps"], plan["execution"]):
+            end = min(begin + plan["execution"], plan["steps"]) - 1
+            for batch in range(begin, end + 1):
+                self._step(epoch, batch)
+            progress.end_batch(end)
+            progress.end_batch(end)
+            if not progress.is_apart and plan["every"]:
+                averaging = self._averaging
+                averaging.steps += end - averaging.batch
+                averaging.batch = end
+                if averaging.steps >= plan["every"]:
+                    averaging.steps = 0
+                    self._average("weights", (epoch, end), in_step=False)
+                    progress.end_batch(end)
+            if self._model.stop_training:
+                break
+            if progress.is_apart:
+                world.fail(f"{self.program.process.name}: another batch of an epoch to skip")
+
+    def _step(self, epoch: int, batch: int) -> None:
+        plan, world, progress = self._plan, self._world, self._progress
+        assert progress is not None
+        seconds = plan["work"] * world.draw()
+        if not self._is_traced:
+            seconds += plan["trace"] * world.draw()
+            self._is_traced = True
+        if world.draw() < plan["slow"]:
+            seconds += world.rng.choice((0.1, 1.0, 5.0))
+        if seconds:
+            world.sleep(seconds)
+        rank = self.member.rank
+        payload = epoch + 3 * rank, 7 * batch + rank
+        mean = payload if progress.is_apart else self._average("gradient", payload, in_step=True)
+        self.weights[:] = self.weights * 0.5 + (payload if mean is None else mean)
+        self.iterations += 1
+
+    def _average(self, name: str, payload: Any, *, in_step: bool) -> Any:
+        """Return the mean of ``payload``; None if the others are elsewhere."""
+        program, progress = self.program, self._progress
+        assert progress is not None
+        vector = program.vector(self.member)
+        vector[-2:] = payload
+        variables = self._named.setdefault(name, Named(self._world, name, vector.size))
+        variables.array[:] = vector
+        calls: list[Call] = []
+
+        def call(member: Member, state: Any) -> Round:
+            with self.sends(vector, state) as sent:
+                calls.append(sent)
+                return member.average_variables(
+                    variables, sent.weight, state=state, **self._lease.terms
+                )
+
+        result = progress.average(call, in_step=in_step)
+        if result is None:
+            return None
+        self.returned(calls[0], result, variables.array)
+        return variables.array[-2:].copy()
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Call the callbacks, as their list does."""
+        plan, model, progress = self._plan, self._model, self._progress
+        assert progress is not None
+        rank = self.member.rank
+        if plan["stops"] == [rank, epoch]:  # a callback before the package's
+            model.stop_training = True
+        logs: dict[str, float] = {}
+        for one in self._callbacks:
+            if one is self._stopping:
+                if logs:
+                    self._stopping.on_epoch_end(epoch, logs)
+                    self.oracle.has_seen(self.member, epoch, self._stopping)
+                continue
+            progress.end_epoch(one)
+            if one is self._logs and not progress.is_apart:
+                payload = float(model.stop_training), self._world.rng.randrange(8)
+                mean = self._average("logs", payload, in_step=False)
+                progress.end_epoch(one)
+                if mean is not None and not progress.is_apart:
+                    model.stop_training = bool(mean[0])
+                    logs["loss"] = float(mean[1])
+
+
+class FitProgram(Program):
+    """The program of a process that trains by one `fit`."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        super().__init__(schedule, rank)
+        self.world, self.oracle, self.plan = self._world, self._oracle, self._plan
+        self.process, self.vector = self._process, self._vector
+
+    def calls(self, vector: Any, state: Any) -> Any:
+        weight = float(self.world.rng.choice((1, 1, 1, 2)))
+        return self._call(vector, weight, state)
+
+    def _train(self, member: Member) -> bool:
+        fit = Fit(self, member)
+        try:
+            fit.run()
+        except KeyboardInterrupt:
+            if fit.is_calling:
+                self._note_interrupt(member)
+            raise
+        except MemberError:
+            raise
+        except CallsDifferError as error:
+            self.world.fail(f"{self.process.name}: {error}")
+        except WorkerError as error:
+            self.world.note(f"WorkerError: {error}")
+        return False
+
+
+def state_of(variables: Arrays, callbacks: list[Any]) -> State:
+    """Return the state that heals a member of a `fit`."""
+    given: Any = variables
+    return State(given, 1, keepers_among(callbacks))
+
+
+def layout_of_state(plan: Plan) -> Layout:
+    """Return the layout of the state of a plan's members."""
+    weights = np.zeros(2)
+    stopping = Stopping(plan, Model(plan, weights))
+    return state_of(Arrays(None, weights, np.zeros(1)), [stopping]).layout
