@@ -44,8 +44,8 @@ def plan_of(seed: int, mix: str) -> Plan:
         "any_rank": False,
         "min_size": rng.randrange(1, size + 1) if mix == "elastic" else None,
         "host_faults": {},
-        "epochs": rng.choice((1, 2, 3, 4)),
-        "steps": rng.choice((1, 2, 4, 4)),
+        "epochs": rng.choice((1, 2, 2, 3)),
+        "steps": rng.choice((1, 2, 3, 4)),
         "execution": rng.choice((1, 1, 1, 2)),
         "knows_steps": rng.random() < 0.8,
         "every": rng.choice((0, 0, 1, 3)),
@@ -54,10 +54,9 @@ def plan_of(seed: int, mix: str) -> Plan:
         "keeps_best": rng.random() < 0.3,
         "stops": None,
         "restores": None,
-        "replaces": rng.random() < 0.5,
+        "replaces": rng.random() < 0.3,
     }
-    neutral = {name: 0.0 for name in ("nan", "differs", "leaves", "raises", "drops")}
-    plan |= neutral
+    plan |= dict.fromkeys(("nan", "differs", "leaves", "raises", "drops"), 0.0)
     if rng.random() < 0.15:
         plan["stops"] = [rng.randrange(size), rng.randrange(plan["epochs"])]
     if rng.random() < 0.2:

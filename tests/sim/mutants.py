@@ -16,30 +16,31 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
 
+from tests.sim.fit_mutants import FIT
 from tests.sim.group_mutants import ASYNCHRONOUS, GROUP
-
-PACKAGE = "flatweights.ray"
 
 
 class Mutant(NamedTuple):
     """One wrong change.
 
     Attributes:
-        file: The file, in `flatweights/ray`.
+        file: The file, in the folder of the package.
         old: The text that is there, once.
         new: The text that takes its place.
         protocols: The protocols whose schedules find it.
+        package: The package.
     """
 
     file: str
     old: str
     new: str
     protocols: tuple[str, ...] = ("members",)
+    package: str = "flatweights.ray"
 
     @property
     def module(self) -> str:
         """The name of the module in the file."""
-        return f"{PACKAGE}.{self.file.removesuffix('.py').replace('/', '.')}"
+        return f"{self.package}.{self.file.removesuffix('.py').replace('/', '.')}"
 
 
 MUTANTS = {
@@ -437,6 +438,7 @@ MUTANTS = {
 
 MUTANTS |= {name: Mutant(*texts, ("group",)) for name, texts in GROUP.items()}
 MUTANTS |= {name: Mutant(*texts, ("asynchronous",)) for name, texts in ASYNCHRONOUS.items()}
+MUTANTS |= {name: Mutant(*texts, ("fit",), "flatweights.keras") for name, texts in FIT.items()}
 
 
 def changed(mutant: Mutant, source: str) -> str:

@@ -129,7 +129,10 @@ class Program:
                 self._world.note(f"MemberError: {error}")
                 if self._was_interrupted:
                     return
-                if self._plan["program"] in ("state", "gathered", "fit") and self._has_a_host_died():
+                if (
+                    self._plan["program"] in ("state", "gathered", "fit")
+                    and self._has_a_host_died()
+                ):
                     return  # the members of another meeting may have other states
                 if not self._has_a_host_died():
                     # A process that was stopped has no time left to find another host.
@@ -210,13 +213,7 @@ class Program:
         self._world.note("KeyboardInterrupt in a call")
         self._process.notes["broke"] = True
         if member._host.is_asking or member._host.is_told:
-            has_state = self._plan["program"] in (
-                "state",
-                "broadcast",
-                "mixed",
-                "gathered",
-                "fit",
-            )
+            has_state = self._plan["program"] not in ("weights", "twins")
             if not (member._over or (has_state and member.lacks_state)):
                 self._world.fail("a call was interrupted, and the next one will not raise")
 

@@ -21,7 +21,7 @@ SCHEDULES = {"members": 2000, "group": 500, "asynchronous": 300}
 MEMBERS = ("calls", "late", "healed", "errors", "quarantined", "differ")
 GROUPS = ("rounds", "late", "failed", "errors")
 HASHED = {"members": range(24), "group": range(0, 18, 2), "asynchronous": range(1, 18, 2)}
-PACKAGE = Path(flatweights.__file__).parent / "ray"
+PACKAGES = Path(flatweights.__file__).parents[1]
 ROOT = Path(__file__).parents[2]
 
 HASH = """
@@ -90,7 +90,7 @@ def test_smaller_plans_run() -> None:
 def test_the_text_of_each_mutant_occurs_once() -> None:
     assert len(MUTANTS) >= 40
     for mutant in MUTANTS.values():
-        source = (PACKAGE / mutant.file).read_text()
+        source = PACKAGES.joinpath(*mutant.package.split("."), mutant.file).read_text()
         wrong = changed(mutant, source)
         assert wrong != source
         compile(wrong, mutant.file, "exec")

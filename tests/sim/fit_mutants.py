@@ -1,0 +1,117 @@
+"""Small wrong changes of what members of a `fit` do; see `mutants`."""
+
+FIT = {
+    # The table of states.
+    "a member that told others more batches goes on with fewer": (
+        "_fit_states.py",
+        "giver.epoch == now.epoch and giver.batches - now.done >= now.ahead",
+        "giver.epoch == now.epoch",
+    ),
+    "a member that is healed in another epoch goes on in its own": (
+        "_fit_states.py",
+        "giver.epoch == now.epoch and giver.batches - now.done >= now.ahead",
+        "giver.batches - now.done >= now.ahead",
+    ),
+    "members that are ahead have the state": (
+        "_fit_states.py",
+        'Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET_LACKING,))',
+        'Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET,))',
+    ),
+    "a member skips epochs with the weights that it makes there": (
+        "_fit_states.py",
+        'Rule((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY, (_A.KEEP,))',
+        'Rule((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY)',
+    ),
+    "those that were elsewhere are not": (
+        "_fit_states.py",
+        'Rule((_P.TOGETHER,), Elsewhere, "", _P.APART)',
+        'Rule((_P.TOGETHER,), Elsewhere, "", None)',
+    ),
+    "an epoch that was cut short ends the training": (
+        "_fit_states.py",
+        '"it was cut short", None, (_A.HIDE, _A.GO_ON))',
+        '"it was cut short", None, (_A.HIDE,))',
+    ),
+    "a replacement begins with its own weights": (
+        "_fit_states.py",
+        'EpochBegins, "they begin it", _P.TOGETHER, (_A.RESTORE, _A.TAKE_COUNTS))',
+        'EpochBegins, "they begin it", _P.TOGETHER, (_A.TAKE_COUNTS,))',
+    ),
+    "a replacement after the end trains": (
+        "_fit_states.py",
+        "_P.LATE, (_A.KEEP, _A.BEGIN_NOWHERE))",
+        "_P.LATE, (_A.KEEP, _A.BEGIN_THERE))",
+    ),
+    "a member that ends late keeps its own weights": (
+        "_fit_states.py",
+        'Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET_LACKING,))',
+        'Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET,))',
+    ),
+    "the batches by which others are ahead are forgotten": (
+        "_fit_states.py",
+        "        state = replace(state, ahead=event.batches - state.done)\n",
+        "        pass\n",
+    ),
+    # What is done then.
+    "a giver does not tell the batches by which others are ahead": (
+        "_progress.py",
+        "Place(self._now.epoch, self._now.done + self._now.ahead, counts)",
+        "Place(self._now.epoch, self._now.done, counts)",
+    ),
+    "a member does not know that it was healed": (
+        "_progress.py",
+        "        if member.rank in result.healed:\n",
+        "        if False:\n",
+    ),
+    "a member waits in a step for others that are elsewhere": (
+        "_progress.py",
+        "        member.raises_elsewhere = True\n",
+        "        pass\n",
+    ),
+    "one that ends does not end it for all": (
+        "_progress.py",
+        "any(over for _, over in places)",
+        "all(over for _, over in places)",
+    ),
+    "callbacks see the epochs that are passed by": (
+        "_progress.py",
+        "        self._list[after:] = seen ",
+        "        pass ",
+    ),
+    "callbacks that were hidden stay so": (
+        "_progress.py",
+        "            self._list[:] = self._callbacks\n",
+        "            pass\n",
+    ),
+    "callbacks that decide keep their own counts": (
+        "_progress.py",
+        "                self._take_counts(self._pending, _DECIDING)",
+        "                pass",
+    ),
+    "a healed member has no counts": (
+        "_progress.py",
+        "        self._take_counts(giver)\n",
+        "        pass\n",
+    ),
+    "the best weights are not healed": (
+        "_progress.py",
+        "own[_BEST] = [one.copy() for one in weights] if own[_BEST] else None",
+        "del own[_BEST]",
+    ),
+    # The start.
+    "a member that is late for the start has the state": (
+        "_start.py",
+        "        elif member.rank in started.late:\n            member.lacks_state = True\n",
+        "        elif member.rank in started.late:\n",
+    ),
+    "members start from their own weights": (
+        "_start.py",
+        "        if not different:\n",
+        "        if True:\n",
+    ),
+    "a root that was not waited for ends the training of all": (
+        "_start.py",
+        "member.raises_elsewhere, lease.min_results is not None",
+        "member.raises_elsewhere, False",
+    ),
+}
