@@ -369,6 +369,26 @@ def test_a_member_that_sleeps_for_epochs_meets_the_others_again(
     assert whole == [*range(5, MORE)], "it passes by those that the first has begun"
 
 
+def test_a_py_dataset_goes_on_after_epochs_that_were_cut_short(pool: ThreadPoolExecutor) -> None:
+    meeting, slept = LocalMeeting(2), threading.Event()
+    first, late = fits(meeting, "dense", epochs=MORE)
+    for fit in (first, late):
+        fit.data = Stream(fit.member.rank, 8)
+        fit.options.pop("batch_size")
+    late.at[1, 4] = lambda: slept.wait(LIMIT)
+    first.goes_on_without(1, 4)
+
+    def wake() -> None:
+        slept.set()
+        meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
+
+    first.at[3, 2] = wake
+    for fit in (first, late):
+        fit.start(pool)
+    ended = [fit.done.result(LIMIT) for fit in (first, late)]
+    check_alike([state for _, state in ended])
+
+
 def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]:
     """The epochs of which a member that sleeps from the second to the fifth has all batches."""
     meeting, slept = LocalMeeting(2), threading.Event()

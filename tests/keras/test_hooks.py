@@ -21,7 +21,7 @@ from flatweights.keras import _hooks
 PACKAGE = Path(flatweights.keras.__file__).parent
 # The names, and the first and the last version of Keras in which each is what `_hooks.py` expects.
 HOOKS = {
-    "fit: callbacks, self": ("3.5", "3.15"),
+    "fit: callbacks, epoch_iterator, self": ("3.5", "3.15"),
     "CallbackList.on_train_begin: self": ("3.5", "3.15"),
     "Model._initial_epoch": ("3.5", "3.15"),
     "Model._compile_loss": ("3.5", "3.15"),
@@ -140,7 +140,9 @@ def test_an_optimizer_finds_its_fit() -> None:
     history = model.fit(*DATA, verbose=0, callbacks=[spy])
     assert seen
     for fit in (*seen, spy.before):
-        assert fit == (model, [spy, history]), installed_is_known("fit: callbacks, self")
+        assert fit == (model, [spy, history]), installed_is_known(
+            "fit: callbacks, epoch_iterator, self"
+        )
     seen.clear()
     model.optimizer.apply([tf.zeros((2, 1)), tf.zeros(1)], model.trainable_variables)
     assert seen == [None]
@@ -165,6 +167,27 @@ def test_an_optimizer_knows_its_variables() -> None:
             optimizer.build(variables)
             pairs = zip(_hooks.variables_of(optimizer), variables, strict=True)
             assert all(one is other for one, other in pairs), why
+
+
+class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Any:
+        return DATA
+
+
+def test_a_fit_goes_on_after_an_epoch_that_was_cut_short() -> None:
+    class Cut(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = True
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = False
+            _hooks.end_data()
+
+    history = network().fit(Batches(), epochs=3, verbose=0, callbacks=[Cut()])
+    assert history.epoch == [0, 1, 2], installed_is_known("fit: callbacks, epoch_iterator, self")
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])

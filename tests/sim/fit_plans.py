@@ -10,7 +10,18 @@ from typing import Any
 from tests.sim import plans
 from tests.sim.plans import Plan
 
-MIXES = ("heal", "kills", "stops", "heal", "calm", "elastic", "short", "store", "repeats")
+MIXES = (
+    "heal",
+    "absent",
+    "kills",
+    "stops",
+    "absent",
+    "calm",
+    "elastic",
+    "short",
+    "repeats",
+    "store",
+)
 """Kinds of plan: what goes wrong most often."""
 
 
@@ -33,7 +44,8 @@ def plan_of(seed: int, mix: str) -> Plan:
     """
     rng = random.Random(f"{seed} {mix} fit")
     size = rng.choice((2, 2, 3, 3, 4))
-    plan = plans.plan_of(seed, mix) | {
+    plan = plans.plan_of(seed, "heal" if mix == "absent" else mix) | {
+        "mix": mix,
         "protocol": "fit",
         "program": "fit",
         "size": size,
@@ -62,10 +74,24 @@ def plan_of(seed: int, mix: str) -> Plan:
     if rng.random() < 0.2:
         plan["restores"] = rng.randrange(plan["epochs"] + 1)
     calls = 6 + plan["epochs"] * (plan["steps"] + 3)
-    plan["lives"] = [plans.lives_of(rng, mix, calls) for _ in range(size)]
+    if mix == "absent":
+        plan |= {"timeout": rng.choice((0.02, 0.3)), "work": 0.1, "slow": 0.0, "min_results": 1}
+        plan |= {"epochs": 4, "trace": 0.0}
+        plan["lives"] = [_absent(rng, calls) for _ in range(size)]
+    else:
+        plan["lives"] = [plans.lives_of(rng, mix, calls) for _ in range(size)]
     ways = ("lane", "store") if mix == "store" else ("lane",)
     plan["ways"] = [rng.choice(ways) for _ in range(size)]
     return plan
+
+
+def _absent(rng: random.Random, calls: int) -> list[dict[str, Any]]:
+    """Return the only process of a rank, which is stopped now and then, perhaps for epochs."""
+    faults = {
+        rng.randrange(1, 12 * calls): {"kind": "stop", "seconds": rng.choice((0.1, 0.5, 1.5, 3.0))}
+        for _ in range(rng.choice((0, 1, 2, 3)))
+    }
+    return [{"delay": 0.0, "faults": faults, "is_twice": False}]
 
 
 _NEUTRAL: tuple[tuple[str, Any], ...] = (

@@ -26,10 +26,12 @@ class Fit(NamedTuple):
     Attributes:
         model: Its model.
         callbacks: Its callbacks; None before their list is made.
+        data: What makes the batches of its epochs, with the adapter of its data.
     """
 
     model: Any
     callbacks: list[Any] | None
+    data: Any
 
 
 def running_fit() -> Fit | None:
@@ -37,14 +39,26 @@ def running_fit() -> Fit | None:
 
     An optimizer learns only gradients and variables from Keras. Without a callback of ours, two
     local variables of `fit`, ``self`` and ``callbacks``, tell the names of the variables, and the
-    callbacks in which members may differ.
+    callbacks in which members may differ. A third, ``epoch_iterator``, has the data.
     """
     for frame in _callers():
         if frame.f_code is _FIT:
             made: Any = frame.f_locals.get("callbacks")
             is_made = isinstance(made, keras.callbacks.CallbackList)
-            return Fit(frame.f_locals["self"], made.callbacks if is_made else None)
+            callbacks = made.callbacks if is_made else None
+            return Fit(frame.f_locals["self"], callbacks, frame.f_locals.get("epoch_iterator"))
     return None
+
+
+def end_data() -> None:
+    """Tell the data of the `fit` that calls this that their epoch is over.
+
+    Keras does not, if a callback ends an epoch before its last batch, since it then ends the `fit`.
+    If that goes on nevertheless, a `keras.utils.PyDataset` refuses another epoch.
+    """
+    fit = running_fit()
+    if fit is not None and fit.data is not None:
+        fit.data.data_adapter.on_epoch_end()
 
 
 def callbacks_beside(callback: Any) -> list[Any]:

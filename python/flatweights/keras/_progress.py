@@ -17,7 +17,7 @@ from flatweights import Layout
 from flatweights._core import move_parts
 from flatweights.keras import _fit_states as fit
 from flatweights.keras._fit_states import Action, FitState, Phase, move
-from flatweights.keras._hooks import SWAPPED, begin_at, know_direction
+from flatweights.keras._hooks import SWAPPED, begin_at, end_data, know_direction
 from flatweights.keras._lease import MemberLease
 from flatweights.ray import ElsewhereError, Member, Round, _clock
 from flatweights.tensorflow import TensorFlowVariables
@@ -310,6 +310,7 @@ class Progress:
                 self._model.stop_training = True
             case Action.GO_ON:
                 self._model.stop_training = False
+                end_data()
             case Action.HIDE:
                 self._hide()
             case Action.TAKE_COUNTS if self._pending is not None:
