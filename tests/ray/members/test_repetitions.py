@@ -558,3 +558,23 @@ def test_a_signal_handler_in_a_repeated_call_cannot_make_another(
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert ["this thread is in a call of the member already" in text for text in told] == [True]
+
+
+def test_small_kinds_beyond_the_shared_windows_leave_windows_to_others(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """As in a program whose phases have layers of their own."""
+    meeting = Watched(2)
+
+    def act(member: Member) -> None:
+        for phase in range(6):
+            names = [f"phase {phase}, layer {k}" for k in range(20)]
+            kinds = [Held(**{name: np.zeros(2040)}) for name in names]
+            for step in range(4):
+                for variables in kinds:
+                    (array,) = variables.arrays.values()
+                    array[:] = step + member.rank
+                    member.average_variables(variables)
+                    assert (array == step + 0.5).all()
+
+    all_of(threads, meeting.members, act)
