@@ -500,7 +500,7 @@ def test_a_call_that_waits_is_repeated_after_many_others(threads: ThreadPoolExec
         variables, told = Held(w=np.zeros(4)), []
         for step in range(8):
             if step == 6:
-                for kind in range(70):
+                for kind in range(1100):
                     member.average({f"kind {kind}": np.zeros(3)})
             if step == 7 and member.rank:
                 assert is_alone.wait(PATIENCE)
@@ -578,3 +578,20 @@ def test_small_kinds_beyond_the_shared_windows_leave_windows_to_others(
                     assert (array == step + 0.5).all()
 
     all_of(threads, meeting.members, act)
+
+
+def test_a_step_may_repeat_more_than_a_hundred_kinds(threads: ThreadPoolExecutor) -> None:
+    """As the moments, and their gradients, of a ResNet's layers."""
+    meeting = Watched(2)
+
+    def act(member: Member) -> None:
+        kinds = [Held(**{f"layer {k}": np.zeros(8)}) for k in range(110)]
+        for step in range(6):
+            for kind, variables in enumerate(kinds):
+                (array,) = variables.arrays.values()
+                array[:] = 100.0 * kind + step + member.rank
+                member.average_variables(variables)
+                assert (array == 100.0 * kind + step + 0.5).all()
+
+    all_of(threads, meeting.members, act)
+    assert meeting.made >= 3 * 110
