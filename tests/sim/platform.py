@@ -741,9 +741,8 @@ class SimulatedMemberLane:
             told, (buffer,), _ = self.outcome(0.0)
             return (*TOLD_AGAIN.unpack(told), buffer)
 
-        lane: Any = self
         windows: Any = SimpleNamespace(changes=0)
-        return Shortcut(exchange, memory, lane, windows, 0)
+        return Shortcut(exchange, memory, windows, 0)
 
     def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         world, link = self._world, self.link

@@ -473,3 +473,125 @@ def test_a_repeated_call_enters_few_functions(threads: ThreadPoolExecutor) -> No
     moves = 2 * 5  # of `Held` itself
     counts = all_of(threads, meeting.members, act)
     assert max(counts) <= moves + 18, counts
+
+
+def test_a_weight_that_changes_in_place_counts(threads: ThreadPoolExecutor) -> None:
+    meeting = Watched(2)
+
+    def act(member: Member) -> list[float]:
+        variables, weight, means = Held(w=np.zeros(4)), np.array(1.0), []
+        for step in range(8):
+            weight[...] = 1.0 + step * member.rank
+            variables.arrays["w"][:] = member.rank
+            member.average_variables(variables, weight)  # type: ignore[arg-type]
+            means.append(float(variables.arrays["w"][0]))
+        return means
+
+    expected = [float(fw.average([[0.0], [1.0]], [1.0, 1.0 + step])[0]) for step in range(8)]
+    assert all_of(threads, meeting.members, act) == [expected] * 2
+
+
+def test_a_call_that_waits_is_repeated_after_many_others(threads: ThreadPoolExecutor) -> None:
+    """So many that the member has forgotten the number of the call, except in its shortcut."""
+    meeting = Watched(2)
+    is_alone = threading.Event()
+
+    def act(member: Member) -> list[tuple[float, tuple[int, ...]]]:
+        variables, told = Held(w=np.zeros(4)), []
+        for step in range(8):
+            if step == 6:
+                for kind in range(1100):
+                    member.average({f"kind {kind}": np.zeros(3)})
+            if step == 7 and member.rank:
+                assert is_alone.wait(PATIENCE)
+            elif step == 7:
+                lane: Any = member._host._lane  # type: ignore[attr-defined]
+                outcome = lane.outcome
+
+                def waits(*args: Any, outcome: Any = outcome) -> Any:  # after the shortcut
+                    is_alone.set()
+                    return outcome(*args)
+
+                lane.outcome = waits
+            variables.arrays["w"][:] = step + member.rank
+            used = member.average_variables(variables).used
+            told.append((float(variables.arrays["w"][0]), used))
+        return told
+
+    expected = [(step + 0.5, (0, 1)) for step in range(8)]
+    assert all_of(threads, meeting.members, act) == [expected] * 2
+
+
+class Signalling(Held):
+    """Variables that send this process a signal while they are looked at."""
+
+    is_due = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "layout" and self.is_due:
+            self.is_due = False
+            signal.raise_signal(signal.SIGUSR1)
+        return super().__getattribute__(name)
+
+
+def test_a_signal_handler_in_a_repeated_call_cannot_make_another(
+    threads: ThreadPoolExecutor,
+) -> None:
+    meeting = Watched(1)
+    (member,) = meeting.members
+    variables = Signalling(w=np.zeros(3))
+    for _ in range(8):
+        member.average_variables(variables)
+    assert meeting.made >= 5
+    told: list[str] = []
+
+    def handle(*_: Any) -> None:
+        try:
+            member.average_variables(variables)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        variables.is_due = True
+        assert member.average_variables(variables).used == (0,)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ["this thread is in a call of the member already" in text for text in told] == [True]
+
+
+def test_small_kinds_beyond_the_shared_windows_leave_windows_to_others(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """As in a program whose phases have layers of their own."""
+    meeting = Watched(2)
+
+    def act(member: Member) -> None:
+        for phase in range(6):
+            names = [f"phase {phase}, layer {k}" for k in range(20)]
+            kinds = [Held(**{name: np.zeros(2040)}) for name in names]
+            for step in range(4):
+                for variables in kinds:
+                    (array,) = variables.arrays.values()
+                    array[:] = step + member.rank
+                    member.average_variables(variables)
+                    assert (array == step + 0.5).all()
+
+    all_of(threads, meeting.members, act)
+
+
+def test_a_step_may_repeat_more_than_a_hundred_kinds(threads: ThreadPoolExecutor) -> None:
+    """As the moments, and their gradients, of a ResNet's layers."""
+    meeting = Watched(2)
+
+    def act(member: Member) -> None:
+        kinds = [Held(**{f"layer {k}": np.zeros(8)}) for k in range(110)]
+        for step in range(6):
+            for kind, variables in enumerate(kinds):
+                (array,) = variables.arrays.values()
+                array[:] = 100.0 * kind + step + member.rank
+                member.average_variables(variables)
+                assert (array == 100.0 * kind + step + 0.5).all()
+
+    all_of(threads, meeting.members, act)
+    assert meeting.made >= 3 * 110

@@ -36,14 +36,12 @@ class Shortcut(NamedTuple):
         exchange: Asks and waits; see `_core.RepeatedAsk.exchange`. If it returns a truth value,
             that is to become `MemberLane.pending`.
         memory: The memory in a window from which the host reads the weights.
-        lane: The lane.
         windows: The windows of the lane.
         changes: How often they had changed.
     """
 
     exchange: Callable[[float, float], Any]
     memory: NDArray[np.uint8]
-    lane: MemberLane
     windows: Windows
     changes: int
 
@@ -123,7 +121,7 @@ class MemberLane(WorkerLane):
             return None
         ask = _core.RepeatedAsk(self.mailbox, self._doorbell, self._of_peer, call, extent)
         memory = windows[extent.window].memory()[extent.offset : extent.offset + extent.nbytes]
-        return Shortcut(ask.exchange, memory, self, windows, windows.changes)
+        return Shortcut(ask.exchange, memory, windows, windows.changes)
 
     def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         """Wait for the next command; return its body, its buffers and its kind.

@@ -11,12 +11,17 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from flatweights._layout import Layout
 from flatweights.ray._round import facts_again
 from flatweights.ray._variables import Variables, without_seeds
 from flatweights.ray.core._asks import Ask, Outcome
 from flatweights.ray.lanes._member_lane import Shortcut
 from flatweights.ray.members._turns import Turns
+
+# Types of arguments that stay what they are: an array of one number, such as a weight, may change.
+_FIXED = (str, int, float, np.generic, type(None))
 
 
 @dataclass
@@ -82,6 +87,8 @@ class Again(NamedTuple):
             way: The shortcut, and what is known of such calls.
             turns: The turns of the member's models.
         """
+        if not all(isinstance(one, _FIXED) for one in arguments):
+            return None
         try:
             refs = weakref.ref(variables), None if state is None else weakref.ref(state)
         except TypeError:  # a class has no weak references

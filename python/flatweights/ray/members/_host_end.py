@@ -124,6 +124,17 @@ class HostEnd(ABC):
         """Return the way to make a call again that was just made; None, if there is none."""
         return None
 
+    def was_asked(  # noqa: B027 - as for `offer`
+        self, ask: Ask, known: Repeatable, has_come: bool
+    ) -> None:
+        """Note that a `Shortcut` has asked: the next `exchange` waits for the outcome, or reads it.
+
+        Args:
+            ask: The ask.
+            known: What is known of such calls.
+            has_come: Whether the outcome has come.
+        """
+
     def exchange(self, ask: Ask, layout: Layout, sent: Sent) -> tuple[Outcome, Any]:
         """Ask, and wait for the outcome; return the outcome, and its weights, which are read-only.
 
@@ -262,6 +273,11 @@ class HostByLane(HostEnd):
         shortcut = self._lane.shortcut(known.outcome.prepared, buffer)
         return None if shortcut is None else (shortcut, known)
 
+    def was_asked(self, ask: Ask, known: Repeatable, has_come: bool) -> None:
+        """See the base class."""
+        remember(self._prepared, ask.terms, known)  # other kinds of calls may have displaced it
+        self._lane.pending = has_come
+
     def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
         while True:
             if isinstance(sent, OwnWindow):
@@ -325,14 +341,14 @@ class HostByLane(HostEnd):
         """
         while True:
             body, buffers, kind = self._lane.outcome(patience)
-            if kind == RESEND:
-                return None
             if kind == REPEATED and known is not None:
                 known.was_repeated = True
                 number, *seconds = TOLD_AGAIN.unpack(body)
                 return outcome_again(known.outcome, number, *seconds), buffers[0]
             if known is not None:
                 known.was_repeated = False
+            if kind == RESEND:
+                return None
             if kind != REDUCE:
                 break
             self._lane.ask(self._gpu.reduce(body), None, is_urgent=True, kind=REDUCED)

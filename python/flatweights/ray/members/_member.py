@@ -359,10 +359,14 @@ class Member:
         if self._turn.locked():  # by another thread's call, or by one of this thread
             return None
         with self._turn:
-            is_healthy = state is None or not self.lacks_state
-            if self._over or not (is_healthy and again.is_for(variables, state, self._turns)):
-                return None
-            return self._exchange_again(again, variables, state)
+            self._caller = threading.get_ident()
+            try:
+                is_healthy = state is None or not self.lacks_state
+                if self._over or not (is_healthy and again.is_for(variables, state, self._turns)):
+                    return None
+                return self._exchange_again(again, variables, state)
+            finally:
+                self._caller = 0
 
     def _exchange_again(
         self, again: Again, variables: Variables, state: Variables | None
@@ -370,7 +374,6 @@ class Member:
         """Average as before; None, with nothing done, if the window is not free."""
         host = self._host
         try:
-            self._caller = threading.get_ident()
             host.is_asking = host.is_told = False
             shortcut = again.shortcut
             variables.gather_into(shortcut.memory)
@@ -382,7 +385,7 @@ class Member:
                 host.is_asking = False
                 return None
             if isinstance(told, bool):
-                shortcut.lane.pending = told
+                host.was_asked(again.ask, again.known, told)
                 sent = shortcut.memory
                 outcome, mean = self._exchange(host, again.ask, again.layout, sent, state)
                 result = self._round(outcome, None)
@@ -397,8 +400,6 @@ class Member:
         except BaseException as error:
             self._fail(error, state)
             raise
-        finally:
-            self._caller = 0
 
     def broadcast(self, weights: Model, root: int = 0, *, timeout: float | None = None) -> Model:
         """Return the weights of rank ``root`` in all members.

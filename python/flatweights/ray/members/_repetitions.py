@@ -75,12 +75,14 @@ class _Ready(NamedTuple):
         outcome: The outcome of the last one that was made in the general way.
         layout: The layout of its weights.
         results: Where its results go.
+        is_shared: Whether that is in the windows of small results.
     """
 
     ask: Ask
     outcome: Outcome
     layout: Layout
     results: list[_Result]
+    is_shared: bool
 
 
 class _Result(NamedTuple):
@@ -186,7 +188,8 @@ class Repetitions:
             return
         asks = [seat.answer.ask for seat in seats if seat.answer is not None]
         ask = asks[0]
-        results = self._small_results(layout, seats) or self._own_results(outcome, layout, seats)
+        shared = self._small_results(layout, seats)
+        results = shared or self._own_results(outcome, layout, seats)
         if len(results) < 2:
             return
         ranks = [seat.rank for seat in seats]
@@ -198,7 +201,7 @@ class Repetitions:
             ask.nonfinite == "propagate" or ask.operation == "broadcast",
             [one.timeout for one in asks],
         )
-        self._ready[outcome.prepared] = _Ready(ask, outcome, layout, results)
+        self._ready[outcome.prepared] = _Ready(ask, outcome, layout, results, bool(shared))
         self._used[outcome.prepared] = outcome.number
 
     def _small_results(self, layout: Layout, seats: Sequence[Seat]) -> list[_Result]:
@@ -221,7 +224,7 @@ class Repetitions:
     ) -> list[_Result]:
         """Return two windows, perhaps those of a call that is not used any more."""
         assert self._calls is not None
-        own = [call for call, ready in self._ready.items() if ready.layout.nbytes > _SMALL]
+        own = [call for call, ready in self._ready.items() if not ready.is_shared]
         if len(own) >= _MOST:
             oldest = min(own, key=self._used.__getitem__)
             if outcome.number - self._used[oldest] < _UNUSED:
