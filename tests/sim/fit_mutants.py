@@ -22,11 +22,6 @@ FIT = {
         'Rule((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY, (_A.KEEP,))',
         'Rule((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY)',
     ),
-    "those that were elsewhere are not": (
-        "_fit_states.py",
-        'Rule((_P.TOGETHER,), Elsewhere, "", _P.APART)',
-        'Rule((_P.TOGETHER,), Elsewhere, "", None)',
-    ),
     "an epoch that was cut short ends the training": (
         "_fit_states.py",
         '"it was cut short", None, (_A.HIDE, _A.GO_ON))',
@@ -36,11 +31,6 @@ FIT = {
         "_fit_states.py",
         'EpochBegins, "they begin it", _P.TOGETHER, (_A.RESTORE, _A.TAKE_COUNTS))',
         'EpochBegins, "they begin it", _P.TOGETHER, (_A.TAKE_COUNTS,))',
-    ),
-    "a replacement after the end trains": (
-        "_fit_states.py",
-        "_P.LATE, (_A.KEEP, _A.BEGIN_NOWHERE))",
-        "_P.LATE, (_A.KEEP, _A.BEGIN_THERE))",
     ),
     "a member that ends late keeps its own weights": (
         "_fit_states.py",

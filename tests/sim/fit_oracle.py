@@ -72,6 +72,12 @@ class FitOracle(Oracle):
         )
         self._agree(member, f"EarlyStopping in epoch {epoch}", state)
 
+    def breaks(self, member: Any, *, are_over: bool) -> None:
+        """Check that no `fit` ends early, unless a callback or the others have ended theirs."""
+        ends_itself = self._plan["patience"] or self._plan["stops"]
+        if not (ends_itself or are_over):
+            self._fail(f"{self.of(member).process.name} has ended its training early")
+
     def ended(self, member: Any, steps: Any, weights: Any) -> None:
         """Check the end of a `fit`."""
         self.counts["ended"] += 1

@@ -18,6 +18,7 @@ from tests.sim.plans import Plan
 from tests.sim.programs import Arrays, Named, Program
 
 from flatweights import Layout
+from flatweights.keras._fit_states import Phase
 from flatweights.keras._lease import MemberLease
 from flatweights.keras._progress import Place, Progress, State, keepers_among
 from flatweights.keras._start import Start, start_alike
@@ -178,6 +179,7 @@ class Fit:
             self._train(epoch)
             self._end_epoch(epoch)
             if model.stop_training:
+                self.oracle.breaks(self.member, are_over=progress.phase is Phase.OVER)
                 break
         progress.end()
         self.oracle.ended(self.member, self.iterations, self.weights)
@@ -265,12 +267,11 @@ class Fit:
         rank = self.member.rank
         if plan["stops"] == [rank, epoch]:  # a callback before the package's
             model.stop_training = True
-        logs: dict[str, float] = {}
+        logs = {"loss": float(self._world.rng.randrange(8))}  # the member's own
         for one in self._callbacks:
             if one is self._stopping:
-                if logs:
-                    self._stopping.on_epoch_end(epoch, logs)
-                    self.oracle.has_seen(self.member, epoch, self._stopping)
+                self._stopping.on_epoch_end(epoch, logs)
+                self.oracle.has_seen(self.member, epoch, self._stopping)
                 continue
             progress.end_epoch(one)
             if one is self._logs and not progress.is_apart:

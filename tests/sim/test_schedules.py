@@ -9,18 +9,28 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.sim import group_plans, plans
+from tests.sim import fit_plans, group_plans, plans
 from tests.sim.__main__ import PROTOCOLS, plan_of
 from tests.sim.mutants import MUTANTS, changed
 from tests.sim.schedules import schedule_of, transcript_of, without_collector
 
 import flatweights
 
-SCHEDULES = {"members": 2000, "group": 500, "asynchronous": 300}
+SCHEDULES = {"members": 2000, "group": 500, "asynchronous": 300, "fit": 100}
 # What is to be tested has to happen.
-MEMBERS = ("calls", "late", "healed", "errors", "quarantined", "differ")
 GROUPS = ("rounds", "late", "failed", "errors")
-HASHED = {"members": range(24), "group": range(0, 18, 2), "asynchronous": range(1, 18, 2)}
+HAPPENS = {
+    "members": ("calls", "late", "healed", "errors", "quarantined", "differ"),
+    "group": GROUPS,
+    "asynchronous": GROUPS,
+    "fit": ("ended", "late", "healed", "epochs seen"),
+}
+HASHED = {
+    "members": range(24),
+    "group": range(0, 18, 2),
+    "asynchronous": range(1, 18, 2),
+    "fit": range(2),
+}
 PACKAGES = Path(flatweights.__file__).parents[1]
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +62,7 @@ def test_no_schedule_violates_an_invariant(protocol: str) -> None:
             assert not schedule.world.failures, f"{schedule.world.failures[0]}: {how}"
             if seed % 100 == 99:
                 gc.collect()
-    for name in MEMBERS if protocol == "members" else GROUPS:
+    for name in HAPPENS[protocol]:
         assert counts[name] > SCHEDULES[protocol] / 100, counts
 
 
@@ -68,7 +78,7 @@ def test_a_seed_gives_one_schedule() -> None:
         check=True,
     )
     there = ran.stdout.split()
-    assert len(there) == 42
+    assert len(there) == 44
     assert there == hashes()
 
 
@@ -84,6 +94,8 @@ def test_smaller_plans_run() -> None:
     for plan in plans.smaller(plan_of("members", 8, "wild")):
         assert not schedule_of(plan, 8).world.failures
     for plan in group_plans.smaller(plan_of("group", 8, "wild")):
+        assert not schedule_of(plan, 8).world.failures
+    for plan in fit_plans.smaller(plan_of("fit", 8, "heal")):
         assert not schedule_of(plan, 8).world.failures
 
 
@@ -104,6 +116,7 @@ def test_the_text_of_each_mutant_occurs_once() -> None:
         ("members", "the highest rank gives", 1000),
         ("group", "each worker starts from its own weights", 100),
         ("asynchronous", "staleness counts from the publication before", 100),
+        ("fit", "the batches by which others are ahead are forgotten", 100),
     ],
 )
 def test_wrong_changes_are_found(protocol: str, name: str, seeds: int) -> None:

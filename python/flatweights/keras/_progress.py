@@ -216,9 +216,14 @@ class Progress:
         self._until, self._pause = 0.0, 0.0  # while the end waits for others
 
     @property
+    def phase(self) -> Phase:
+        """Where the member is, compared with the others."""
+        return self._now.phase
+
+    @property
     def is_apart(self) -> bool:
         """Whether the member takes part in no calls except the meetings of epochs."""
-        return self._now.phase.skips
+        return self.phase.skips
 
     def join(self) -> None:
         """Wait until the others begin an epoch or end; get healed, and make `fit` begin there."""
@@ -324,7 +329,7 @@ class Progress:
 
     def _meet(self) -> fit.Met:
         """Send this member's place; get healed if needed."""
-        member, ends = self._lease.take(), self._now.phase is Phase.ENDING
+        member, ends = self._lease.take(), self.phase is Phase.ENDING
         member.raises_elsewhere = False
         _clock.sleep(self._pause)
         met = self._lease.gather((self._now.epoch, ends), "place", at="epoch", state=self.state)
