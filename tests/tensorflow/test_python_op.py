@@ -208,7 +208,7 @@ def test_sizes_are_those_of_the_call(compiled: bool) -> None:
         layout = Layout(["x", "y"], [(size,) for size in sizes[-1]], [np.float32, np.int64])
         called.pass_on(layout.core)
 
-    def call(x: Any, y: Any) -> list[Any]:
+    def call(x: Any, y: Any) -> Any:
         return compute_in_python(compute, [x, y])
 
     unknown = [tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int64)]

@@ -534,9 +534,9 @@ class Averaging:
         tables = self._tables_of(key, grads, variables, device)
         if tables is not None:
             gather = functools.partial(self._gather_rows, tables)
-            dtypes = [grad.dtype.as_numpy_dtype for grad in grads]
-            exchange = functools.partial(self._exchange_rows, tables, dtypes)
-            return tables.average(grads, gather, exchange, takes_rows(self._optimizer))
+            dtypes = [tf.as_dtype(grad.dtype).as_numpy_dtype for grad in grads]
+            average = functools.partial(self._exchange_rows, tables, dtypes)
+            return tables.average(grads, gather, average, takes_rows(self._optimizer))
         dense = [tf.convert_to_tensor(grad) for grad in grads]
         exchange = self._exchanges.get(key)
         if exchange is None:

@@ -82,11 +82,11 @@ def travels_sparse(
         is_far: Whether members are known to be on several nodes.
         on_gpu: Whether dense gradients would be averaged in the memory of a GPU.
     """
-    if not (isinstance(gradient, tf.IndexedSlices) and gradient.dtype.is_floating):
+    if not (isinstance(gradient, tf.IndexedSlices) and tf.as_dtype(gradient.dtype).is_floating):
         return False
     if sparse is True:
         return True
-    nbytes = int(np.prod(variable.shape)) * gradient.dtype.size
+    nbytes = int(np.prod(variable.shape)) * tf.as_dtype(gradient.dtype).size
     return nbytes >= (_FAR if is_far else _NEAR) and (is_far or not on_gpu)
 
 
@@ -196,7 +196,8 @@ class Tables:
             own, which = tf.unique(tf.reshape(grads[i].indices, [-1]))
             numbers.append(tf.cast(own, tf.int64))
             # In the order of the batch, as Keras adds them if it makes a gradient dense.
-            rows.append(tf.math.unsorted_segment_sum(grads[i].values, which, tf.size(own)))
+            values = tf.convert_to_tensor(grads[i].values)
+            rows.append(tf.math.unsorted_segment_sum(values, which, tf.size(own)))
         *places, rooms = compute_in_python(gather, [*numbers, tf.zeros(len(rows), tf.int64)])
         tensors = [
             None if i in self._tables else tf.convert_to_tensor(grads[i]) for i in range(len(grads))
@@ -304,7 +305,7 @@ def _room_for(count: int, room: int) -> int:
 
     It has three bits that are not zero, so that few layouts occur.
     """
-    if count <= room <= 2 * max(count, _LEAST):
+    if max(count, _LEAST) <= room <= 2 * max(count, _LEAST):
         return room
     step = 1 << max(0, count.bit_length() - 3)
     return max(_LEAST, -(-count // step) * step)
