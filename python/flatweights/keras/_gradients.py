@@ -11,7 +11,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, filterfalse
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -35,6 +35,7 @@ from flatweights.keras._progress import AnyState, Progress, State, keepers_among
 from flatweights.keras._settings import check_alike, settings_of
 from flatweights.keras._sparse import (
     Rows,
+    Sparse,
     Table,
     Tables,
     check_sparse,
@@ -70,7 +71,7 @@ def average_gradients(
     nonfinite: Nonfinite = "propagate",
     rule: AnyRule | None = None,
     state: Variables | Saved | Sequence[Variables | Saved] | None = None,
-    sparse: bool | Literal["auto"] = "auto",
+    sparse: Sparse = "auto",
 ) -> Optimizer:
     """Make ``optimizer`` average the gradients of all members before it applies them.
 
@@ -190,7 +191,7 @@ class Averaging:
         lease: MemberLease,
         options: dict[str, Any],
         more: Sequence[Any],
-        sparse: bool | str,
+        sparse: Sparse,
     ) -> None:
         """Change ``optimizer``.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -29,6 +29,9 @@ from flatweights import Layout
 from flatweights._core import CalledTensors
 from flatweights.keras._exchange import Exchange
 from flatweights.tensorflow._python_op import Compute, compute_in_python
+
+Sparse: TypeAlias = bool | Literal["auto"]
+"""Whether gradients of tables travel as rows."""
 
 _NEAR = 4 << 20  # least bytes of a table of which rows travel, if all members are on one node
 _FAR = 1 << 20  # the same between nodes
