@@ -32,6 +32,7 @@ void bind_variables(py::module_& m) {
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def_static("on_gpu", &CalledTensors::on_gpu, py::arg("inputs"), py::arg("outputs"),
                   py::arg("layout"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>())
+      .def_property_readonly("sizes", &CalledTensors::sizes)
       .def("gather_into", &CalledTensors::gather_into, py::arg("layout"),
            py::arg("buffer").noconvert())
       .def("scatter", &CalledTensors::scatter, py::arg("layout"), py::arg("buffer").noconvert())

@@ -121,6 +121,12 @@ py::object CalledTensors::on_gpu(const py::list& inputs, const py::list& outputs
   return py::cast(std::move(called));
 }
 
+std::vector<std::size_t> CalledTensors::sizes() const {
+  std::vector<std::size_t> sizes;
+  for (const Tensor& tensor : tensors_) sizes.push_back(tensor.size);
+  return sizes;
+}
+
 void CalledTensors::check(const BoundLayout& bound) const {
   if (is_expired_) throw std::runtime_error("the tensors belong to TensorFlow again");
   const std::vector<Slot>& slots = bound.layout.slots();

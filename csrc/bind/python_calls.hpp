@@ -31,6 +31,9 @@ class CalledTensors {
   static pybind11::object on_gpu(const pybind11::list& inputs, const pybind11::list& outputs,
                                  const BoundLayout& bound);
 
+  // The elements of each tensor: those of some differ from call to call.
+  [[nodiscard]] std::vector<std::size_t> sizes() const;
+
   // Write the tensors to a packed buffer, and the results from one. Its layout has one slot for
   // each tensor, of its dtype and size.
   void gather_into(const BoundLayout& bound, const pybind11::array& buffer) const;

@@ -199,6 +199,26 @@ def test_tensors_that_are_kept_cannot_be_used_any_more(path: str) -> None:
         kept[0].gather_into(layout.core, layout.new_buffer())
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sizes_are_those_of_the_call(compiled: bool) -> None:
+    sizes: list[list[int]] = []
+
+    def compute(called: CalledTensors) -> None:
+        sizes.append(called.sizes)
+        layout = Layout(["x", "y"], [(size,) for size in sizes[-1]], [np.float32, np.int64])
+        called.pass_on(layout.core)
+
+    def call(x: Any, y: Any) -> Any:
+        return compute_in_python(compute, [x, y])
+
+    unknown = [tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int64)]
+    step = tf.function(call, input_signature=unknown) if compiled else call
+    for x, y in ((3, 1), (0, 7), (2, 0)):
+        results = step(tf.range(x, dtype=tf.float32), tf.range(y, dtype=tf.int64))
+        assert [one.numpy().tolist() for one in results] == [[*range(x)], [*range(y)]]
+        assert sizes[-1] == [x, y]
+
+
 def test_tensors_are_passed_on() -> None:
     x = tf.constant([1.0, 2.0])
     layout = Layout.of([np.empty(2, np.float32)])

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,11 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from flatweights import Layout
 from flatweights._average import Nonfinite, check_nonfinite
-from flatweights._core import CalledTensors, DeviceWindow, PeerDeviceWindow
+from flatweights._core import CalledTensors
+from flatweights.keras._exchange import Exchange
 from flatweights.keras._hooks import (
     Fit,
     callbacks_beside,
@@ -33,16 +33,32 @@ from flatweights.keras._moments import check_synchronized, synchronize
 from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import AnyState, Progress, State, keepers_among, with_more
 from flatweights.keras._settings import settings_of
+from flatweights.keras._sparse import (
+    Rows,
+    Sparse,
+    Table,
+    Tables,
+    check_sparse,
+    takes_rows,
+    travels_sparse,
+)
 from flatweights.keras._start import Start, start_alike
-from flatweights.ray import Member, Round, Saved, Variables
+from flatweights.ray import (
+    ElsewhereError,
+    Member,
+    Round,
+    Saved,
+    Variables,
+)
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
-from flatweights.tensorflow._python_op import compute_in_python, device_of
+from flatweights.tensorflow._python_op import HOST, compute_in_python, device_of
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
 _averagings: weakref.WeakSet[Averaging] = weakref.WeakSet()
 _numbers = count()
+_log = logging.getLogger("flatweights")
 
 
 def average_gradients(
@@ -54,6 +70,7 @@ def average_gradients(
     nonfinite: Nonfinite = "propagate",
     rule: AnyRule | None = None,
     state: Variables | Saved | Sequence[Variables | Saved] | None = None,
+    sparse: Sparse = "auto",
 ) -> Optimizer:
     """Make ``optimizer`` average the gradients of all members before it applies them.
 
@@ -62,8 +79,9 @@ def average_gradients(
     ``fit``, in a `tf.function` and in eager loops. Clipping, weight decay, moving averages of the
     weights (``use_ema``) and a `keras.optimizers.LossScaleOptimizer` see the averaged gradient.
     With ``gradient_accumulation_steps``, accumulated gradients are averaged once for all steps.
-    All gradients travel as one buffer. Gradients of embeddings become dense, so clipping and Adam's
-    squares see the sum of rows that occur twice, instead of each of them.
+    All gradients travel as one buffer. Of large embeddings, only the rows that a batch takes travel
+    (``sparse``). Rows that occur twice are added first, so clipping and Adam's squares see their
+    sum, instead of each of them.
 
     The optimizer is changed in place: it keeps its class, and is saved and loaded like any other,
     without the averaging. After loading, call this function again. Under the policy
@@ -109,6 +127,10 @@ def average_gradients(
             ``save`` and ``restore`` of bytes, or a `flatweights.ray.Variables`, or a list of these.
             The same kinds in all members. In ``fit``, a member that begins with a later epoch gets
             it before that epoch. Without ``min_results``, no member is healed.
+        sparse: Whether gradients of tables (`tf.IndexedSlices`, as of embeddings) travel as rows.
+            If ``"auto"``, those of a table of at least 4 MiB do; between nodes, of 1 MiB. True
+            means all tables, False none. The weights are the same. With a ``rule``, and with
+            ``gradient_accumulation_steps`` of this optimizer, whole gradients travel.
 
     Returns:
         ``optimizer``.
@@ -116,7 +138,8 @@ def average_gradients(
     Raises:
         TypeError: If it is not an optimizer of Keras 3, ``member`` is not a `Member`, ``rule`` is
             not a rule, or ``state`` is of another kind (at the first step that needs it).
-        ValueError: If it averages gradients already, or ``nonfinite`` does not suit it.
+        ValueError: If it averages gradients already, or ``nonfinite`` or ``sparse`` does not suit
+            it.
         RuntimeError: If it was made in the scope of a `tf.distribute.MirroredStrategy`.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -142,9 +165,10 @@ def average_gradients(
         )
     options = {"nonfinite": nonfinite, "rule": None if rule is None else Rule.of(rule)}
     check_nonfinite(nonfinite)
+    check_sparse(sparse, optimizer, options["rule"])
     lease = MemberLease("average_gradients", member, timeout, min_results)
     more = [*state] if isinstance(state, (list, tuple)) else [] if state is None else [state]
-    Averaging(optimizer, lease, options, more)
+    Averaging(optimizer, lease, options, more, sparse)
     synchronize(_averaging_of_layer)
     return optimizer
 
@@ -161,7 +185,12 @@ class Averaging:
     """
 
     def __init__(
-        self, optimizer: Any, lease: MemberLease, options: dict[str, Any], more: Sequence[Any]
+        self,
+        optimizer: Any,
+        lease: MemberLease,
+        options: dict[str, Any],
+        more: Sequence[Any],
+        sparse: Sparse,
     ) -> None:
         """Change ``optimizer``.
 
@@ -170,6 +199,7 @@ class Averaging:
             lease: See the attribute.
             options: Those of each average.
             more: Parts of the state that heals members, besides variables and slots.
+            sparse: Whether rows of tables travel, or "auto".
         """
         self.lease = lease
         self.number = next(_numbers)
@@ -177,6 +207,8 @@ class Averaging:
         self._more = more
         self._optimizer = optimizer
         self._options = options
+        self._sparse = sparse
+        self._is_far = False  # whether members are known to be on several nodes
         self._is_started = False
         self._params: Any = None  # of the last `fit` that has begun, by which it is recognised
         self._begun: Any = None  # the model of a `fit` that has begun, until its first epoch
@@ -184,8 +216,9 @@ class Averaging:
         # Steps after which nothing has to have been averaged.
         self._steps_before: float = int(optimizer.iterations)
         self._errors: list[BaseException] = []  # raised by the step that runs
-        self._exchanges: dict[tuple[int, ...], _Exchange] = {}
-        self._means: dict[tuple[Any, ...], _Exchange] = {}
+        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._tables: dict[tuple[tuple[int, ...], tuple[bool, ...]], Tables | None] = {}
+        self._means: dict[tuple[Any, ...], Exchange] = {}
         self._names: dict[int, str] = {}  # of layers' variables
         self._states: dict[tuple[tuple[int, ...], tuple[str, ...]], State] = {}
         self._callbacks: list[Any] | None = None  # of the `fit` that begins, if they are known
@@ -306,7 +339,8 @@ class Averaging:
         averages = self._average([grads[i] for i in positions], [variables[i] for i in positions])
         for i, average in zip(positions, averages, strict=True):
             grads[i] = average
-        with tf.control_dependencies(averages):  # before that, no slot is read
+        computed = [getattr(average, "values", average) for average in averages]
+        with tf.control_dependencies(computed):  # before that, no slot is read
             self._apply(grads, None if trainable_variables is None else variables)
 
     def _begin(self, grads: Any, trainable_variables: Any) -> tuple[list[Any], list[Any]]:
@@ -354,6 +388,7 @@ class Averaging:
         if self._model() is not model:
             self._model = (lambda: None) if model is None else weakref.ref(model)
             self._exchanges.clear()
+            self._tables.clear()
             self._states.clear()
             self._names.clear()
 
@@ -420,7 +455,9 @@ class Averaging:
             names = _digest(json.dumps(state.layout.names).encode())
             return Start(in_step, epoch, names, _digest(values), settings)
 
-        start_alike(self.lease, state, own)
+        started = start_alike(self.lease, state, own)
+        if self.lease.min_results is None:
+            self._is_far = any(way != "lane" for way in started.ways.values())
         self._is_started = True
 
     def _named(self, variables: Sequence[Any]) -> dict[str, Any]:
@@ -454,22 +491,72 @@ class Averaging:
         return self._states[key]
 
     def _average(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the averages of ``grads``, dense; of a graph inside a `tf.function`."""
+        """Return the averages of ``grads``; of a graph inside a `tf.function`.
+
+        They are dense, except those of tables in an optimizer that takes rows.
+        """
         if not grads:
             return []
         key = tuple(id(inner_variable(variable)) for variable in variables)
-        exchange = self._exchanges.get(key)
-        dense = [tf.convert_to_tensor(grad) for grad in grads]
-        if exchange is None:
-            with tf.init_scope():
-                named = self._named(variables)
-                slots = TensorFlowVariables(named).layout.slots
-            names, sizes = [slot.name for slot in slots], [slot.size for slot in slots]
-            exchange = self._exchanges[key] = _Exchange(names, sizes, dense, [*named.values()])
-        compute = functools.partial(self._exchange, exchange)
         device = device_of([*map(inner_variable, variables)])
+        tables = self._tables_of(key, grads, variables, device)
+        if tables is not None:
+            gather = functools.partial(self._gather_rows, tables)
+            dtypes = [tf.as_dtype(grad.dtype).as_numpy_dtype for grad in grads]
+            average = functools.partial(self._exchange_rows, tables, dtypes)
+            return tables.average(grads, gather, average, takes_rows(self._optimizer))
+        dense = [tf.convert_to_tensor(grad) for grad in grads]
+        exchange = self._exchanges.get(key)
+        if exchange is None:
+            named, slots = self._slots_of(variables)
+            names, sizes = [slot.name for slot in slots], [slot.size for slot in slots]
+            dtypes = [grad.dtype.as_numpy_dtype for grad in dense]
+            exchange = self._exchanges[key] = Exchange(names, sizes, dtypes, named)
+        compute = functools.partial(self._exchange, exchange)
         averages: list[tf.Tensor] = compute_in_python(compute, dense, device)
         return averages
+
+    def _slots_of(self, variables: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+        """Return ``variables`` and their slots."""
+        with tf.init_scope():
+            named = self._named(variables)
+            return [*named.values()], TensorFlowVariables(named).layout.slots
+
+    def _tables_of(
+        self, key: tuple[int, ...], grads: Sequence[Any], variables: Sequence[Any], device: str
+    ) -> Tables | None:
+        """Return the tables of which rows travel; None, if there are none.
+
+        It is decided when gradients of these variables are first averaged. With ``min_results``, it
+        depends on the variables alone, since a process that joins later must decide the same.
+        """
+        if self._sparse is False or self.rule is not None:
+            return None
+        which = tuple(isinstance(grad, tf.IndexedSlices) for grad in grads)
+        if not any(which):
+            return None
+        if (key, which) in self._tables:
+            return self._tables[key, which]
+        found = [
+            i
+            for i, pair in enumerate(zip(grads, variables, strict=True))
+            if travels_sparse(*pair, self._sparse, is_far=self._is_far, on_gpu=device != HOST)
+        ]
+        tables = None
+        if found:
+            named, slots = self._slots_of(variables)
+            names = [slot.name for slot in slots]
+            tables = Tables(
+                {i: Table(names[i], tuple(variables[i].shape)) for i in found}, names, named
+            )
+            where = "several nodes" if self._is_far else "one node, or not known"
+            for i in found:
+                text = (
+                    "average_gradients: of the gradient of %s, %d bytes, rows travel; members: %s"
+                )
+                _log.info(text, names[i], slots[i].nbytes, where)
+        self._tables[key, which] = tables
+        return tables
 
     def trains(self, ids: set[int]) -> bool:
         """Whether the optimizer was built with a variable whose `id` is among ``ids``."""
@@ -500,13 +587,14 @@ class Averaging:
         key = name, tensor.dtype, *tensor.shape
         exchange = self._means.get(key)
         if exchange is None:
-            exchange = self._means[key] = _Exchange([name], [tensor.shape.num_elements()], [tensor])
+            size, dtype = tensor.shape.num_elements(), tensor.dtype.as_numpy_dtype
+            exchange = self._means[key] = Exchange([name], [size], [dtype])
         compute = functools.partial(self._exchange_mean, exchange)
         mean: tf.Tensor = compute_in_python(compute, [tensor])[0]
         mean.set_shape(tensor.shape)
         return mean
 
-    def _exchange_mean(self, exchange: _Exchange, tensors: CalledTensors) -> None:
+    def _exchange_mean(self, exchange: Exchange, tensors: CalledTensors) -> None:
         """Average a tensor of a step, whose gradients are averaged later.
 
         It sends no state: members are healed with the gradients, since their variables must not
@@ -516,9 +604,9 @@ class Averaging:
         if (progress is not None and progress.is_apart) or (
             not is_whole and self.lease.take().lacks_state
         ):
-            tensors.pass_on(exchange.layout.core)
+            exchange.pass_on(tensors)
             return
-        with self._step(exchange, tensors):
+        with self._step(), exchange.of(tensors):
             result = self.lease.take().average_variables(
                 exchange, nonfinite=self._options["nonfinite"], **self.lease.terms
             )
@@ -526,10 +614,9 @@ class Averaging:
                 check_in_time(result, exchange.layout.slots[0].name)
 
     @contextlib.contextmanager
-    def _step(self, exchange: _Exchange, tensors: CalledTensors) -> Iterator[None]:
-        """Enclose a call of a step that averages ``tensors``, whose error `fit` is to raise."""
+    def _step(self) -> Iterator[None]:
+        """Enclose a call of a step, whose error `fit` is to raise."""
         try:
-            exchange.grads = tensors
             with calls_are_equal(self.lease.take(), "step"):
                 yield
         except BaseException as error:
@@ -537,8 +624,6 @@ class Averaging:
             self._steps_before = np.inf
             self._errors.append(error)
             raise
-        finally:
-            exchange.grads = None
 
     def moments_of(self, layer: Any) -> str:
         """Return a name for the moments of ``layer``, equal in all members."""
@@ -552,28 +637,75 @@ class Averaging:
                 self._names[key] = next(iter(self._named([variable])))
         return f"moments beside {self._names[key]}"
 
-    def _exchange(self, exchange: _Exchange, grads: CalledTensors) -> None:
+    def _gather_rows(self, tables: Tables, called: CalledTensors) -> None:
+        """Gather the numbers of the rows of tables; their values are averaged later.
+
+        It sends no state, as other calls of a step before its gradients. A member that lacks the
+        state takes part nevertheless, to learn how many rows there are. In a `fit`, it goes on to
+        where it is healed: the others may be at the end of an epoch.
+        """
+        progress, is_whole = self.progress, self.lease.min_results is None
+        if progress is not None and (progress.is_apart or self.lease.take().lacks_state):
+            tables.write(called, [tables.read(called)], is_among=True)
+            return
+        with self._step():
+            self._start(tables.variables, in_step=True)
+            member, terms = self.lease.take(), self.lease.terms
+            if member.lacks_state:
+                terms["timeout"] = None  # as in all calls in which it waits for the others
+            result = member.all_gather(tables.read(called), tables.what, **terms)
+            if is_whole:
+                check_in_time(result, tables.what)
+            told = [result.weights[rank] for rank in sorted(result.weights)]
+            tables.write(called, told, is_among=member.rank not in result.late)
+
+    def _exchange_rows(self, tables: Tables, dtypes: Sequence[Any], grads: CalledTensors) -> None:
+        """Average gradients, of tables only rows."""
+        self._exchange(tables.exchange_of(dtypes), grads)
+
+    def _exchange(self, exchange: Exchange, grads: CalledTensors) -> None:
         """Average ``grads``."""
         progress = self.progress
         if progress is not None and progress.is_apart:
-            grads.pass_on(exchange.layout.core)
+            exchange.pass_on(grads)
             return
-        with self._step(exchange, grads):
+        with self._step(), exchange.of(grads):
             self._start(exchange.variables, in_step=True)
+            result: Round | None
             if progress is not None:
                 result = progress.average(functools.partial(self._call, exchange), in_step=True)
             elif self.lease.min_results is not None:
                 state = with_more(self._state_of(exchange.variables), self._more)
-                result = self._call(exchange, self.lease.take(), state)
+                result = self._call_or_pass(exchange, state)
             else:
                 result = self._call(exchange, self.lease.take(), None)
                 check_in_time(result, "gradients")
-            if result is None:
-                grads.pass_on(exchange.layout.core)
+            if result is not None:
+                rank = self.lease.take().rank
+                if rank in result.used and rank not in (*result.late, *result.healed):
+                    exchange.check()
+                return
+        exchange.pass_on(grads)
 
-    def _call(self, exchange: _Exchange, member: Member, state: AnyState | None) -> Round:
+    def _call_or_pass(self, exchange: Exchange, state: AnyState) -> Round | None:
+        """Return the result of a call in a loop of the user's own; None, if it has none.
+
+        That is so if the member lacks the state, and the others average another number of rows: it
+        cannot learn that number here. Its next step can, which heals it.
+        """
+        member = self.lease.take()
+        member.raises_elsewhere = isinstance(exchange, Rows)
+        try:
+            return self._call(exchange, member, state)
+        except ElsewhereError:
+            return None
+        finally:
+            member.raises_elsewhere = False
+
+    def _call(self, exchange: Exchange, member: Member, state: AnyState | None) -> Round:
         return member.average_variables(
             exchange,
+            exchange.weight,
             state=state,
             **self.lease.terms,
             **self._options,
@@ -596,48 +728,6 @@ class Averaging:
             )
         self._finalize(var_list)
         self.lease.end()
-
-
-class _Exchange:
-    """Gradients, or another tensor, in the form that `Member.average_variables` takes.
-
-    Attributes:
-        variables: The variables of the gradients.
-        layout: One vector for each tensor.
-        grads: The tensors and their averages, on the host or on a GPU, while they are averaged.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        grads: Sequence[tf.Tensor],
-        variables: Sequence[Any] = (),
-    ) -> None:
-        self.variables = variables
-        shapes = [(size,) for size in sizes]
-        self.layout = Layout(names, shapes, [grad.dtype.as_numpy_dtype for grad in grads])
-        self.grads: CalledTensors | None = None
-
-    @property
-    def gpu(self) -> bytes | None:
-        return None if self.grads is None else self.grads.gpu
-
-    def gather_into_window(self, window: DeviceWindow) -> None:
-        assert self.grads is not None
-        self.grads.gather_into_window(self.layout.core, window)
-
-    def scatter_window(self, window: DeviceWindow | PeerDeviceWindow) -> None:
-        assert self.grads is not None
-        self.grads.scatter_window(self.layout.core, window)
-
-    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
-        assert self.grads is not None
-        self.grads.gather_into(self.layout.core, buffer)
-
-    def scatter(self, buffer: NDArray[np.uint8]) -> None:
-        assert self.grads is not None
-        self.grads.scatter(self.layout.core, buffer)
 
 
 def averaging_of(model: Any) -> Averaging | None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flatweights.keras._lease import MemberLease, calls_are_equal, check_in_time
 from flatweights.keras._settings import check_alike
-from flatweights.ray import CallsDifferError, ElsewhereError, Variables, WorkerError
+from flatweights.ray import CallsDifferError, ElsewhereError, Round, Variables, WorkerError
 
 
 class Start(NamedTuple):
@@ -28,7 +28,7 @@ class Start(NamedTuple):
     settings: dict[str, str]
 
 
-def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Start]) -> None:
+def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Start]) -> Round:
     """Give all members the ``variables`` of the lowest rank, unless they have them.
 
     If the others train already, the member lacks the state afterwards: it will be healed.
@@ -37,6 +37,9 @@ def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Star
         lease: The member.
         variables: Its variables.
         own: Returns what it tells the others.
+
+    Returns:
+        The round in which the members have compared their variables.
 
     Raises:
         CallsDifferError: If members begin with different epochs or settings.
@@ -54,13 +57,13 @@ def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Star
             check_in_time(started, "the start of training")
         elif member.rank in started.late:
             member.lacks_state = True
-            return
+            return started
         starts = {rank: Start(*given) for rank, given in started.weights.items()}
         _check(starts)
         root = min(started.used)
         different = [rank for rank, one in starts.items() if one[2:4] != starts[root][2:4]]
         if not different:
-            return
+            return started
         have_same_names = len({one.names for one in starts.values()}) == 1
         if have_same_names and any(one.in_step for one in starts.values()):
             raise ValueError(
@@ -81,7 +84,7 @@ def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Star
             continue  # the root has died: another one takes its place
         finally:
             member.raises_elsewhere = before
-        return
+        return started
 
 
 def _check(starts: Mapping[int, Start]) -> None:

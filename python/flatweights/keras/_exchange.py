@@ -1,0 +1,74 @@
+"""Tensors of a step in the form that `Member.average_variables` takes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatweights import Layout
+from flatweights._core import CalledTensors, DeviceWindow, PeerDeviceWindow
+
+
+class Exchange:
+    """Gradients, or another tensor, in the form that `Member.average_variables` takes.
+
+    Attributes:
+        variables: The variables of the gradients.
+        layout: One vector for each tensor.
+        weight: The weight of this member's tensors.
+        grads: The tensors and their averages, on the host or on a GPU, while they are averaged.
+    """
+
+    weight = 1.0
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        dtypes: Sequence[Any],
+        variables: Sequence[Any] = (),
+    ) -> None:
+        """Take the names, sizes and dtypes of the tensors, and the variables of gradients."""
+        self.variables = variables
+        self.layout = Layout(names, [(size,) for size in sizes], dtypes)
+        self.grads: CalledTensors | None = None
+
+    @contextlib.contextmanager
+    def of(self, grads: CalledTensors) -> Iterator[None]:
+        """Enclose a call that averages ``grads``."""
+        self.grads = grads
+        try:
+            yield
+        finally:
+            self.grads = None
+
+    def pass_on(self, grads: CalledTensors) -> None:
+        """Make ``grads`` their own averages."""
+        grads.pass_on(self.layout.core)
+
+    def check(self) -> None:
+        """Raise if the average of a call in which this member took part is no average."""
+
+    @property
+    def gpu(self) -> bytes | None:
+        return None if self.grads is None else self.grads.gpu
+
+    def gather_into_window(self, window: DeviceWindow) -> None:
+        assert self.grads is not None
+        self.grads.gather_into_window(self.layout.core, window)
+
+    def scatter_window(self, window: DeviceWindow | PeerDeviceWindow) -> None:
+        assert self.grads is not None
+        self.grads.scatter_window(self.layout.core, window)
+
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        assert self.grads is not None
+        self.grads.gather_into(self.layout.core, buffer)
+
+    def scatter(self, buffer: NDArray[np.uint8]) -> None:
+        assert self.grads is not None
+        self.grads.scatter(self.layout.core, buffer)
