@@ -254,6 +254,11 @@ class Roster(Ranks):
             if by_agent:
                 ranks = [rank for rank in ranks if rank not in by_agent]
             Record.send_all(records, ranks, call, by_rank, answers)
+        except BaseException:
+            # The one that was being called may have the call, and take the weights that it brings.
+            for rank in (rank for rank in ranks if rank not in answers):
+                records[rank].distrust()
+            raise
         finally:
             try:
                 arrivals.expect(answers)
