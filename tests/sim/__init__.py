@@ -14,4 +14,5 @@ An oracle checks every outcome while it runs. `python -m tests.sim --help` runs 
 | `schedules.py` | one schedule: all of these together |
 | `mutants.py` | small wrong changes of the package, which the oracle has to find |
 | `group_*.py` | the same for a group: its driver and its workers, in barrier rounds and in loops |
+| `fit_*.py` | what a `fit` of Keras adds to members |
 """
