@@ -409,8 +409,8 @@ MUTANTS = {
     ),
     "a member repeats with other arguments": Mutant(
         "members/_member.py",
-        " and again.arguments == arguments:",
-        ":",
+        " and again.arguments == arguments\n",
+        "\n",
     ),
     "a member repeats what its host does not": Mutant(
         "members/_again.py",

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -489,6 +490,18 @@ def test_a_weight_that_changes_in_place_counts(threads: ThreadPoolExecutor) -> N
 
     expected = [float(fw.average([[0.0], [1.0]], [1.0, 1.0 + step])[0]) for step in range(8)]
     assert all_of(threads, meeting.members, act) == [expected] * 2
+
+
+def test_a_weight_that_is_no_number_is_refused_in_a_repeated_call_too() -> None:
+    (member,) = Watched(1).members
+    variables = Held(w=np.zeros(4))
+    for _ in range(4):
+        member.average_variables(variables, np.float32(2.5))
+    with pytest.raises(TypeError, match="weight"):
+        member.average_variables(variables, np.ones(3))  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        member.average_variables(variables, 1e300)
 
 
 def test_a_call_that_waits_is_repeated_after_many_others(threads: ThreadPoolExecutor) -> None:

@@ -330,7 +330,11 @@ class Member:
         """
         arguments = weight, timeout, min_results, nonfinite
         again = self._again.get(id(variables))
-        if again is not None and rule is None and again.arguments == arguments:
+        try:
+            repeats = again is not None and rule is None and again.arguments == arguments
+        except (ValueError, RuntimeWarning):  # a weight is an array, or too large for the other
+            repeats = False
+        if again is not None and repeats:
             result = self._average_again(again, variables, state)
             if result is not None:
                 return result
