@@ -199,9 +199,9 @@ def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> Non
         def __getattr__(self, name: str) -> Any:
             return getattr(member, name)
 
-        def average_variables(self, variables: Any, **options: Any) -> Any:
+        def average_variables(self, variables: Any, *weight: Any, **options: Any) -> Any:
             calls.append(len(variables.layout))
-            return member.average_variables(variables, **options)
+            return member.average_variables(variables, *weight, **options)
 
     optimizer = keras.optimizers.Adam(gradient_accumulation_steps=4)
     average_gradients(optimizer, member=member)
