@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
+from tests.sim.fit_oracle import FitOracle
 from tests.sim.oracle import Call
 from tests.sim.plans import Plan
 from tests.sim.programs import Arrays, Named, Program
@@ -288,7 +289,9 @@ class FitProgram(Program):
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         super().__init__(schedule, rank)
-        self.world, self.oracle, self.plan = self._world, self._oracle, self._plan
+        oracle: Any = self._oracle
+        self.oracle: FitOracle = oracle
+        self.world, self.plan = self._world, self._plan
         self.process, self.vector = self._process, self._vector
 
     def calls(self, vector: Any, state: Any) -> Any:
