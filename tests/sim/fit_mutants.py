@@ -101,7 +101,7 @@ FIT = {
     ),
     "a root that was not waited for ends the training of all": (
         "_start.py",
-        "member.raises_elsewhere, lease.min_results is not None",
-        "member.raises_elsewhere, False",
+        "may_be_late = lease.min_results is not None",
+        "may_be_late = False",
     ),
 }

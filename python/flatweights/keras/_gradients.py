@@ -28,7 +28,12 @@ from flatweights.keras._hooks import (
     running_fit,
     variables_of,
 )
-from flatweights.keras._lease import MemberLease, calls_are_equal, check_in_time
+from flatweights.keras._lease import (
+    MemberLease,
+    calls_are_equal,
+    check_in_time,
+    elsewhere_is_error,
+)
 from flatweights.keras._moments import check_synchronized, synchronize
 from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import AnyState, Progress, State, keepers_among, with_more
@@ -694,13 +699,11 @@ class Averaging:
         cannot learn that number here. Its next step can, which heals it.
         """
         member = self.lease.take()
-        member.raises_elsewhere = isinstance(exchange, Rows)
         try:
-            return self._call(exchange, member, state)
+            with elsewhere_is_error(member, isinstance(exchange, Rows)):
+                return self._call(exchange, member, state)
         except ElsewhereError:
             return None
-        finally:
-            member.raises_elsewhere = False
 
     def _call(self, exchange: Exchange, member: Member, state: AnyState | None) -> Round:
         return member.average_variables(

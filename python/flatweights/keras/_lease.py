@@ -65,6 +65,16 @@ def calls_are_equal(member: Member, place: Place) -> Iterator[None]:
         raise CallsDifferError(f"{where}. All members need {need}") from error
 
 
+@contextmanager
+def elsewhere_is_error(member: Member, is_error: bool) -> Iterator[None]:
+    """Enclose calls of ``member`` with that value of `Member.raises_elsewhere`."""
+    before, member.raises_elsewhere = member.raises_elsewhere, is_error
+    try:
+        yield
+    finally:
+        member.raises_elsewhere = before
+
+
 def _where_all_are(member: Member, place: Place, error: Exception) -> tuple[str, str]:
     """Return the places of all members, and the remedy.
 

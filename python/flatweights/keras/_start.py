@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from flatweights.keras._lease import MemberLease, calls_are_equal, check_in_time
+from flatweights.keras._lease import (
+    MemberLease,
+    calls_are_equal,
+    check_in_time,
+    elsewhere_is_error,
+)
 from flatweights.keras._settings import check_alike
 from flatweights.ray import CallsDifferError, ElsewhereError, Round, Variables, WorkerError
 
@@ -72,9 +77,9 @@ def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Star
                 "model.optimizer.build(model.trainable_variables) before fit, which sets them, or "
                 "use the callback AverageLogs, which calls it"
             )
-        before, member.raises_elsewhere = member.raises_elsewhere, lease.min_results is not None
+        may_be_late = lease.min_results is not None
         try:
-            with calls_are_equal(member, "start"):
+            with calls_are_equal(member, "start"), elsewhere_is_error(member, may_be_late):
                 member.broadcast_variables(variables, root, timeout=lease.timeout)
         except ElsewhereError:  # they have not waited for this member, which may be the root
             member.lacks_state = True
@@ -82,8 +87,6 @@ def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Star
             if lease.min_results is None:
                 raise
             continue  # the root has died: another one takes its place
-        finally:
-            member.raises_elsewhere = before
         return started
 
 

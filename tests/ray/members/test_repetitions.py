@@ -167,6 +167,16 @@ def test_kinds_of_calls_take_turns(threads: ThreadPoolExecutor) -> None:
     assert meeting.made >= 40
 
 
+def average_in_turns(member: Member, kinds: list[Held], steps: int) -> None:
+    """Average each of ``kinds`` in each step, with another member, and check the means."""
+    for step in range(steps):
+        for kind, variables in enumerate(kinds):
+            (array,) = variables.arrays.values()
+            array[:] = 100.0 * kind + step + member.rank
+            member.average_variables(variables)
+            assert (array == 100.0 * kind + step + 0.5).all()
+
+
 def test_many_small_kinds_of_calls_share_windows(threads: ThreadPoolExecutor) -> None:
     """As the moments of many layers, and of a few large models, in each step."""
     meeting = Watched(2)
@@ -174,12 +184,7 @@ def test_many_small_kinds_of_calls_share_windows(threads: ThreadPoolExecutor) ->
 
     def act(member: Member) -> None:
         kinds = [Held(**{f"of {size}": np.zeros(size)}) for size in sizes]
-        for step in range(8):
-            for kind, variables in enumerate(kinds):
-                (array,) = variables.arrays.values()
-                array[:] = 100.0 * kind + step + member.rank
-                member.average_variables(variables)
-                assert (array == 100.0 * kind + step + 0.5).all()
+        average_in_turns(member, kinds, 8)
 
     all_of(threads, meeting.members, act)
     assert meeting.made >= 5 * 48
@@ -599,12 +604,7 @@ def test_a_step_may_repeat_more_than_a_hundred_kinds(threads: ThreadPoolExecutor
 
     def act(member: Member) -> None:
         kinds = [Held(**{f"layer {k}": np.zeros(8)}) for k in range(110)]
-        for step in range(6):
-            for kind, variables in enumerate(kinds):
-                (array,) = variables.arrays.values()
-                array[:] = 100.0 * kind + step + member.rank
-                member.average_variables(variables)
-                assert (array == 100.0 * kind + step + 0.5).all()
+        average_in_turns(member, kinds, 6)
 
     all_of(threads, meeting.members, act)
     assert meeting.made >= 3 * 110
