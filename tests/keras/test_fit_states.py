@@ -22,7 +22,6 @@ from flatweights.keras._fit_states import (
     RULES,
     Action,
     BatchEnds,
-    Elsewhere,
     EpochBegins,
     EpochEnds,
     Event,
@@ -31,6 +30,7 @@ from flatweights.keras._fit_states import (
     Healed,
     Joins,
     Met,
+    OutOfSync,
     Phase,
     Rule,
     move,
@@ -62,7 +62,7 @@ class Reply(NamedTuple):
     is_over: bool
     may_come: bool
     healed: tuple[int, int, int, int] | None = None
-    is_elsewhere: bool = False
+    is_out_of_sync: bool = False
 
 
 Running = Generator[Call, Reply, None]
@@ -153,10 +153,10 @@ class Member:
     def average(self, kind: str) -> Running:
         assert self.now.phase is Phase.TOGETHER, f"{self}: {kind}"
         reply = yield Call(kind)
-        if reply.is_elsewhere:
+        if reply.is_out_of_sync:
             if kind == "step":
                 self.version = None  # its own gradients
-            yield from self.tell(Elsewhere())
+            yield from self.tell(OutOfSync())
             return
         if reply.healed is not None:
             epoch, batches, *_ = reply.healed
@@ -296,7 +296,7 @@ class Group:
             elif one.call.kind == calls[0].kind:
                 self.answer(one, reply._replace(healed=giver))
             elif one.call.kind != "meeting":
-                self.answer(one, reply._replace(is_elsewhere=True))
+                self.answer(one, reply._replace(is_out_of_sync=True))
 
     def answer(self, member: Member, reply: Reply) -> None:
         member.reply, member.call = reply, None
@@ -377,8 +377,8 @@ def without(number: int, action: Action | None) -> list[Rule]:
         (Phase.TOGETHER, Healed, "", None),
         (Phase.EARLY, BatchEnds, "", Action.RESTORE),
         (Phase.TOGETHER, BatchEnds, "it is the last for them", None),
-        (Phase.APART, EpochEnds, "", Action.HIDE),
-        (Phase.APART, EpochEnds, "it was cut short", Action.GO_ON),
+        (Phase.OUT_OF_SYNC, EpochEnds, "", Action.HIDE),
+        (Phase.OUT_OF_SYNC, EpochEnds, "it was cut short", Action.GO_ON),
         (Phase.ENDING, Met, "none has ended", None),
     ],
 )
@@ -421,19 +421,19 @@ def test_a_member_that_is_healed_in_its_epoch_ends_it_with_the_others() -> None:
     assert actions == [Action.END_EPOCH]
     names, actions = phases(together, healed, BatchEnds(4), Healed(2, 17, in_step=True))
     assert names[-1] == "TOGETHER +12"
-    assert phases(together, Healed(3, 14, in_step=True))[0] == ["APART"]
+    assert phases(together, Healed(3, 14, in_step=True))[0] == ["OUT_OF_SYNC"]
     ahead = move(together, healed)[0]
-    assert phases(ahead, Healed(2, 13, in_step=True))[0] == ["APART"], "it has told others 14"
+    assert phases(ahead, Healed(2, 13, in_step=True))[0] == ["OUT_OF_SYNC"], "it has told others 14"
     several = FitState(Phase.TOGETHER, steps=None, epoch=2, done=4)
-    assert phases(several, Healed(2, 4, in_step=True))[0] == ["APART"]
+    assert phases(several, Healed(2, 4, in_step=True))[0] == ["OUT_OF_SYNC"]
     assert phases(several, Healed(2, 4, in_step=False))[0] == ["TOGETHER"]
 
 
 def test_a_member_skips_epochs_until_it_is_where_the_others_are() -> None:
-    apart = FitState(Phase.APART, epoch=2, others=4)
+    behind = FitState(Phase.OUT_OF_SYNC, epoch=2, others=4)
     skipped: list[Event] = [BatchEnds(0), EpochEnds()]
-    names, _ = phases(apart, EpochBegins(3), *skipped, EpochBegins(4), *skipped, EpochBegins(5))
-    assert names == ["APART"] * 6 + ["MEETING"]
+    names, _ = phases(behind, EpochBegins(3), *skipped, EpochBegins(4), *skipped, EpochBegins(5))
+    assert names == ["OUT_OF_SYNC"] * 6 + ["MEETING"]
     meeting = FitState(Phase.MEETING, epoch=2)
     later = Met(4, is_healed=True)
     names, actions = phases(meeting, later, *skipped, EpochBegins(3), *skipped, EpochBegins(4))
@@ -453,12 +453,16 @@ def test_events_that_cannot_occur_are_refused_by_name() -> None:
         move(FitState(Phase.MEETING), BatchEnds(0))
 
 
+def name_of(phase: Phase) -> str:
+    return phase.name.lower().replace("_", " ")
+
+
 def table() -> list[str]:
     """Return the rows of the tables in the docs."""
-    rows = [f"| {phase.name.lower()} | {phase.value} |" for phase in Phase]
+    rows = [f"| {name_of(phase)} | {phase.value} |" for phase in Phase]
     for rule in RULES:
-        which = ", ".join(phase.name.lower() for phase in rule.phases)
-        then = "" if rule.then is None else rule.then.name.lower()
+        which = ", ".join(map(name_of, rule.phases))
+        then = "" if rule.then is None else name_of(rule.then)
         does = ", ".join(action.value for action in rule.actions)
         cells = [which, f"`{rule.event.__name__}`", rule.when, then, does]
         rows.append(f"| {' | '.join(cells)} |".replace("  ", " "))

@@ -214,7 +214,7 @@ def test_a_replaced_member_is_healed_in_a_loop_of_ones_own(
                 raise KilledError
             if done == 20 and dies_at < 0:
                 meeting.wait_until(
-                    lambda inside: inside.calls.waiting.elsewhere or inside.calls.healings
+                    lambda inside: inside.calls.waiting.out_of_sync or inside.calls.healings
                 )
             training.step(*batch(member.rank, done))
         member.average({"the end": np.zeros(1)}, min_results=1)

@@ -55,7 +55,7 @@ FIT = {
     ),
     "a member waits in a step for others that are elsewhere": (
         "_progress.py",
-        "        member.raises_elsewhere = True\n",
+        "        member.raise_if_out_of_sync = True\n",
         "        pass\n",
     ),
     "one that ends does not end it for all": (

@@ -123,12 +123,12 @@ MUTANTS = {
     ),
     "a call of all needs one": Mutant(
         "core/_calls.py",
-        "return len(asks) >= len(self.peers.missed()) - len(self.waiting.elsewhere)",
+        "return len(asks) >= len(self.peers.missed()) - len(self.waiting.out_of_sync)",
         "return bool(asks)",
     ),
     "members that wait for another call are waited for": Mutant(
         "core/_calls.py",
-        "return len(self.peers.present) - len(self.waiting.elsewhere)",
+        "return len(self.peers.present) - len(self.waiting.out_of_sync)",
         "return len(self.peers.present)",
     ),
     "a broadcast does not need its root": Mutant(
@@ -163,7 +163,7 @@ MUTANTS = {
     ),
     "a member that waits for state is late": Mutant(
         "core/_calls.py",
-        "            late.difference_update(ranks_of(waiting.elsewhere))\n",
+        "            late.difference_update(ranks_of(waiting.out_of_sync))\n",
         "",
     ),
     "urgent asks wait": Mutant(

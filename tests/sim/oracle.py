@@ -32,9 +32,9 @@ from flatweights.ray._round import Round
 from flatweights.ray.core._asks import (
     Ask,
     CallsDifferError,
-    ElsewhereError,
     LacksStateError,
     Outcome,
+    OutOfSyncError,
 )
 from flatweights.ray.lanes._protocol import ASK, ASKED_AGAIN, REPEAT
 
@@ -357,7 +357,7 @@ class Oracle:
                 self._fail(f"{name} was healed with another state than the giver's")
             self.counts["healed"] += 1
         elif not is_call:
-            if isinstance(outcome.error, ElsewhereError):
+            if isinstance(outcome.error, OutOfSyncError):
                 member.passed_by = record.last + 1
             if outcome.error is None and ask.operation != "give":
                 self._fail(f"{name} got an empty answer to {ask}")
@@ -395,7 +395,7 @@ class Oracle:
     def _is_fair(self, record: Record, error: Exception, sent: Sent) -> bool:
         """Whether this error may answer the ask of one member."""
         ask, text = sent.ask, str(error)
-        if isinstance(error, ElsewhereError):
+        if isinstance(error, OutOfSyncError):
             return ask.lacks or (ask.only_next and sent.member.has < record.last)
         if isinstance(error, LacksStateError):
             if ask.operation == "heal":

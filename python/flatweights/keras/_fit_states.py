@@ -1,6 +1,6 @@
 """The states of a member in a `fit` that goes on without members that are late or have died.
 
-A member trains together with the others, or apart from them: they have gone on without it. It gets
+A member trains together with the others, or is out of sync: they have gone on without it. It gets
 the state of their training, is healed, in a step or where all meet: at the beginning of each epoch,
 and at the end. Then it goes on from where they are. If it cannot, because they are in the middle of
 a later epoch, it skips epochs, each of which ends with its first batch, until it meets them.
@@ -26,7 +26,7 @@ class Phase(enum.Enum):
     LATE = "it has the state with which they have ended"
     MEETING = "it waits for them at the beginning of its epoch"
     TOGETHER = "it is where they are"
-    APART = "they are elsewhere, and it lacks their state"
+    OUT_OF_SYNC = "the others have gone on, and it lacks their state"
     EARLY = "it has the state with which they begin a later epoch"
     OVER = "they have ended"
     ENDING = "it waits for them after its last epoch"
@@ -35,7 +35,7 @@ class Phase(enum.Enum):
     @property
     def skips(self) -> bool:
         """Whether the member takes part in no calls but meetings."""
-        return self in (Phase.APART, Phase.EARLY, Phase.OVER)
+        return self in (Phase.OUT_OF_SYNC, Phase.EARLY, Phase.OVER)
 
 
 class Action(enum.Enum):
@@ -117,7 +117,7 @@ class Healed(NamedTuple):
     in_step: bool
 
 
-class Elsewhere(NamedTuple):
+class OutOfSync(NamedTuple):
     """The others have made another call than the one in which this member waits for the state."""
 
 
@@ -135,7 +135,7 @@ class FitEnds(NamedTuple):
     """`fit` has finished its last epoch."""
 
 
-Event = Joins | EpochBegins | Met | Healed | Elsewhere | BatchEnds | EpochEnds | FitEnds
+Event = Joins | EpochBegins | Met | Healed | OutOfSync | BatchEnds | EpochEnds | FitEnds
 
 
 class Rule(NamedTuple):
@@ -195,30 +195,30 @@ RULES = (
     Rule((_P.JOINED,), EpochBegins, "", _P.MEETING, (_A.MEET_LACKING,)),
     Rule((_P.LATE,), EpochBegins, "", _P.OVER, (_A.RESTORE, _A.TAKE_COUNTS)),
     Rule((_P.NEW, _P.TOGETHER), EpochBegins, "", _P.MEETING, (_A.MEET,)),
-    Rule((_P.APART,), EpochBegins, "they are in it, or in a later one", None),
+    Rule((_P.OUT_OF_SYNC,), EpochBegins, "they are in it, or in a later one", None),
     Rule((_P.EARLY,), EpochBegins, "they begin a later one", None),
     Rule((_P.EARLY,), EpochBegins, "they begin it", _P.TOGETHER),
-    Rule((_P.APART, _P.EARLY), EpochBegins, "", _P.MEETING, (_A.MEET_LACKING,)),
+    Rule((_P.OUT_OF_SYNC, _P.EARLY), EpochBegins, "", _P.MEETING, (_A.MEET_LACKING,)),
     Rule((_P.OVER,), EpochBegins, "", None),
     Rule((_P.MEETING,), Met, "one has ended", _P.OVER, (_A.KEEP,)),
     Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET_LACKING,)),
     Rule((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY, (_A.KEEP,)),
     Rule((_P.MEETING,), Met, "", _P.TOGETHER),
-    Rule((_P.TOGETHER,), Elsewhere, "", _P.APART),
+    Rule((_P.TOGETHER,), OutOfSync, "", _P.OUT_OF_SYNC),
     Rule((_P.TOGETHER,), Healed, "at the same batch of the epoch, or at a later one", None),
     Rule((_P.TOGETHER,), Healed, "between steps, at the same batch of the epoch", None),
-    Rule((_P.TOGETHER,), Healed, "", _P.APART),
+    Rule((_P.TOGETHER,), Healed, "", _P.OUT_OF_SYNC),
     Rule((_P.TOGETHER,), BatchEnds, "it is the last for them", None, (_A.END_EPOCH,)),
     Rule((_P.TOGETHER,), BatchEnds, "", None),
-    Rule((_P.APART,), BatchEnds, "", None, (_A.END_EPOCH,)),
+    Rule((_P.OUT_OF_SYNC,), BatchEnds, "", None, (_A.END_EPOCH,)),
     Rule((_P.EARLY, _P.OVER), BatchEnds, "", None, (_A.RESTORE, _A.END_EPOCH)),
     Rule((_P.TOGETHER,), EpochEnds, "it was cut short", None, (_A.TAKE_DECIDING, _A.GO_ON)),
     Rule((_P.TOGETHER,), EpochEnds, "", None, (_A.TAKE_DECIDING,)),
-    Rule((_P.APART, _P.EARLY), EpochEnds, "it was cut short", None, (_A.HIDE, _A.GO_ON)),
-    Rule((_P.APART, _P.EARLY), EpochEnds, "", None, (_A.HIDE,)),
+    Rule((_P.OUT_OF_SYNC, _P.EARLY), EpochEnds, "it was cut short", None, (_A.HIDE, _A.GO_ON)),
+    Rule((_P.OUT_OF_SYNC, _P.EARLY), EpochEnds, "", None, (_A.HIDE,)),
     Rule((_P.OVER,), EpochEnds, "", None, (_A.HIDE,)),
     Rule((_P.NEW, _P.TOGETHER), FitEnds, "", _P.ENDING, (_A.MEET,)),
-    Rule((_P.JOINED, _P.APART, _P.EARLY), FitEnds, "", _P.ENDING, (_A.MEET_LACKING,)),
+    Rule((_P.JOINED, _P.OUT_OF_SYNC, _P.EARLY), FitEnds, "", _P.ENDING, (_A.MEET_LACKING,)),
     Rule((_P.LATE,), FitEnds, "", _P.ENDED, (_A.RESTORE, _A.TAKE_COUNTS)),
     Rule((_P.OVER,), FitEnds, "", _P.ENDED),
     Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET_LACKING,)),
@@ -269,7 +269,7 @@ def move(
             break
     else:
         raise ValueError(f"{event}: cannot occur in the phase {phase.name}")
-    if rule.then is Phase.APART:
+    if rule.then is Phase.OUT_OF_SYNC:
         state = replace(state, ahead=0)
     elif isinstance(event, Healed):
         state = replace(state, ahead=event.batches - state.done)

@@ -32,7 +32,7 @@ from flatweights.keras._lease import (
     MemberLease,
     calls_are_equal,
     check_in_time,
-    elsewhere_is_error,
+    out_of_sync_is_error,
 )
 from flatweights.keras._moments import check_synchronized, synchronize
 from flatweights.keras._names import inner_variable, named_variables, with_slots
@@ -49,8 +49,8 @@ from flatweights.keras._sparse import (
 )
 from flatweights.keras._start import Start, start_alike
 from flatweights.ray import (
-    ElsewhereError,
     Member,
+    OutOfSyncError,
     Round,
     Saved,
     Variables,
@@ -700,9 +700,9 @@ class Averaging:
         """
         member = self.lease.take()
         try:
-            with elsewhere_is_error(member, isinstance(exchange, Rows)):
+            with out_of_sync_is_error(member, isinstance(exchange, Rows)):
                 return self._call(exchange, member, state)
-        except ElsewhereError:
+        except OutOfSyncError:
             return None
 
     def _call(self, exchange: Exchange, member: Member, state: AnyState | None) -> Round:

@@ -66,13 +66,13 @@ def calls_are_equal(member: Member, place: Place) -> Iterator[None]:
 
 
 @contextmanager
-def elsewhere_is_error(member: Member, is_error: bool) -> Iterator[None]:
-    """Enclose calls of ``member`` with that value of `Member.raises_elsewhere`."""
-    before, member.raises_elsewhere = member.raises_elsewhere, is_error
+def out_of_sync_is_error(member: Member, is_error: bool) -> Iterator[None]:
+    """Enclose calls of ``member`` with that value of `Member.raise_if_out_of_sync`."""
+    before, member.raise_if_out_of_sync = member.raise_if_out_of_sync, is_error
     try:
         yield
     finally:
-        member.raises_elsewhere = before
+        member.raise_if_out_of_sync = before
 
 
 def _where_all_are(member: Member, place: Place, error: Exception) -> tuple[str, str]:

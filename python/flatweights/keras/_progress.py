@@ -19,7 +19,7 @@ from flatweights.keras import _fit_states as fit
 from flatweights.keras._fit_states import Action, FitState, Phase, move
 from flatweights.keras._hooks import SWAPPED, begin_at, end_data, know_direction
 from flatweights.keras._lease import MemberLease
-from flatweights.ray import ElsewhereError, Member, Round, _clock
+from flatweights.ray import Member, OutOfSyncError, Round, _clock
 from flatweights.tensorflow import TensorFlowVariables
 
 _log = logging.getLogger("flatweights")
@@ -238,7 +238,7 @@ class Progress:
         self._tell(fit.EpochBegins(epoch))
 
     def end_batch(self, batch: int) -> None:
-        """End the epoch if this member is apart, or after the last step of the others."""
+        """End the epoch if this member is out of sync, or after the last step of the others."""
         self._tell(fit.BatchEnds(batch))
 
     def end_epoch(self, callback: Any) -> None:
@@ -273,11 +273,11 @@ class Progress:
             in_step: Whether it is made in a step, rather than at the end of a batch or of an epoch.
         """
         member = self._lease.take()
-        member.raises_elsewhere = True
+        member.raise_if_out_of_sync = True
         try:
             result = call(member, self.state)
-        except ElsewhereError:
-            self._tell(fit.Elsewhere())
+        except OutOfSyncError:
+            self._tell(fit.OutOfSync())
             return None
         if member.rank in result.healed:
             giver = self._take_over()
@@ -330,7 +330,7 @@ class Progress:
     def _meet(self) -> fit.Met:
         """Send this member's place; get healed if needed."""
         member, ends = self._lease.take(), self.phase is Phase.ENDING
-        member.raises_elsewhere = False
+        member.raise_if_out_of_sync = False
         _clock.sleep(self._pause)
         met = self._lease.gather((self._now.epoch, ends), "place", at="epoch", state=self.state)
         places: list[tuple[int, bool]] = [met.weights[rank] for rank in sorted(met.used)]

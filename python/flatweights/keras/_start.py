@@ -9,10 +9,10 @@ from flatweights.keras._lease import (
     MemberLease,
     calls_are_equal,
     check_in_time,
-    elsewhere_is_error,
+    out_of_sync_is_error,
 )
 from flatweights.keras._settings import check_alike
-from flatweights.ray import CallsDifferError, ElsewhereError, Round, Variables, WorkerError
+from flatweights.ray import CallsDifferError, OutOfSyncError, Round, Variables, WorkerError
 
 
 class Start(NamedTuple):
@@ -79,9 +79,9 @@ def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Star
             )
         may_be_late = lease.min_results is not None
         try:
-            with calls_are_equal(member, "start"), elsewhere_is_error(member, may_be_late):
+            with calls_are_equal(member, "start"), out_of_sync_is_error(member, may_be_late):
                 member.broadcast_variables(variables, root, timeout=lease.timeout)
-        except ElsewhereError:  # they have not waited for this member, which may be the root
+        except OutOfSyncError:  # they have not waited for this member, which may be the root
             member.lacks_state = True
         except WorkerError:
             if lease.min_results is None:

@@ -20,10 +20,10 @@ from flatweights.ray._variables import Saved, Variables
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.core._asks import (
     CallsDifferError,
-    ElsewhereError,
     MemberDiedError,
     MemberError,
     MemberRaisedError,
+    OutOfSyncError,
 )
 from flatweights.ray.members._member import Member, NotInTrainError, join
 from flatweights.ray.members._train import is_replaceable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CallsDifferError",
-    "ElsewhereError",
+    "OutOfSyncError",
     "ExchangePlan",
     "FlatWorker",
     "Member",

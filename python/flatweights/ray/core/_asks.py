@@ -47,7 +47,7 @@ class LacksStateError(RuntimeError):
     """A member needs the state of the training: it asks again, as a member that lacks it."""
 
 
-class ElsewhereError(LacksStateError):
+class OutOfSyncError(LacksStateError):
     """The others made another call meanwhile: they may be at another place in the training."""
 
 
@@ -101,7 +101,7 @@ class Ask(NamedTuple):
         name: What objects are that all members gather; None in other calls.
         value: This member's object, pickled.
         only_next: Whether it is about the next call only: if others have made one since this
-            member's last outcome, it is answered by `ElsewhereError`.
+            member's last outcome, it is answered by `OutOfSyncError`.
     """
 
     operation: Operation

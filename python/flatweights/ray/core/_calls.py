@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from flatweights.ray.core._asks import (
     Ask,
-    ElsewhereError,
     LacksStateError,
     MemberDiedError,
+    OutOfSyncError,
 )
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.core._events import (
@@ -199,7 +199,7 @@ class Calls:
 
     def _count_of_whole(self) -> int:
         """Return the number of members that wait for no other call than the open one."""
-        return len(self.peers.present) - len(self.waiting.elsewhere)
+        return len(self.peers.present) - len(self.waiting.out_of_sync)
 
     def _are_enough(self) -> bool:
         """Whether the open call needs no late members."""
@@ -208,7 +208,7 @@ class Calls:
         if first.operation == "broadcast":
             return first.root in asks or first.root not in self.peers.ranks()
         if first.min_results is None:
-            return len(asks) >= len(self.peers.missed()) - len(self.waiting.elsewhere)
+            return len(asks) >= len(self.peers.missed()) - len(self.waiting.out_of_sync)
         return len(asks) >= min(first.min_results, self._count_of_whole())
 
     def _end_waiting(self) -> None:
@@ -266,7 +266,7 @@ class Calls:
         elif kept is not None:
             self.waiting.behind.append(peer)
         elif ask.only_next and peer.has != self.number:
-            self._answer([peer], ElsewhereError(f"the others have made other calls than {ask}"))
+            self._answer([peer], OutOfSyncError(f"the others have made other calls than {ask}"))
         elif ask.lacks:
             self.waiting.lacking.append(peer)
         elif self._past.is_behind(peer) and not self.waiting.needs(peer):
@@ -303,8 +303,8 @@ class Calls:
         asks, timeout = waiting.asks(), waiting.deadline().timeout
         first = asks[min(asks)]
         late, others = self.peers.missed() - asks.keys(), []
-        if waiting.elsewhere:
-            late.difference_update(ranks_of(waiting.elsewhere))
+        if waiting.out_of_sync:
+            late.difference_update(ranks_of(waiting.out_of_sync))
             others = [*waiting.healed_by(first), *waiting.late_for(first)]
         self._reducing = Reduce(
             first, asks, [*waiting.asking], others, sorted(late), self.peers.lost(), timeout
@@ -356,7 +356,7 @@ class Calls:
         # the others wake up.
         told = [*reversed(asking), *healed, *served]
         if missed:
-            self._answer(missed, ElsewhereError(f"the others have called {first}"))
+            self._answer(missed, OutOfSyncError(f"the others have called {first}"))
         if healed or served:
             waiting.drop([*healed, *served])
         for peer in told:

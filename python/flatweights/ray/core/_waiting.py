@@ -32,7 +32,7 @@ class Waiting:
         self.behind: list[Peer] = []
 
     @property
-    def elsewhere(self) -> list[Peer]:
+    def out_of_sync(self) -> list[Peer]:
         """The members that wait for another call than the open one."""
         return self.lacking + self.behind
 

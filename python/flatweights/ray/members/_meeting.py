@@ -576,7 +576,7 @@ class Meeting:
         seat = self.door.seats.get(first.root)
         if seat is None:
             return RuntimeError("it has not joined the meeting")
-        if seat in self.calls.waiting.elsewhere:
+        if seat in self.calls.waiting.out_of_sync:
             return RuntimeError(f"it waits for the others to call {seat.ask}")
         # A process that is joining is late for nobody else.
         return late_error(first.timeout) if seat.is_present else RuntimeError("it has left")

@@ -36,10 +36,10 @@ from flatweights.ray._variables import (
 )
 from flatweights.ray.core._asks import (
     Ask,
-    ElsewhereError,
     LacksStateError,
     MemberError,
     Outcome,
+    OutOfSyncError,
     remember,
 )
 from flatweights.ray.lanes._member_lane import SLICE, HostDiedError
@@ -193,8 +193,8 @@ class Member:
             the first call, missed more than one call with a ``state``, or did not get to set its
             variables in one. The next such call heals it. You may set this to have the member
             healed.
-        raises_elsewhere: Whether a call of this member, if it lacks the state, raises
-            `ElsewhereError` once the others have made another call with that state, such as one at
+        raise_if_out_of_sync: Whether a call of this member, if it lacks the state, raises
+            `OutOfSyncError` once the others have made another call with that state, such as one at
             the end of their training; and a broadcast, if they have made any other call since. If
             False, as at first, the call goes on waiting.
     """
@@ -207,7 +207,7 @@ class Member:
         self._ranks = outcome.ranks
         self._seat = ticket.seat
         self.lacks_state = outcome.number > 0
-        self.raises_elsewhere = False
+        self.raise_if_out_of_sync = False
         self._host = host
         self._turns = Turns(name)
         self._again: dict[int, Again | None] = {}  # by the id of their variables
@@ -460,7 +460,7 @@ class Member:
         layout = _layout_of(variables, "variables")
         root = _check_rank(root, self.size, "root")
         ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
-        ask = ask._replace(only_next=self.raises_elsewhere)
+        ask = ask._replace(only_next=self.raise_if_out_of_sync)
         with self._call() as host:
             sent: Sent = None
             if ask.root == self.rank:
@@ -631,7 +631,7 @@ class Member:
                 return outcome, mean
             except LacksStateError as error:  # also if the giver died: the next has another
                 self.lacks_state = True
-                if self.raises_elsewhere and isinstance(error, ElsewhereError):
+                if self.raise_if_out_of_sync and isinstance(error, OutOfSyncError):
                     raise
 
     @contextlib.contextmanager
