@@ -128,7 +128,7 @@ class Averaged:
         for _ in range(calls):
             round_ = self._member.average_variables(self._ours)
         self._sync()
-        return (time.perf_counter() - begin) / calls, str(round_.ways[self._member.rank])
+        return (time.perf_counter() - begin) / calls, str(round_.transports[self._member.rank])
 
     def copy(self, calls: int) -> float:
         """Return the seconds of a copy of as many bytes within the GPU's memory."""

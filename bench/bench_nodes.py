@@ -39,7 +39,7 @@ from bench.nodes import Nodes, Traffic
 from bench.rings import Kind, Ring
 from flatweights import FlatWeights
 from flatweights.ray import FlatWorker, WorkerGroup, plan
-from flatweights.ray.nodes._costs import WayCost
+from flatweights.ray.nodes._costs import TransportCost
 
 MB = 1_000_000
 
@@ -206,7 +206,7 @@ class Contender:
     """
 
     name: str
-    cost: WayCost
+    cost: TransportCost
     prepare: Callable[[], Any]
     rounds: Callable[[int], list[float]]
 
@@ -259,7 +259,9 @@ class Rounds:
         ray.get([worker.set_dict.remote(ref) for worker in self._workers])
         return mean
 
-    def _group(self, name: str, way: str, cost: WayCost, options: dict[str, Any]) -> Contender:
+    def _group(
+        self, name: str, way: str, cost: TransportCost, options: dict[str, Any]
+    ) -> Contender:
         _choose(way)
         group = WorkerGroup(self._workers, initial=None, **options)
         latest: Any = None
@@ -283,7 +285,7 @@ class Rounds:
         ray.get([worker.begin.remote() for worker in self._workers])
         rounds(1)
         self._check(name, latest.weights)
-        ways = sorted(set(latest.ways.values()))
+        ways = sorted(set(latest.transports.values()))
         print(f"{self._case}: {name}: {', '.join(ways)}", file=sys.stderr, flush=True)
         return Contender(name, cost, prepare, rounds)
 

@@ -199,7 +199,7 @@ class Mode(DrivenMode):
         expected = [*self.group.actors()]
         self.log.got(number, found.used, expected, found.weights)
         self.latest = found.weights.copy()
-        for rank, way in found.ways.items():
+        for rank, way in found.transports.items():
             self.log.note(f"by {way.partition(':')[0]}") if rank in found.used else None
         for rank, extras in found.extras.items():
             if isinstance(extras, dict) and not (

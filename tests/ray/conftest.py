@@ -1,3 +1,3 @@
-from ray_ways import all_actors, lend, way
+from ray_transports import all_actors, lend, way
 
 __all__ = ["all_actors", "lend", "way"]

@@ -47,7 +47,7 @@ os.environ["FLATWEIGHTS_RAY"] = "store"
 member = join("pair", rank=0, size=1)
 member.average(model)
 pulling = [Subscriber("net", {"w": np.ones(3, np.float32)}) for _ in range(3)]
-assert pulling[0].way == "store"
+assert pulling[0].transport == "store"
 end = time.monotonic() + 30
 while threads_in_ray() and time.monotonic() < end:
     time.sleep(0.05)  # in a short call, perhaps

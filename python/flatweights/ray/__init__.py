@@ -27,7 +27,7 @@ from flatweights.ray.core._asks import (
 )
 from flatweights.ray.members._member import Member, NotInTrainError, join
 from flatweights.ray.members._train import is_replaceable
-from flatweights.ray.nodes._costs import ExchangePlan, WayCost, plan
+from flatweights.ray.nodes._costs import ExchangePlan, TransportCost, plan
 from flatweights.ray.publishing._errors import StaleWeightsError, SupersededError
 from flatweights.ray.publishing._publisher import Publisher
 from flatweights.ray.publishing._subscriber import Subscriber
@@ -56,7 +56,7 @@ __all__ = [
     "Subscriber",
     "SupersededError",
     "Variables",
-    "WayCost",
+    "TransportCost",
     "WorkerError",
     "WorkerGroup",
     "average",

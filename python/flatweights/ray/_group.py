@@ -681,8 +681,12 @@ class WorkerGroup:
         roster = self._roster
         whys = [f"{rank}: {type(why).__name__}" for rank, why in roster.unhealthy().items()]
         healthy = f"{len(roster) - len(whys)} healthy" + (f" ({', '.join(whys)})" if whys else "")
-        ways = {roster[rank].worker.way.partition(":")[0] for rank in roster.healthy()}
-        names = [name for way, name in (("lane", "lanes"), ("store", "store")) if way in ways]
+        transports = {roster[rank].worker.transport.partition(":")[0] for rank in roster.healthy()}
+        names = [
+            name
+            for transport, name in (("lane", "lanes"), ("store", "store"))
+            if transport in transports
+        ]
         parts = [f"{len(roster)} ranks", healthy, f"{self._count} rounds", " and ".join(names)]
         return f"<{type(self).__name__} of {', '.join(filter(None, parts))}>"
 

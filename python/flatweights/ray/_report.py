@@ -48,8 +48,10 @@ class _Instruments:
         self.bytes = Counter(
             "flatweights_bytes", "Bytes of weights from (in) and to (out) workers.", ("direction",)
         )
-        self.ways = Counter(
-            "flatweights_ranks_by_way", "Ranks that rounds asked, by the way there.", ("way",)
+        self.transports = Counter(
+            "flatweights_ranks_by_transport",
+            "Ranks that rounds asked, by the way there.",
+            ("transport",),
         )
         self.seconds = Histogram(
             "flatweights_round_seconds", "Seconds of each step of a round.", _SECONDS, ("step",)
@@ -189,9 +191,13 @@ def report(result: Round, *, already_named: Collection[int] = (), has_sent: bool
         counts["ranks_left_out", "reason", reason] = len(ranks)
     if has_sent:
         counts[SENT] = result.nbytes_sent
-    for way in result.ways.values():
-        by_way = "ways", "way", way.partition(":")[0] if ":" in way else way
-        counts[by_way] = counts[by_way] + 1 if by_way in counts else 1
+    for transport in result.transports.values():
+        by_transport = (
+            "transports",
+            "transport",
+            transport.partition(":")[0] if ":" in transport else transport,
+        )
+        counts[by_transport] = counts[by_transport] + 1 if by_transport in counts else 1
     seconds = {step: result.seconds[step] for step in _OWN if step in result.seconds}
     METRICS.add(counts, seconds, len(result.used))
     lost = {*result.late, *result.failed}
@@ -217,7 +223,7 @@ def report(result: Round, *, already_named: Collection[int] = (), has_sent: bool
         ", ".join(texts),
         result.total_seconds,
         times,
-        _in_bytes(result) + _by_ways(result),
+        _in_bytes(result) + _by_transports(result),
         reasons,
     )
 
@@ -233,16 +239,16 @@ def _in_bytes(result: Round) -> str:
     return f"{readable_bytes(result.nbytes)} in, {readable_bytes(result.nbytes_sent)} out"
 
 
-def _by_ways(result: Round) -> str:
+def _by_transports(result: Round) -> str:
     """Return the way to each rank, with reasons of those without a lane; "" if no rank has one."""
     ranks: dict[str, list[int]] = {}
-    for rank, way in result.ways.items():
-        ranks.setdefault(way, []).append(rank)
+    for rank, transport in result.transports.items():
+        ranks.setdefault(transport, []).append(rank)
     if "lane" not in ranks:
         return ""
     if len(ranks) == 1:
         return " by lanes"
-    texts = [f"{', '.join(map(str, of))} by {way}" for way, of in ranks.items()]
+    texts = [f"{', '.join(map(str, of))} by {transport}" for transport, of in ranks.items()]
     return f" ({'; '.join(texts)})"
 
 

@@ -39,10 +39,10 @@ class Round:
             once to each worker that it calls itself, once to an agent for all of its workers, and
             none to an agent that has exchanged the average.
         number: The number of the round in `WorkerGroup.run`, from 1.
-        ways: By rank, the way by which a `WorkerGroup` reached its worker, or a `Member` its host:
-            ``"lane"``, through shared memory; ``"gpu"``, for weights that have stayed on a GPU;
-            ``"agent"``, through the agent of its node, with the kind of exchange; or ``"store"``,
-            through Ray, with the reason.
+        transports: By rank, the way by which a `WorkerGroup` reached its worker, or a `Member` its
+            host: ``"lane"``, through shared memory; ``"gpu"``, for weights that have stayed on a
+            GPU; ``"agent"``, through the agent of its node, with the kind of exchange; or
+            ``"store"``, through Ray, with the reason.
         groups: The ranks that nodes added up first, in the order in which the sums were merged;
             none if the average has the bits of `flatweights.average` over `used`.
         staleness: By rank, for results of `WorkerGroup.as_completed`: the number of publications
@@ -71,7 +71,7 @@ class Round:
         quarantined: Sequence[int] = (),
         number: int | None = None,
         scores: Mapping[int, float] | None = None,
-        ways: Mapping[int, str] | None = None,
+        transports: Mapping[int, str] | None = None,
         groups: Sequence[tuple[int, ...]] = (),
         links: Mapping[str, dict[str, int]] | None = None,
         staleness: Mapping[int, int] | None = None,
@@ -92,7 +92,7 @@ class Round:
         self.quarantined = tuple(quarantined)
         self.number = number
         self.scores = dict(scores or {})
-        self.ways = dict(ways or {})
+        self.transports = dict(transports or {})
         self.groups = tuple(groups)
         self.links = dict(links or {})
         self.staleness = dict(staleness or {})
@@ -162,9 +162,9 @@ class Round:
         Returns:
             ``round``, its number or None; ``used``, ``late`` and ``quarantined``, lists of
             ranks; ``failed``, by rank the reason in one line; ``seconds`` by step;
-            ``bytes``, those read as ``in`` and those sent as ``out``; ``ways`` and ``scores``,
-            by rank; ``groups`` and ``links``; ``staleness``, by rank; ``stale``, ``joined``,
-            ``left`` and ``healed``, lists of ranks.
+            ``bytes``, those read as ``in`` and those sent as ``out``; ``transports`` and
+            ``scores``, by rank; ``groups`` and ``links``; ``staleness``, by rank; ``stale``,
+            ``joined``, ``left`` and ``healed``, lists of ranks.
         """
         return {
             "round": self.number,
@@ -174,7 +174,7 @@ class Round:
             "quarantined": list(self.quarantined),
             "seconds": dict(self.seconds),
             "bytes": {"in": self.nbytes, "out": self.nbytes_sent},
-            "ways": {str(rank): way for rank, way in self.ways.items()},
+            "transports": {str(rank): transport for rank, transport in self.transports.items()},
             "groups": [list(group) for group in self.groups],
             "links": {node: dict(nbytes) for node, nbytes in self.links.items()},
             "scores": {str(rank): score for rank, score in self.scores.items()},
@@ -210,7 +210,7 @@ class Round:
         cells["seconds"] = ", ".join(f"{k} {v:.3f}" for k, v in cells["seconds"].items())
         cells["bytes"] = ", ".join(f"{k} {v:,}" for k, v in cells["bytes"].items())
         cells["scores"] = ", ".join(f"{k} {v:.3g}" for k, v in cells["scores"].items())
-        cells["ways"] = ", ".join(f"{k} {v}" for k, v in cells["ways"].items())
+        cells["transports"] = ", ".join(f"{k} {v}" for k, v in cells["transports"].items())
         rows = [
             f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>"
             for name, value in cells.items()

@@ -603,7 +603,7 @@ def test_more_workers_than_once_had_windows_all_go_by_lanes(make: Make, way: str
     publications, ways = Publications(group), dict[int, str]()
     for found in group.as_completed("work", updates=100 * count):
         publications.check(found)
-        ways |= found.ways
+        ways |= found.transports
         publications.publish()
         if len(ways) == count and (way == "store" or {*ways.values()} == {"lane"}):
             break
@@ -613,7 +613,7 @@ def test_more_workers_than_once_had_windows_all_go_by_lanes(make: Make, way: str
         publications.check(found)
         assert max(found.staleness.values()) < 3 * count
         if way == "lanes":
-            assert {*found.ways.values()} == {"lane"}
+            assert {*found.transports.values()} == {"lane"}
         publications.publish()
 
 
@@ -626,7 +626,7 @@ def test_weights_go_through_the_store_while_workers_keep_all_windows(
     for found in group.as_completed("work"):
         publications.check(found)
         publications.publish()
-        ways |= {*found.ways.values()}
+        ways |= {*found.transports.values()}
         used |= {*found.used}
         is_full = way == "store" or any("no window" in one for one in ways)
         if is_full and len(used) == 4 and found.number is not None and found.number >= 40:

@@ -399,7 +399,7 @@ def test_a_round_of_nothing_but_weights_has_a_record() -> None:
         "quarantined": [],
         "seconds": {},
         "bytes": {"in": 0, "out": 0},
-        "ways": {},
+        "transports": {},
         "scores": {},
         "staleness": {},
         "stale": [],

@@ -155,7 +155,7 @@ def test_lanes_that_are_insisted_on_say_what_is_missing(
         at_once.step("ping")
     found = lend(PlainWorker, 1)
     found.broadcast(weights_of(1.0))
-    assert found.average("train").ways == {0: "lane"}
+    assert found.average("train").transports == {0: "lane"}
 
 
 class Nested:
@@ -166,7 +166,7 @@ class Nested:
         found: object = weights_of(1.0, SIZE)
         while True:
             found = group.average("train", broadcast=found, min_results=1)
-            Path(began).touch() if set(found.ways.values()) == {"lane"} else None
+            Path(began).touch() if set(found.transports.values()) == {"lane"} else None
 
     def pid(self) -> int:
         return os.getpid()
@@ -176,7 +176,7 @@ class Nested:
         for value in (1.0, 2.0, 3.0):
             group.broadcast(weights_of(value, SIZE))
             found = group.average("train")
-        return found.ways, float(found.weights["w"][0])
+        return found.transports, float(found.weights["w"][0])
 
     def beside_another(self, actors: list[object], value: float, me: str, other: str) -> list[bool]:
         """Train from ``value`` beside another driver; return which rounds had the right bits."""
@@ -248,7 +248,7 @@ def test_lanes_whose_answers_cannot_be_read_do_not_pile_up(lend: Lend) -> None:
 
     def lose_a_lane() -> tuple[int, int]:
         group.broadcast(start)
-        while group.average("train").ways[0] != "lane":
+        while group.average("train").transports[0] != "lane":
             pass
         with pytest.raises(WorkerError, match="rank 0: LostResultError: TypeError: expected str"):
             group.step("puzzle")
@@ -287,7 +287,7 @@ def test_a_driver_and_a_worker_killed_at_one_moment_leave_nothing(
     again = WorkerGroup(actors)  # those that survive attach, and drop the lanes of the dead
     start = weights_of(3.0, SIZE)
     found = again.average("train", broadcast=start, min_results=1)
-    while found.ways[1] != "lane":
+    while found.transports[1] != "lane":
         found = again.average("train", broadcast=start, min_results=1)
     expected = fw.average([trained(start, rank) for rank in found.used])
     assert same_bits(found.weights.buffer, expected.buffer)

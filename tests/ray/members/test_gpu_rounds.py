@@ -19,7 +19,7 @@ from reference import same_bits
 import flatweights
 from flatweights.ray.lanes._gpu_windows import MOST
 
-CALL = "called = member.average_variables(held{}); result = called.used, called.ways"
+CALL = "called = member.average_variables(held{}); result = called.used, called.transports"
 HOLD = "held = Holder(weights_of(10 * {call} + rank), uuid)\n"
 READ = "result = {name: np.array(part) for name, part in held.weights.items()}"
 
@@ -79,7 +79,7 @@ def test_weights_stay_after_the_first_call_and_have_the_bits_of_the_host(start: 
 def test_weights_of_a_root_are_read_where_they_are(start: Start) -> None:
     members = start(3)
     for call, way in enumerate(["lane", "gpu", "gpu", "gpu", "gpu", "gpu"]):
-        program = "called = member.broadcast_variables(held, root=1); result = called.ways"
+        program = "called = member.broadcast_variables(held, root=1); result = called.transports"
         ways = members.run(HOLD.format(call=call) + program)
         assert {one[1] for one in ways.values()} == {way}
         for weights in members.run(READ).values():
@@ -325,7 +325,7 @@ def test_windows_of_members_that_are_gone_are_let_go(start: Start) -> None:
 
 def test_a_window_for_which_the_host_lacks_a_descriptor_is_read_by_the_host(start: Start) -> None:
     members = start(2)
-    program = "called = member.broadcast_variables(held, root=1); result = called.ways"
+    program = "called = member.broadcast_variables(held, root=1); result = called.transports"
     members.run(HOLD.format(call=0) + program)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open(os.devnull, os.O_RDONLY)

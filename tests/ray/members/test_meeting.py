@@ -159,5 +159,5 @@ def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     local.thread.join()
     (counts, seconds, used), sent = counted
     assert (used, sent) == (1, ({SENT: 4032},))
-    assert counts == {ROUND: 1, RECEIVED: 4032, ("ways", "way", "lane"): 1}
+    assert counts == {ROUND: 1, RECEIVED: 4032, ("transports", "transport", "lane"): 1}
     assert {"wait", "average"} <= seconds.keys()

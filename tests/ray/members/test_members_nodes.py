@@ -170,7 +170,7 @@ def meet_on_nodes() -> None:
     large = exchanged(averaged, expected.mean())
     assert large.groups == ((0,), (1, 2, 3), (4,)), large.groups
     small = [model_of(rank, 100) for rank in range(size)]
-    small_ways = check(call(averaged, 100), fw.average(small)).ways
+    small_ways = check(call(averaged, 100), fw.average(small)).transports
     for got in call(broadcasted, 2):
         assert same_bits(got.buffer, models[2].buffer)
     for size_of_one in (10, 1_000_000):
@@ -192,7 +192,7 @@ def meet_on_nodes() -> None:
 
     # Nobody listens at one node any more; its agent answers.
     ray.get(puppets[4].run.remote(close_streams))
-    broken = check(call(averaged), fw.average(models)).ways
+    broken = check(call(averaged), fw.average(models)).transports
     for got in call(broadcasted, 2):
         assert same_bits(got.buffer, models[2].buffer)
 
@@ -232,7 +232,7 @@ def meet_on_nodes() -> None:
     while names & {"Host", "BranchAgent"} and time.monotonic() < deadline:
         time.sleep(0.2)
         names = {kind for kind, _ in alive().values()}
-    said = [large.ways, small_ways, spoiled[0], sorted(died), lost, sorted(names), broken]
+    said = [large.transports, small_ways, spoiled[0], sorted(died), lost, sorted(names), broken]
     said.append(orphans)
     print(json.dumps(said))
     ray.shutdown()

@@ -130,7 +130,7 @@ def test_series_of_calls_have_the_bits_of_an_average(
             assert all(same_bits(mean[name], expected[name]) for name in expected)
             assert result.number == step + 1
             assert result.used == (0, 1, 2)
-            assert result.ways == dict.fromkeys(range(3), "lane")
+            assert result.transports == dict.fromkeys(range(3), "lane")
             assert [*result.seconds] == ["wait", "average"]
             assert min(result.seconds.values()) >= 0.0
             assert result.nbytes == 3 * fw.Layout.of(expected).nbytes

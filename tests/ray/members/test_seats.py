@@ -835,7 +835,7 @@ def test_a_host_that_fails_tells_waiting_members_why(
     local = LocalMeeting(2)
     members = local.join_all()
     call_all(threads, members, [1.0, 2.0])
-    monkeypatch.setattr(local.meeting, "_ways", fail)
+    monkeypatch.setattr(local.meeting, "_transports", fail)
     for call in [threads.submit(mean_of, member, 1.0) for member in members]:
         with pytest.raises(MemberError, match="host has failed: MemoryError: no room for the"):
             call.result(PATIENCE)

@@ -82,10 +82,10 @@ def meet(group: WorkerGroup, timeout: float = 120) -> float:
         group.restore(timeout=5)
         found = group.average("give", 1, min_results=1, timeout=20)
         check(found, 1)
-        by_memory = [k for k in found.used if found.ways[k].startswith(("lane", "agent"))]
+        by_memory = [k for k in found.used if found.transports[k].startswith(("lane", "agent"))]
         if len(by_memory) == len(PLACES):
             return time.monotonic() - begin
-        assert time.monotonic() < end, (found, found.ways, group.unhealthy)
+        assert time.monotonic() < end, (found, found.transports, group.unhealthy)
 
 
 class Faults:

@@ -68,16 +68,16 @@ def test_sums_of_16_bits_are_four_times_as_wide() -> None:
 
 
 def test_small_models_and_single_nodes_go_through_the_driver() -> None:
-    assert plan(nodes=4, workers=1, model="30kB", link=GBIT).chosen.way == "driver"
-    assert plan(nodes=4, workers=1, model="30MB", link=GBIT).chosen.way == "streams"
+    assert plan(nodes=4, workers=1, model="30kB", link=GBIT).chosen.transport == "driver"
+    assert plan(nodes=4, workers=1, model="30MB", link=GBIT).chosen.transport == "streams"
     alone = plan(nodes=1, workers=8, model="30MB", link=GBIT)
-    assert (alone.chosen.way, alone.chosen.sent, alone.chosen.received) == ("lanes", 0, 0)
+    assert (alone.chosen.transport, alone.chosen.sent, alone.chosen.received) == ("lanes", 0, 0)
     assert alone.chosen.seconds < alone["driver"].seconds < alone["the guide's loop"].seconds
 
 
 def test_one_node_needs_no_link() -> None:
     alone = plan(nodes=1, workers=8, model="30MB")
-    assert alone.ways == plan(nodes=1, workers=8, model="30MB", link=GBIT).ways
+    assert alone.transports == plan(nodes=1, workers=8, model="30MB", link=GBIT).transports
     assert "bit/s" not in str(alone)
 
 

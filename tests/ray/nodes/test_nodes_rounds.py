@@ -205,11 +205,11 @@ def meet(group: WorkerGroup) -> None:
         group.restore(timeout=10)
         found = group.average("give", "FlatWeights", 9, min_results=1)
         assert_right(found, "FlatWeights", 9)
-        by_memory = [k for k in found.used if found.ways[k].startswith(("lane", "agent"))]
+        by_memory = [k for k in found.used if found.transports[k].startswith(("lane", "agent"))]
         if len(by_memory) == 6:
             try_streams_again(group)
             return
-        assert time.monotonic() < end, (found, found.ways, group.unhealthy)
+        assert time.monotonic() < end, (found, found.transports, group.unhealthy)
         time.sleep(0.05)
 
 
@@ -292,7 +292,7 @@ def averages_have_the_bits_that_are_documented(nodes: Nodes) -> None:
             assert bool(found.groups) == (len(ranks) == 6), (ranks, found.groups)
             for rank in ranks:
                 expected = "lane" if PLACES[rank] == "home" else "agent: streams"
-                assert found.ways[rank] == expected, found.ways
+                assert found.transports[rank] == expected, found.transports
             links = found.record()["links"]
             assert len(links) == len({PLACES[rank] for rank in ranks} | {"home"}), links
 
@@ -340,7 +340,7 @@ def extras_weights_by_function_and_out(nodes: Nodes) -> None:
             return float(one[1]["samples"])
 
     found = group.average("give", "FlatWeights", 4, extras=True, weights=weigh)
-    assert "cannot be sent" in found.ways[1], found.ways
+    assert "cannot be sent" in found.transports[1], found.transports
     assert_right(found, "FlatWeights", 4, samples)
     with pytest.raises(ZeroDivisionError):
         group.average("give", "FlatWeights", weights=lambda one: 1 / 0)
@@ -421,10 +421,10 @@ def calls_of_the_user_keep_their_order(nodes: Nodes) -> None:
 def small_models_go_through_the_driver(nodes: Nodes) -> None:
     group = nodes.group("")
     found = group.average("give", "vector")
-    assert found.ways[1] == "agent: streams", found.ways
+    assert found.transports[1] == "agent: streams", found.transports
     group.average("small")
     found = group.average("small")
-    assert found.ways[1].endswith("go through the driver"), found.ways
+    assert found.transports[1].endswith("go through the driver"), found.transports
     assert_same(found.weights, fw.average([np.full(100, float(k)) for k in range(6)]))
     group = nodes.new_group("driver")
     for _ in range(3):
@@ -515,7 +515,7 @@ def differences_in_16_bits_lose_nothing_over_many_rounds(nodes: Nodes) -> None:
     for seed in range(20, 32):
         with closed_port(group, 1) if seed % 3 else contextlib.nullcontext():
             result = group.average("drift", seed, broadcast=result)
-        assert assert_nothing_lost(result, exact) == (not seed % 3), result.ways
+        assert assert_nothing_lost(result, exact) == (not seed % 3), result.transports
     group.broadcast(result)
     assert_agree(group, exact)
 
@@ -526,7 +526,7 @@ def assert_nothing_lost(found: Round, exact: NDArray[Any]) -> bool:
     exact += np.mean([drift_of(rank, seed) for rank in found.used], axis=0)
     error = np.abs(found.weights["w"] - exact).max()
     assert error < ROUNDING, (seed, error)
-    if found.ways[1] != "agent: streams":
+    if found.transports[1] != "agent: streams":
         return False
     assert found.groups == ((0,), (1, 3, 4), (2, 5)), found.groups
     most = max(one["out"] for one in found.links.values())
@@ -560,7 +560,7 @@ def faults_with_16_bits_lose_roundings_at_most(nodes: Nodes) -> None:
         assert np.abs(found.weights["w"] - exact).max() < 3 * ROUNDING, (number, found)
         if number == 5:
             assert 3 in found.late, found
-        by_agents.append(sum(found.ways[k].startswith("agent") for k in found.used))
+        by_agents.append(sum(found.transports[k].startswith("agent") for k in found.used))
         group.broadcast(found)
         group.restore(timeout=30)
     assert by_agents[-1] == 5, by_agents
@@ -577,7 +577,7 @@ def gradients_of_16_bits_are_averaged_with_feedback(nodes: Nodes) -> None:
         assert found.weights["w"].dtype == np.float32
         got = got + found.weights["w"]
         exact = exact + np.mean([drift_of(rank, seed) for rank in range(6)], axis=0)
-    assert found.ways[1] == "agent: streams", found.ways
+    assert found.transports[1] == "agent: streams", found.transports
     assert np.abs(got - exact).max() < ROUNDING
 
 
@@ -662,10 +662,10 @@ def assert_by_driver(found: Round, why: str) -> None:
     """Check that all ranks are in, no node added up results, and the reason is given."""
     assert found.used == tuple(range(6)), found
     assert not found.groups
-    assert found.ways[0] == "lane"
+    assert found.transports[0] == "lane"
     for rank in range(1, 6):
-        assert found.ways[rank].startswith("store: "), found.ways
-        assert why in found.ways[rank], found.ways
+        assert found.transports[rank].startswith("store: "), found.transports
+        assert why in found.transports[rank], found.transports
 
 
 @check
@@ -715,7 +715,7 @@ def streams_that_cannot_be_opened_are_replaced_by_the_driver_in_the_same_round(
             assert_same(found.weights, start)
     logging.getLogger("flatweights").removeHandler(handler)
     found = group.average("give", "FlatWeights")
-    assert found.ways[1] == "agent: streams", found.ways
+    assert found.transports[1] == "agent: streams", found.transports
     assert not group.unhealthy
 
 
@@ -865,7 +865,7 @@ def an_interrupt_in_an_exchange_leaves_a_group_that_works(nodes: Nodes) -> None:
         found = group.average("give", "FlatWeights", 4)
         assert found.used == tuple(range(6))
         assert_right(found, "FlatWeights", 4)
-        assert found.ways[1] == "agent: streams", found.ways
+        assert found.transports[1] == "agent: streams", found.transports
 
 
 # Remains
@@ -944,11 +944,11 @@ def an_agent_starts_for_a_new_node_and_ends_with_its_last_worker(nodes: Nodes) -
                 latest = found.weights
                 if is_enough(found):
                     return
-                assert time.monotonic() < end, (found, found.ways)
+                assert time.monotonic() < end, (found, found.transports)
 
         rounds_until(lambda found: found.number == 2)
         group.add(actors=[start_worker(2, "a"), start_worker(3, "b"), start_worker(4, "b")])
-        rounds_until(lambda f: [f.ways.get(k, "")[:5] for k in (2, 3, 4)] == 3 * ["agent"])
+        rounds_until(lambda f: [f.transports.get(k, "")[:5] for k in (2, 3, 4)] == 3 * ["agent"])
         agents = nodes_with_agents(group)
         assert agents == {ray.get(group.actors()[rank].node.remote()) for rank in (2, 3)}
         pids = {rank: pid_of(agent_at(group, rank)) for rank in (2, 3)}

@@ -63,7 +63,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 def try_again(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make rounds until all workers have lanes."""
     monkeypatch.setattr(Setback, "is_over", True)
-    while check_round(group).ways != {0: "lane", 1: "lane"}:
+    while check_round(group).transports != {0: "lane", 1: "lane"}:
         pass
 
 
@@ -75,7 +75,7 @@ def test_a_worker_that_cannot_take_its_doorbell_is_called_through_ray(
     group.step("ping")  # asks for lanes
     rank.take_descriptors.remote(2)
     for _ in range(3):
-        ways = check_round(group).ways
+        ways = check_round(group).transports
         assert TOO_MANY in ways[1]
     rank.give_descriptors.remote()
     try_again(group, monkeypatch)
@@ -94,7 +94,7 @@ def test_a_driver_that_cannot_make_lanes_says_so_and_tries_again(
         patched.setattr(_platform, "Lanes", fail)
         reason = f"OSError: [Errno {errno.EMFILE}] {TOO_MANY}"
         for _ in range(3):
-            assert check_round(group).ways == dict.fromkeys((0, 1), f"store: {reason}")
+            assert check_round(group).transports == dict.fromkeys((0, 1), f"store: {reason}")
         assert messages(caplog) == [f"workers are reached through Ray: {reason}"]
     try_again(group, monkeypatch)
 
@@ -111,7 +111,9 @@ def test_lanes_that_there_can_never_be_are_not_tried_again(
         patched.setattr(_platform, "Lanes", fail)
         group.step("ping")
     for _ in range(2):
-        assert check_round(group).ways == dict.fromkeys((0, 1), "store: AttributeError: no AF_UNIX")
+        assert check_round(group).transports == dict.fromkeys(
+            (0, 1), "store: AttributeError: no AF_UNIX"
+        )
     assert len(messages(caplog)) == 1
 
 

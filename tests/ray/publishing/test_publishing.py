@@ -18,7 +18,7 @@ import ray
 
 import flatweights as fw
 from flatweights.ray import Publisher, StaleWeightsError, Subscriber, SupersededError
-from flatweights.ray.publishing import _subscriber, _ways
+from flatweights.ray.publishing import _subscriber, _transports
 from flatweights.ray.publishing._answer import answer_of
 
 pytestmark = [
@@ -166,7 +166,7 @@ def test_an_actor_reads_the_newest_weights_once(started: list[Any], way: str) ->
         actor = remote_actor.remote(name, way, 20_000)
         started.append(actor)
         assert ray.get(actor.update.remote()) == (False, 0, 0.0)
-        assert ray.get(actor.ask.remote("way")) == ("store" if way else "lane")
+        assert ray.get(actor.ask.remote("transport")) == ("store" if way else "lane")
         assert ray.get(actor.ask.remote("age")) == float("inf")
         for value in (1.0, 2.0, 3.0):
             weights["w"][:] = value
@@ -363,7 +363,7 @@ def test_a_subscriber_that_is_closed_while_it_finds_a_new_publisher_reads_no_mor
     found = threading.Event()
 
     def close_first(*args: Any) -> Any:
-        source = _ways.connect(*args)
+        source = _transports.connect(*args)
         subscriber.close()
         found.set()
         return source

@@ -34,7 +34,7 @@ class Actor:
     def update(self) -> tuple[bool, int, float, str]:
         is_new = self.subscriber.update()
         assert (self.weights == self.weights[0]).all()
-        return is_new, self.subscriber.version, float(self.weights[0]), self.subscriber.way
+        return is_new, self.subscriber.version, float(self.weights[0]), self.subscriber.transport
 
 
 def read_at_once(setting: str) -> tuple[str, float]:
@@ -42,7 +42,7 @@ def read_at_once(setting: str) -> tuple[str, float]:
         patch.setenv("FLATWEIGHTS_RAY", setting)
         with Subscriber("nodes", timeout=120) as subscriber:
             (part,) = subscriber.read().values()
-            return subscriber.way, float(part[0])
+            return subscriber.transport, float(part[0])
 
 
 remote_reader: Any = ray.remote(num_cpus=0, resources={"away": 1})(read_at_once)
@@ -63,9 +63,9 @@ def expect_readers_soon(kind: str) -> None:
     """Let the actors of a class end a second after their last reader, in place of ten."""
 
     def shorten(_: Any) -> None:
-        from flatweights.ray.publishing import _ways
+        from flatweights.ray.publishing import _transports
 
-        _ways._IDLE = 1.0
+        _transports._IDLE = 1.0
 
     for one in ray.util.list_named_actors(all_namespaces=True):
         if one["name"].startswith(f"flatweights:{kind.lower()}:"):

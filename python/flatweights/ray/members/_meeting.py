@@ -390,7 +390,10 @@ class Meeting:
         pickler: Any = pickle if error is None else ray.cloudpickle
         if result is not None:
             layout = weights.layout.pickled if weights and not is_average else None
-            result.number, result.ways = send.number, self._ways(asks) | result.ways
+            result.number, result.transports = (
+                send.number,
+                self._transports(asks) | result.transports,
+            )
             result.healed = tuple(ranks_of(send.lacking))
             result.late = send.late
             if result.failed:
@@ -487,7 +490,7 @@ class Meeting:
             late=arrivals.late,
             seconds={"wait": arrivals.seconds_waited, "average": _clock.now() - begin},
             nbytes=len(ranks) * layout.nbytes,
-            ways=dict.fromkeys(sorted(seats), "gpu"),
+            transports=dict.fromkeys(sorted(seats), "gpu"),
         )
         return result, stayed
 
@@ -525,7 +528,7 @@ class Meeting:
         arrivals.bring()
         self._lanes.windows.offer(self._agents.nbytes)
         result = DriverAverage(arrivals, request).run()
-        result.ways = dict.fromkeys(away, f"store: {why}")
+        result.transports = dict.fromkeys(away, f"store: {why}")
         return result
 
     def _gather(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
@@ -591,7 +594,7 @@ class Meeting:
         _core.move_parts([copied], [weights.buffer])
         return Packed(copied, weights.layout)
 
-    def _ways(self, asks: dict[int, Ask]) -> dict[int, str]:
+    def _transports(self, asks: dict[int, Ask]) -> dict[int, str]:
         """Return, by rank, the way by which its ask came."""
         return {k: "store" if self.door.seats[k].lane is None else "lane" for k in sorted(asks)}
 

@@ -316,7 +316,7 @@ class Repetitions:
         """
         members = len(self._seats)
         sent = count * members * ready.layout.nbytes
-        by_lane = "ways", "way", "lane"
+        by_lane = "transports", "transport", "lane"
         counts = {ROUND: count, RECEIVED: sent, SENT: sent, by_lane: count * members}
         METRICS.add(counts, {"wait": waited, "average": averaged}, members, count)
         _log.info(

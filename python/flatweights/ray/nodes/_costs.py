@@ -14,17 +14,17 @@ from flatweights._dtypes import is_averaged
 from flatweights._numbers import check_count, readable_bytes
 from flatweights.ray.nodes._plan import SMALL
 
-WayName = Literal["the guide's loop", "lanes", "driver", "streams"]
+TransportName = Literal["the guide's loop", "lanes", "driver", "streams"]
 
 # By way, the share of a link's rate that the weights of a round get, after headers and waiting, as
 # measured over links of 300 to 1,000 Mbit/s; and the other seconds of a round.
-_SHARE: Mapping[WayName, float] = {
+_SHARE: Mapping[TransportName, float] = {
     "the guide's loop": 0.93,
     "lanes": 1.0,
     "driver": 0.93,
     "streams": 0.88,
 }
-_FIXED: Mapping[WayName, float] = {
+_FIXED: Mapping[TransportName, float] = {
     "the guide's loop": 8e-3,
     "lanes": 0.3e-3,
     "driver": 6e-3,
@@ -44,13 +44,13 @@ _LEGEND = (
 
 
 @dataclass(frozen=True)
-class WayCost:
+class TransportCost:
     """The cost of a round by one way.
 
     Attributes:
-        way: ``"the guide's loop"`` (`ray.get` of all results in the driver, ``sum(ws) / n``, one
-            `ray.put`); ``"driver"``, where a group averages in the driver; ``"streams"``, where one
-            agent per node exchanges pieces with the others.
+        transport: ``"the guide's loop"`` (`ray.get` of all results in the driver, ``sum(ws) / n``,
+            one `ray.put`); ``"driver"``, where a group averages in the driver; ``"streams"``, where
+            one agent per node exchanges pieces with the others.
         options: The option of the group: ``sums="float32"`` or ``wire_dtype="bfloat16"``; else
             empty.
         sent: Bytes of weights through the busiest link out of a node.
@@ -64,7 +64,7 @@ class WayCost:
             models; for agents, an estimate.
     """
 
-    way: WayName
+    transport: TransportName
     options: str
     sent: float
     received: float
@@ -79,29 +79,29 @@ class ExchangePlan:
     """The cost of a round by each way, and the way that a group takes.
 
     Attributes:
-        ways: The cost of a round, by way and options.
+        transports: The cost of a round, by way and options.
         chosen: The cost of the way that a group takes by itself.
         title: The arguments, as text.
     """
 
-    ways: tuple[WayCost, ...]
-    chosen: WayCost
+    transports: tuple[TransportCost, ...]
+    chosen: TransportCost
     title: str
 
-    def __getitem__(self, key: str | tuple[str, str]) -> WayCost:
+    def __getitem__(self, key: str | tuple[str, str]) -> TransportCost:
         """Return the cost of a way, or of a way with options."""
-        way, options = (key, "") if isinstance(key, str) else key
-        for cost in self.ways:
-            if (cost.way, cost.options) == (way, options):
+        transport, options = (key, "") if isinstance(key, str) else key
+        for cost in self.transports:
+            if (cost.transport, cost.options) == (transport, options):
                 return cost
         raise KeyError(key)
 
     def __str__(self) -> str:
         """A table for a terminal; the chosen way has an arrow."""
-        rows = [("", "way", "out", "in", "seconds", "memory", "bytes of the busiest link")]
-        for cost in self.ways:
+        rows = [("", "transport", "out", "in", "seconds", "memory", "bytes of the busiest link")]
+        for cost in self.transports:
             mark = "->" if cost is self.chosen else ""
-            name = f"{cost.way}, {cost.options}" if cost.options else cost.way
+            name = f"{cost.transport}, {cost.options}" if cost.options else cost.transport
             sizes = (readable_bytes(cost.sent), readable_bytes(cost.received))
             seconds = f"{cost.seconds:,.0f}" if cost.seconds >= 100 else f"{cost.seconds:.3g}"
             rows.append((mark, name, *sizes, seconds, readable_bytes(cost.kept), cost.formula))
@@ -167,10 +167,10 @@ def plan(
     title += readable_bytes(nbytes)
     if nodes > 1:
         title += f", {bits / 1e9:g} Gbit/s"
-    ways = tuple(setting.ways())
+    transports = tuple(setting.transports())
     best = "lanes" if nodes == 1 else "streams" if nbytes >= SMALL else "driver"
-    chosen = next(cost for cost in ways if cost.way == best and not cost.options)
-    return ExchangePlan(ways, chosen, title)
+    chosen = next(cost for cost in transports if cost.transport == best and not cost.options)
+    return ExchangePlan(transports, chosen, title)
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class _Setting:
     wide: float
     is_float32: bool
 
-    def ways(self) -> Iterator[WayCost]:
+    def transports(self) -> Iterator[TransportCost]:
         """Yield the costs of all ways."""
         yield self._by_driver("the guide's loop")
         if self.nodes == 1:
@@ -208,7 +208,7 @@ class _Setting:
         if self.nodes > 1 and self.is_float32:
             yield self._by_agents(sums=0.5, mean=0.5, options='wire_dtype="bfloat16"')
 
-    def _by_lanes(self) -> WayCost:
+    def _by_lanes(self) -> TransportCost:
         # Each worker gathers into its window and sets from the driver's window; the driver
         # averages.
         moved = 5 * self.workers + 1
@@ -217,22 +217,22 @@ class _Setting:
         rate = self.memory or _LANE_MEMORY
         return self._cost("lanes", "", (0, 0, 0), moved, formula, kept, rate)
 
-    def _by_driver(self, way: WayName) -> WayCost:
+    def _by_driver(self, transport: TransportName) -> TransportCost:
         every = self.nodes * self.workers
         # All workers of the node gather and set; the driver reads all and writes one. The guide's
         # loop copies into the store, adds with a temporary for each, and puts.
         moved = 4 * self.workers + every + 3
-        if way == "the guide's loop":
+        if transport == "the guide's loop":
             moved = 6 * self.workers + 3 * every + 3
         received, returned = every - self.workers, self.nodes - 1
         sent = max(returned, self.workers) if returned else 0
         formula = "driver: (N - W) M in, (K - 1) M out"
         links = (sent, received, received + returned)
-        return self._cost(way, "", links, moved, formula, kept=every + 2)
+        return self._cost(transport, "", links, moved, formula, kept=every + 2)
 
     def _by_agents(
         self, *, sums: float | None = None, mean: float = 1.0, options: str = ""
-    ) -> WayCost:
+    ) -> TransportCost:
         # A node sends the values of its ranks as long as they take no more bytes than a sum.
         sums = min(self.workers, self.wide) if sums is None else sums
         links = (self.nodes - 1) / self.nodes * (sums + mean)
@@ -243,31 +243,31 @@ class _Setting:
 
     def _cost(
         self,
-        way: WayName,
+        transport: TransportName,
         options: str,
         links: Iterable[float],
         moved: float,
         formula: str,
         kept: float,
         rate: float | None = None,
-    ) -> WayCost:
+    ) -> TransportCost:
         """Return the cost of a way.
 
         Args:
-            way: The way.
-            options: See `WayCost`.
+            transport: The way.
+            options: See `TransportCost`.
             links: Models sent, received, and those that pass one link one after the other.
             moved: Models that pass the memory of a node.
-            formula: See `WayCost`.
+            formula: See `TransportCost`.
             kept: Models that it keeps in memory.
             rate: Bytes per second of a node's memory, if not the usual rate.
         """
         rate = rate or self.memory or _MEMORY
         sent, received, critical = (count * self.nbytes for count in links)
-        seconds = critical / (self.link * _SHARE[way])
-        seconds += moved * self.nbytes / rate + _FIXED[way]
+        seconds = critical / (self.link * _SHARE[transport])
+        seconds += moved * self.nbytes / rate + _FIXED[transport]
         nbytes = kept * self.nbytes
-        return WayCost(way, options, sent, received, critical, seconds, formula, nbytes)
+        return TransportCost(transport, options, sent, received, critical, seconds, formula, nbytes)
 
 
 _BYTES = "bytes, such as 500_000_000 or '500MB'"

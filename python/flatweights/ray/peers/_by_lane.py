@@ -325,7 +325,7 @@ class Worker:
         handle: The actor.
         rank: Its rank in the group.
         platform: What it uses of Ray.
-        way: The way to it: ``"lane"``, or ``"store"`` with the reason.
+        transport: The way to it: ``"lane"``, or ``"store"`` with the reason.
         far_node: Its node, if that is known, and is not the driver's.
         log: The log of the calls on the actor's handles, if there is a lane or an agent.
     """
@@ -344,7 +344,7 @@ class Worker:
         self.log: CallLog | None = None
         self.far_node = ""
         self._setback = Setback(f"rank {rank} is")
-        self.way = f"store: {lanes.setback.reason}" if lanes.setback.reason else ""
+        self.transport = f"store: {lanes.setback.reason}" if lanes.setback.reason else ""
 
     def call(self, call: Call) -> Answer:
         """Post the call to the lane, or make it through Ray."""
@@ -375,12 +375,12 @@ class Worker:
             return call_actor(self.handle, call, self.platform)
         if not is_there:
             lane.serve(self._serve)
-        self.way = "lane"
+        self.transport = "lane"
         return LaneAnswer(self, lanes, lane, call)
 
     def call_by_ray(self, call: Call, why: str) -> RayAnswer:
         """Make the call through Ray; dismiss a worker that waits at its mailbox."""
-        self.way = f"store: {why}"
+        self.transport = f"store: {why}"
         if self._lane is not None and self._lane.is_answered:
             self._lane.dismiss()
         return call_actor(self.handle, call, self.platform)
@@ -431,7 +431,7 @@ class Worker:
             if self._group.made is not None:  # another thread may have shut the group down
                 self._group.made.give_up(lane)
             self._lane = None
-            self.way = f"store: {why}"
+            self.transport = f"store: {why}"
 
     def note_broken(self, lane: DriverLane, reason: str) -> None:
         """Give up ``lane``, which the worker cannot use any more; try a new one later."""
@@ -450,7 +450,7 @@ class Worker:
             self.give_up(lane, "the worker died" if lane.is_closed else "a call was broken off")
         lanes = self._group.lanes
         if lanes is None:
-            self.way = f"store: {self._group.setback.reason}"
+            self.transport = f"store: {self._group.setback.reason}"
         elif self._attaching is not None or self._setback.is_over:
             self._attach(lanes)
         if self._lane is None and self._group.insists:
@@ -468,7 +468,7 @@ class Worker:
             self._token = lanes.new_token()
             node = self.platform.node()
             self._attaching = self.handle.attach_lane.remote(lanes.address, self._token, node)
-            self.way = "store: it attaches"
+            self.transport = "store: it attaches"
         timeout = _INSIST if self._group.insists else 0
         if not self.platform.wait([self._attaching], timeout):
             return
@@ -483,13 +483,13 @@ class Worker:
         except (LaneError, OSError) as error:
             self._fail(_text_of(error), may_pass=True)
         except ray.exceptions.RayError as error:  # it died: the next call asks again
-            self.way = f"store: {type(error).__name__} when it was asked to attach"
+            self.transport = f"store: {type(error).__name__} when it was asked to attach"
         lanes.forget(self._token)
 
     def _fail(self, reason: str, may_pass: bool) -> None:
         """Note the reason for which the worker has not attached."""
         self._setback.note(reason, may_pass=may_pass)
-        self.way = f"store: {reason}"
+        self.transport = f"store: {reason}"
 
     def _insist(self) -> None:
         """Raise if there can be no lane now."""

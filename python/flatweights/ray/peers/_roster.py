@@ -362,13 +362,13 @@ class Roster(Ranks):
             why_no_agents: The reason for which no agents reached them; None if agents did.
             is_kept: Whether this process chose the memory of the average.
         """
-        ways: dict[int, str] = {}
+        transports: dict[int, str] = {}
         for rank in ranks:
             worker = self._records[rank].worker
             is_far = why_no_agents and worker.far_node
-            ways[rank] = f"store: {why_no_agents}" if is_far else worker.way
-        ways.update(result.ways)
-        result.ways = ways
+            transports[rank] = f"store: {why_no_agents}" if is_far else worker.transport
+        transports.update(result.transports)
+        result.transports = transports
         if self.has_news:
             result.joined, result.left = self.news
         if result.used:

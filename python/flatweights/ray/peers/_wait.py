@@ -352,17 +352,17 @@ def wait_any(
         deadline: The time at which to stop, by `time.monotonic`; never, if None.
         enough: See `Answer.wait`.
     """
-    ways: dict[type[Answer], list[Answer]] = {}
+    transports: dict[type[Answer], list[Answer]] = {}
     for answer in answers:
-        ways.setdefault(type(answer), []).append(answer)
-    is_alone = len(ways) == 1
+        transports.setdefault(type(answer), []).append(answer)
+    is_alone = len(transports) == 1
     while True:
         left = None if deadline is None else seconds_left(deadline)
         patience = left if is_alone else min(_SLICE, _SLICE if left is None else left)
         there: list[Answer] = []
-        for way, expected in ways.items():
+        for transport, expected in transports.items():
             count = len(expected)
             most = enough if enough < count else count
-            there += way.wait(expected, 0.0 if there else patience, most)
+            there += transport.wait(expected, 0.0 if there else patience, most)
         if there or left == 0:
             return there

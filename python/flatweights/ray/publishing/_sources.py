@@ -32,7 +32,7 @@ class Source(ABC):
     """A source of the newest weights.
 
     Attributes:
-        way: The way by which they come; see `Subscriber.way`.
+        transport: The way by which they come; see `Subscriber.transport`.
         number: The number of the publisher among those of its name.
         layout: The layout of the weights, pickled.
         take: A function that returns the newest weights if their version is above its argument;
@@ -41,10 +41,10 @@ class Source(ABC):
     """
 
     def __init__(
-        self, way: str, number: int, layout: bytes, take: Callable[[int], News | None]
+        self, transport: str, number: int, layout: bytes, take: Callable[[int], News | None]
     ) -> None:
         """Take the attributes."""
-        self.way = way
+        self.transport = transport
         self.number = number
         self.layout = layout
         self.take = take
@@ -79,12 +79,12 @@ class BoardSource(Source):
     """The memory of a board."""
 
     def __init__(
-        self, way: str, number: int, layout: bytes, address: BoardAddress, end: float
+        self, transport: str, number: int, layout: bytes, address: BoardAddress, end: float
     ) -> None:
         """Connect; raises as `Reading` does."""
         self._reading = Reading(address, end)
         self._reader = self._reading.reader
-        super().__init__(way, number, layout, self._reader.take)
+        super().__init__(transport, number, layout, self._reader.take)
         self._ours, self._waker = map(kept, socket.socketpair())
 
     @property
@@ -125,9 +125,11 @@ class PulledSource(Source):
     A thread makes them, so `take` waits for none.
     """
 
-    def __init__(self, way: str, number: int, layout: bytes, outlet: ray.actor.ActorHandle) -> None:
+    def __init__(
+        self, transport: str, number: int, layout: bytes, outlet: ray.actor.ActorHandle
+    ) -> None:
         """Take the outlet, an actor."""
-        super().__init__(way, number, layout, self._take)
+        super().__init__(transport, number, layout, self._take)
         self._outlet = outlet
         self._news: News | None = None
         self._is_closed = False

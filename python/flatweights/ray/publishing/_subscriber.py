@@ -21,7 +21,7 @@ from flatweights.ray.publishing._board import FullError
 from flatweights.ray.publishing._errors import StaleWeightsError
 from flatweights.ray.publishing._models import check_layout, copy_of, target_of
 from flatweights.ray.publishing._sources import News, Source
-from flatweights.ray.publishing._ways import connect
+from flatweights.ray.publishing._transports import connect
 
 _TICK = 1.0  # seconds between two searches for a newer publisher, while this one is quiet
 _SOON = 0.2  # the same, once this one has ended
@@ -101,14 +101,14 @@ class Subscriber:
         in_forks(self, Subscriber._end_copy)
 
     @property
-    def way(self) -> str:
+    def transport(self) -> str:
         """The way by which the weights come.
 
         ``"lane"``: through memory of the publisher, on this node; ``"agent"``: through memory of an
         actor of this node that subscribes for all its processes; ``"store"``: through Ray's object
         store, if no memory can be shared.
         """
-        return self._state.source.way
+        return self._state.source.transport
 
     @property
     def age(self) -> float:
@@ -199,7 +199,7 @@ class Subscriber:
 
     def __repr__(self) -> str:
         """Return name, version and way."""
-        return f"<Subscriber of {self.name!r}, version {self.version}, way {self.way!r}>"
+        return f"<Subscriber of {self.name!r}, version {self.version}, way {self.transport!r}>"
 
     def __reduce__(self) -> NoReturn:
         """Refuse: a subscriber belongs to its process."""
@@ -334,7 +334,7 @@ class _State:
             self._next = None
         old = self.source
         if not _names.is_superseded(self._name, old.number) and (
-            old.way == "lane" or not self._is_over
+            old.transport == "lane" or not self._is_over
         ):
             return  # if it has ended, nothing is new until there is another publisher
         record = _names.find(self._name)

@@ -540,7 +540,7 @@ class AsCompleted:
                 self._quarantined += arrivals.quarantined
                 return None
         result.staleness = {rank: publications - taken[rank].publication for rank in taken}
-        result.ways = {rank: sent.record.worker.way for rank, sent in taken.items()}
+        result.transports = {rank: sent.record.worker.transport for rank, sent in taken.items()}
         if self._failed or self._late or self._quarantined:
             result.failed = dict(sorted((self._failed | result.failed).items()))
             result.quarantined = (*self._quarantined, *result.quarantined)

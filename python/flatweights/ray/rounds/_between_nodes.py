@@ -146,7 +146,7 @@ class NodesAverage:
             extras={k: copied(s.extras) for k, s in summaries.items() if s.extras is not None},
             seconds={"wait": arrivals.seconds_waited, "average": _clock.now() - begin},
             nbytes=sum(summary.nbytes for summary in summaries.values()),
-            ways=dict.fromkeys(self._far(), "agent: streams"),
+            transports=dict.fromkeys(self._far(), "agent: streams"),
             groups=plan.merged_groups(),
             links={node: {"in": t.received, "out": t.sent} for node, t in traffic},
         )
@@ -161,7 +161,7 @@ class NodesAverage:
             arrivals.deadline = arrivals.deadline._replace(end=self._end + _GRACE)
         arrivals.bring()
         result = DriverAverage(arrivals, self._request, self._out, self._codec).average()
-        result.ways = dict.fromkeys(self._far(), f"store: {why}")
+        result.transports = dict.fromkeys(self._far(), f"store: {why}")
         return result
 
     def _far(self) -> list[int]:

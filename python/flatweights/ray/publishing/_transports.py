@@ -55,13 +55,13 @@ def connect(name: str, record: Record, end: float) -> Source:
     node, layout = this_node(), record.layout
     why = f"{os.environ.get('FLATWEIGHTS_RAY')!r} is chosen"
     if ray_setting() != "store":
-        way, address = "lane", record.address
+        transport, address = "lane", record.address
         try:
             if record.node != node:
-                way = "agent"
+                transport = "agent"
                 layout, address = _relay_board(name, node, end)
             until = min(end, _clock.now() + _TRY)
-            return BoardSource(way, record.number, layout, address, until)
+            return BoardSource(transport, record.number, layout, address, until)
         except TimeoutError:  # it is stopped or slow, perhaps not for long
             raise
         except (OSError, LaneError, ValueError) as error:
