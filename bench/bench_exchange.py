@@ -3,12 +3,12 @@
 ``python -m bench.bench_exchange [--quick] [--json FILE] [--plot FILE]``
 
 The workers do not train, so only the exchange is timed. Our rows are rounds of a `WorkerGroup`,
-over lanes and over the object store. In loops, a round is one call that sets, runs and averages,
+over channels and over the object store. In loops, a round is one call that sets, runs and averages,
 since the guide's loop also passes weights on with the call; a loop that calls `average` and
 `broadcast` has a row of its own. Contenders alternate, and the first round of each turn is not
 timed. Some also run in loops of their own, with the next round at once or after 5 ms. More rows
-time a round right after other calls, which has to call workers back to their lanes, and one empty
-command to one worker.
+time a round right after other calls, which has to call workers back to their channels, and one
+empty command to one worker.
 
 If PyTorch is installed, one rival is an allreduce by gloo of the vector that `FlatWorker` gets and
 sets: it has no driver, and no worker may be missing. If Open MPI and mpi4py are installed, another
@@ -143,7 +143,7 @@ class Rounds:
         """A round of a group, which sends the average of the round before."""
         self._found = self._group.average("get_weights", broadcast=self._found)
 
-    def in_lanes(self) -> Any:
+    def in_channels(self) -> Any:
         """A round of a group that ends when all workers have the average."""
         with self._step(runner.OURS, "get, average"):
             found = self._group.average("get_weights")
@@ -217,7 +217,7 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
     ]
     oracle = np.mean(np.asarray(values, np.float64), axis=0)
     contenders: dict[str, Callable[[], Any]] = {
-        runner.OURS: rounds.in_lanes,
+        runner.OURS: rounds.in_channels,
         STORE: rounds.flat,
         "dict of arrays": rounds.dict_loop,
         "Keras lists": rounds.lists,
@@ -230,7 +230,7 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
     nbytes = values[0].nbytes * (4 * count + count + 1)
     contenders["memory traffic"] = traffic_of(shapes, count)
     for _ in range(2):  # the first round goes through the store while workers attach
-        rounds.in_lanes()
+        rounds.in_channels()
     rounds.steps.clear()
     ray.get([worker.begin.remote() for worker in workers])
     # The first call of each sets all workers to the mean, which later rounds keep.
@@ -302,10 +302,10 @@ def run_mpi(case: str, elements: int, count: int, ours: float, budget: float) ->
 
 
 def run_loops(rounds: Rounds, case: str, budget: float, pause: float = 0.0) -> list[runner.Row]:
-    """Return the rows of ways in loops of their own, in which workers wait at their lanes."""
+    """Return the rows of ways in loops of their own, in which workers wait at their channels."""
     ways = {
         runner.OURS: rounds.in_one_call,
-        TWO_CALLS: rounds.in_lanes,
+        TWO_CALLS: rounds.in_channels,
         STORE: rounds.flat,
         "dict of arrays": rounds.dict_loop,
     }
@@ -327,7 +327,7 @@ def run_loops(rounds: Rounds, case: str, budget: float, pause: float = 0.0) -> l
 
 
 def run_commands(rounds: Rounds, name: str, count: int) -> list[runner.Row]:
-    """Return the rows of one empty command through a lane, and of rounds that call workers back."""
+    """Return the rows of empty commands by a channel, and of rounds that call workers back."""
     rows = []
     for way, pause in (("at once", 0.0), ("after 5 ms", PAUSE)):
         seconds = []
@@ -341,7 +341,7 @@ def run_commands(rounds: Rounds, name: str, count: int) -> list[runner.Row]:
     for _ in range(20):
         rounds.calls()
         begin = time.perf_counter()
-        rounds.in_lanes()
+        rounds.in_channels()
         firsts.append(time.perf_counter() - begin)
     case = f"{name}, {count} workers: a round after other calls"
     return [*rows, runner.row_of(case, runner.OURS, firsts)]

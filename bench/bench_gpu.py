@@ -32,7 +32,7 @@ DEVICE = "GPU:0"
 
 LIMIT = "one cudaMemcpy, pinned memory"
 
-WINDOW = f"{runner.OURS}, a window of a lane"
+WINDOW = f"{runner.OURS}, a window of a channel"
 
 COLUMNS = ("case", "contender", "time", "±%", "GB/s", "% of limit", "vs. ours")
 
@@ -129,7 +129,7 @@ class Subject:
             self._ours = TensorFlowVariables(self._variables)
         assert all(DEVICE in variable.device for variable in self._variables)
         self.flat = np.concatenate([value.ravel() for value in values])
-        self._window = _core.Window(self._ours.layout.nbytes)  # as lanes have it
+        self._window = _core.Window(self._ours.layout.nbytes)  # as channels have it
         self._there, self._pinned = driver.allocate(self.flat)
         sizes = [int(np.prod(shape)) for shape in shapes]
         ends = np.cumsum(sizes).tolist()

@@ -1,4 +1,4 @@
-"""A round on Ray by the size of the model: the guide's loop, the object store, lanes.
+"""A round on Ray by the size of the model: the guide's loop, the object store, channels.
 
 ``python -m bench.bench_sizes [--quick] [--json FILE] [--plot FILE]``
 
@@ -29,7 +29,7 @@ def run(options: Namespace) -> None:
         elements = SIZES[name] // 4 // VARIABLES
         workers = [actor.remote([(elements,)] * VARIABLES, seed) for seed in range(WORKERS)]
         rounds = bench_exchange.Rounds(workers)
-        results = [way() for way in (rounds.in_lanes, rounds.flat, rounds.dict_loop)]
+        results = [way() for way in (rounds.in_channels, rounds.flat, rounds.dict_loop)]
         for result in results:
             np.testing.assert_allclose(result, results[0], rtol=1e-6, atol=1e-6)
         rounds.steps.clear()

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).with_name("figures")
 WORKERS = 4
 NODES = 4
 STORE = "flatweights, object store"
-NAMES = {"dict of arrays": "the guide's loop", STORE: "object store", "flatweights": "lanes"}
+NAMES = {"dict of arrays": "the guide's loop", STORE: "object store", "flatweights": "shared memory"}
 
 # Bytes that each step of a round reads and writes, in models: variables to arrays, results into
 # the store, the average, the average into the store, arrays to variables. The guide's loop sums
@@ -40,7 +40,7 @@ class Theme:
     Attributes:
         text: The colour of letters and axes.
         grid: The colour of lines behind the data.
-        ways: The colours of the guide's loop, the object store and lanes.
+        ways: The colours of the guide's loop, the object store and shared memory.
         steps: The colours of the steps that move bytes; see `STEPS`.
         inside: The colour of letters in a bar.
     """
@@ -116,7 +116,7 @@ def draw_times(record: dict[str, Any], theme: Theme) -> None:
     ends = (_bytes("1 MB"), _bytes("100 MB"))
     traffic = [1e3 * sum(MODELS["flatweights"]) * size / fastest for size in ends]
     axes.loglog(ends, traffic, "--", color=theme.text, lw=1)
-    axes.text(2.5 * ends[0], traffic[0], "memory traffic\nof lanes alone", va="center")
+    axes.text(2.5 * ends[0], traffic[0], "memory traffic\nof shared memory", va="center")
     axes.set_xlabel("model, in 100 variables")
     axes.set_ylabel("a round of 4 workers, ms")
     names = list(dict.fromkeys(row["case"] for row in rows))

@@ -70,11 +70,11 @@ def test_the_core_decides_without_clocks_ray_sockets_and_threads() -> None:
     ("room", "below"),
     [
         ("core", set()),
-        ("lanes", {"core"}),
+        ("channels", {"core"}),
         ("nodes", set()),
-        ("peers", {"core", "lanes", "nodes"}),
-        ("rounds", {"core", "lanes", "nodes", "peers"}),
-        ("members", {"core", "lanes", "nodes", "peers", "rounds"}),
+        ("peers", {"core", "channels", "nodes"}),
+        ("rounds", {"core", "channels", "nodes", "peers"}),
+        ("members", {"core", "channels", "nodes", "peers", "rounds"}),
     ],
 )
 def test_rooms_of_ray_import_only_those_below(room: str, below: set[str]) -> None:

@@ -17,10 +17,10 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "channels.hpp"
 #include "checks.hpp"
 #include "flatweights/message.hpp"
 #include "flatweights/repeated_calls.hpp"
-#include "lanes.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {

@@ -13,7 +13,7 @@ void bind_device_windows(pybind11::module_& m);
 void bind_difference(pybind11::module_& m);
 void bind_average(pybind11::module_& m);
 void bind_inplace(pybind11::module_& m);
-void bind_lanes(pybind11::module_& m);
+void bind_channels(pybind11::module_& m);
 void bind_publication(pybind11::module_& m);
 void bind_repeated_calls(pybind11::module_& m);
 void bind_variables(pybind11::module_& m);

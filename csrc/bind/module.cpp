@@ -18,7 +18,7 @@ PYBIND11_MODULE(_core_of_main_interpreter, m) {
   flatweights::bind::bind_adaptive(m);
   flatweights::bind::bind_running_average(m);
   flatweights::bind::bind_difference(m);
-  flatweights::bind::bind_lanes(m);
+  flatweights::bind::bind_channels(m);
   flatweights::bind::bind_repeated_calls(m);
   flatweights::bind::bind_device_windows(m);
   flatweights::bind::bind_publication(m);

@@ -26,7 +26,7 @@ struct Header {
   MemoryFile::Nonce nonce;
 };
 
-constexpr std::uint64_t kMagic = 0x31656e616c2d7766;  // "fw-lane1"
+constexpr std::uint64_t kMagic = 0x316e6168632d7766;  // "fw-chan1"
 constexpr std::size_t kHeader = 4096;                 // data begins at a page
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 

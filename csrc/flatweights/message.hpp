@@ -1,8 +1,8 @@
 // A message in a mailbox: a header, the extents of its buffers in windows, and a body of bytes.
 //
-// lanes/_message.py writes messages. Readers trust nothing in them: a broken peer may have written
-// anything. But it cannot write more than a mailbox holds, nor after it has handed the message
-// over.
+// channels/_message.py writes messages. Readers trust nothing in them: a broken peer may have
+// written anything. But it cannot write more than a mailbox holds, nor after it has handed the
+// message over.
 #pragma once
 
 #include <algorithm>

@@ -26,7 +26,7 @@
 
 namespace flatweights {
 
-// Kinds of messages; lanes/_protocol.py has all of them.
+// Kinds of messages; channels/_protocol.py has all of them.
 inline constexpr std::uint32_t kRepeated = 3;  // a command
 inline constexpr std::uint32_t kRepeat = 7;    // an answer
 

@@ -28,7 +28,7 @@ def show_config() -> dict[str, str]:
     * ``FLATWEIGHTS_POOL_BYTES``: most bytes of deleted results that are kept for reuse.
       Default: 1/32 of the memory of the machine or control group, at most 1 GiB.
     * ``FLATWEIGHTS_RAY``: how a new `WorkerGroup` reaches workers on its machine. ``store``
-      always uses Ray's object store; ``lanes`` raises if a worker has no lane.
+      always uses Ray's object store; ``shm`` raises if a worker has no channel.
     * ``FLATWEIGHTS_GPU``: where members average variables that are on one GPU. ``host`` always
       averages in memory of the host; ``windows`` stays on the GPU for few bytes, too, and raises
       if it cannot.
@@ -70,9 +70,9 @@ def _rounds_on_ray() -> str:
     if importlib.util.find_spec("ray") is None:
         return "none, since ray is not installed"
     return {
-        "": "lanes within a machine, else the object store",
+        "": "channels within a machine, else the object store",
         "store": f"the object store ({RAY}=store)",
-        "lanes": f"lanes ({RAY}=lanes)",
+        "shm": f"channels ({RAY}=shm)",
     }[ray_setting()]
 
 

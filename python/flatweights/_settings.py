@@ -22,12 +22,12 @@ def setting(variable: str, *values: str) -> str:
 
 
 def ray_setting() -> str:
-    """Return the value of ``FLATWEIGHTS_RAY``: ``"store"``, ``"lanes"`` or nothing.
+    """Return the value of ``FLATWEIGHTS_RAY``: ``"store"``, ``"shm"`` or nothing.
 
     Raises:
         ValueError: If it has another value.
     """
-    return setting(RAY, "store", "lanes")
+    return setting(RAY, "store", "shm")
 
 
 def gpu_setting() -> str:

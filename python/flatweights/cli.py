@@ -261,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
     rate = "rate of a node's link, if there are several nodes: 10Gbit"
     costs.add_argument("--link", metavar="RATE", help=rate)
     costs.add_argument("--dtype", default="float32", help="dtype of most weights (float32)")
-    memory = "bytes that a node's processes move per second (50GB over lanes, else 10GB)"
+    memory = "bytes that a node's processes move per second (50GB over channels, else 10GB)"
     costs.add_argument("--memory", metavar="SIZE", help=memory)
 
     guide = "train on handwritten digits in Ray actors, compared with the loop of Ray's guide"

@@ -77,7 +77,7 @@ struct Shared {
 
 std::uint64_t mixed(std::uint64_t value) { return value * 0x9e3779b97f4a7c15U + 1; }
 
-// A message in the format of lanes/_message.py: its extent and its body contain the number.
+// A message in the format of channels/_message.py: its extent and its body contain the number.
 struct Letter {
   std::uint32_t kind = 7, count = 1;
   Extent extent;

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from flatweights import FlatWeights, _core
 from flatweights.ray import _failpoints
-from flatweights.ray.lanes._member_lane import MemberLane
+from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._door import Ticket
-from flatweights.ray.members._host_end import HostByLane, Pass
+from flatweights.ray.members._host_end import HostByChannel, Pass
 from flatweights.ray.members._member import Member
 
 
@@ -63,14 +63,14 @@ class Holder:
             part[...] = value
 
 
-def attach(rank: int, seat: int, address: bytes, token: bytes) -> MemberLane:
-    """Make a lane, in the process of a member."""
-    return MemberLane(address, token)
+def attach(rank: int, seat: int, address: bytes, token: bytes) -> MemberChannel:
+    """Make a channel, in the process of a member."""
+    return MemberChannel(address, token)
 
 
-def member_of(lane: MemberLane, rank: int, seat: int, token: bytes) -> Member:
+def member_of(channel: MemberChannel, rank: int, seat: int, token: bytes) -> Member:
     """Wait for the first outcome, in the process of a member."""
-    host = HostByLane(None, Pass(token, f"process of rank {rank}"), lane, seat)
+    host = HostByChannel(None, Pass(token, f"process of rank {rank}"), channel, seat)
     return Member("gpu", host, Ticket(rank, seat, None), host.start(60.0))
 
 
@@ -117,10 +117,10 @@ class Members:
             nonce = process.run(
                 "from gpu_members import *\n"
                 f"place = {rank}, {ticket.seat}, {ticket.address!r}, {entry.token!r}\n"
-                "lane = attach(*place)\nresult = lane.mailbox.nonce"
+                "channel = attach(*place)\nresult = channel.mailbox.nonce"
             )
             self.meeting.meeting.news.ask(self.meeting.meeting.attach, entry.token, nonce)
-        self.run("member = member_of(lane, place[0], place[1], place[3])", *ranks)
+        self.run("member = member_of(channel, place[0], place[1], place[3])", *ranks)
 
     def begin(self, program: str, *ranks: int) -> dict[int, Future[Any]]:
         """Run a program that sees its ``rank`` in the processes of ``ranks``, or in all."""

@@ -21,9 +21,9 @@ from meetings import LocalMeeting
 
 import flatweights as fw
 from flatweights.ray import MemberError
-from flatweights.ray.lanes._member_lane import MemberLane
+from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._door import Ticket
-from flatweights.ray.members._host_end import HostByLane, Pass
+from flatweights.ray.members._host_end import HostByChannel, Pass
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._repetitions import Series
 
@@ -52,9 +52,11 @@ def be_member(told: dict[str, Any], to: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
         link.connect(to)
         token, ticket = bytes.fromhex(told["token"]), Ticket(told["rank"], told["seat"], None)
-        lane = MemberLane(bytes.fromhex(told["address"]), token)
-        link.send(json.dumps({"token": told["token"], "nonce": lane.mailbox.nonce.hex()}).encode())
-        host = HostByLane(None, Pass(token, f"process {os.getpid()}"), lane, ticket.seat)
+        channel = MemberChannel(bytes.fromhex(told["address"]), token)
+        link.send(
+            json.dumps({"token": told["token"], "nonce": channel.mailbox.nonce.hex()}).encode()
+        )
+        host = HostByChannel(None, Pass(token, f"process {os.getpid()}"), channel, ticket.seat)
         member = Member("local", host, ticket, host.start(STUCK))
         weights = Weights(told["rank"])
         with contextlib.suppress(MemberError):
@@ -122,7 +124,7 @@ class Run:
         os.kill(process, signal.SIGKILL)
         meeting = self.meeting.meeting
         for seat in [*meeting.door.present.values()]:
-            if seat.rank == rank and seat.lane is None:  # it had not connected
+            if seat.rank == rank and seat.channel is None:  # it had not connected
                 meeting.news.tell(meeting.lose, seat.token, None)
         self.start(rank)
 

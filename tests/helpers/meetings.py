@@ -1,4 +1,4 @@
-"""A meeting without Ray: its thread and its members are in this process, with real lanes."""
+"""A meeting without Ray: its thread and its members are in this process, with real channels."""
 
 import secrets
 import socket
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.core._peer import State
-from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._door import Entry, Ticket
-from flatweights.ray.members._host_end import HostByLane, Pass
+from flatweights.ray.members._host_end import HostByChannel, Pass
 from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._repetitions import Series
@@ -50,34 +50,36 @@ class LocalMeeting:
         self.meeting.news.tell(self.meeting.door.enter, entry)
         return entry
 
-    def lane(self, entry: Entry) -> MemberLane:
-        """Make the lane for the ticket."""
+    def channel(self, entry: Entry) -> MemberChannel:
+        """Make the channel for the ticket."""
         ticket = entry.ticket.result()
         assert ticket.address is not None
-        lane = MemberLane(ticket.address, entry.token)
+        channel = MemberChannel(ticket.address, entry.token)
         try:
-            self.meeting.news.ask(self.meeting.attach, entry.token, lane.mailbox.nonce)
+            self.meeting.news.ask(self.meeting.attach, entry.token, channel.mailbox.nonce)
         except BaseException:
-            lane.close()
+            channel.close()
             raise
-        return lane
+        return channel
 
-    def member(self, entry: Entry, lane: MemberLane) -> Member:
+    def member(self, entry: Entry, channel: MemberChannel) -> Member:
         """Wait for the first outcome."""
         ticket = entry.ticket.result()
-        host = HostByLane(None, Pass(entry.token, entry.who), lane, ticket.seat)
+        host = HostByChannel(None, Pass(entry.token, entry.who), channel, ticket.seat)
         return Member("local", host, ticket, host.start(60.0))
 
     def join(self, rank: int | None = None) -> Member:
         """Join, as `flatweights.ray.join` does."""
         entry = self.enter(rank)
-        return self.member(entry, self.lane(entry))
+        return self.member(entry, self.channel(entry))
 
     def join_all(self) -> list[Member]:
         """Return a member for each rank."""
         entries = [self.enter(rank) for rank in range(self.size)]
-        lanes = [self.lane(entry) for entry in entries]
-        return [self.member(entry, lane) for entry, lane in zip(entries, lanes, strict=True)]
+        channels = [self.channel(entry) for entry in entries]
+        return [
+            self.member(entry, channel) for entry, channel in zip(entries, channels, strict=True)
+        ]
 
     def watch_series(self, note: Callable[[Series], object]) -> None:
         """Call ``note`` after each series of calls that were made in C++."""
@@ -112,7 +114,11 @@ class LocalMeeting:
         def has_asked(seat: Seat) -> bool:
             if seat in self.meeting.calls.waiting.asking:
                 return True
-            return seat.state is State.WORKING and seat.lane is not None and seat.lane.is_answered
+            return (
+                seat.state is State.WORKING
+                and seat.channel is not None
+                and seat.channel.is_answered
+            )
 
         self.wait_until(
             lambda meeting: sorted(ranks) == [s.rank for s in by_rank(meeting) if has_asked(s)]
@@ -127,5 +133,5 @@ def by_rank(meeting: Meeting) -> list[Seat]:
 def kill(member: Member) -> None:
     """Close the socket of a member, as the death of its process does."""
     host = member._host
-    assert isinstance(host, HostByLane)
-    host._lane.connection.shutdown(socket.SHUT_RDWR)
+    assert isinstance(host, HostByChannel)
+    host._channel.connection.shutdown(socket.SHUT_RDWR)

@@ -114,7 +114,7 @@ def only_late(count: int = 1) -> Iterator[None]:
         if others <= 0:
             return wait_any(answers, deadline, enough)
         while len(there := wait_any(answers, None, others)) < others:
-            pass  # some by lanes, the others by Ray
+            pass  # some by channels, the others by Ray
         return there
 
     with pytest.MonkeyPatch.context() as patched:

@@ -6,9 +6,9 @@ import pytest
 from ray_pool import Actors, Lend
 
 
-@pytest.fixture(scope="module", params=["lanes", "store"])
+@pytest.fixture(scope="module", params=["shm", "store"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The way of rounds: over lanes, and then over Ray's object store.
+    """The way of rounds: over channels, and then over Ray's object store.
 
     Tests with actors of their own (`lend`, or marked ``starts_actors``) go over the store only with
     ``-m slow``.

@@ -22,16 +22,16 @@ import json, sys, time
 from pathlib import Path
 import keras, numpy as np
 from flatweights.keras import average_gradients
-from flatweights.ray.lanes._member_lane import MemberLane
-from flatweights.ray.members._host_end import HostByLane, Pass
+from flatweights.ray.channels._member_channel import MemberChannel
+from flatweights.ray.members._host_end import HostByChannel, Pass
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._door import Ticket
 
 rank, seat, address, token, has_timeout, stalled = json.loads(sys.argv[1])
 stalled, token = Path(stalled), bytes.fromhex(token)
-lane = MemberLane(bytes.fromhex(address), token)
-print(lane.mailbox.nonce.hex(), flush=True)
-host = HostByLane(None, Pass(token, "member"), lane, seat)
+channel = MemberChannel(bytes.fromhex(address), token)
+print(channel.mailbox.nonce.hex(), flush=True)
+host = HostByChannel(None, Pass(token, "member"), channel, seat)
 member = Member("interrupted", host, Ticket(rank, seat, None), host.start(300.0))
 
 def batches():
@@ -79,8 +79,8 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
         meeting.attach(entry.token, bytes.fromhex(outputs[-1].readline()))
     thread = threading.Thread(target=meeting.run)
     thread.start()
-    lane = meeting.door.seats[1].lane
-    while not (stalled.exists() and lane is not None and lane.is_answered):
+    channel = meeting.door.seats[1].channel
+    while not (stalled.exists() and channel is not None and channel.is_answered):
         assert members[0].poll() is None
         time.sleep(0.01)  # until rank 1 waits for rank 0
     members[1].send_signal(signal.SIGINT)

@@ -80,7 +80,7 @@ def plan_of(seed: int, mix: str) -> Plan:
         plan["lives"] = [_absent(rng, calls) for _ in range(size)]
     else:
         plan["lives"] = [plans.lives_of(rng, mix, calls) for _ in range(size)]
-    ways = ("lane", "store") if mix == "store" else ("lane",)
+    ways = ("shm", "store") if mix == "store" else ("shm",)
     plan["ways"] = [rng.choice(ways) for _ in range(size)]
     return plan
 

@@ -94,7 +94,7 @@ GROUP = {
         "        self.arrived.difference_update(reasons)\n",
         "",
     ),
-    # What a worker does with weights, and the lane to it.
+    # What a worker does with weights, and the channel to it.
     "a worker takes any weights for those that it needs": (
         "_worker.py",
         "        if version is not None and version != self.version:\n",
@@ -105,23 +105,23 @@ GROUP = {
         "        if not self.is_whole:\n",
         "        if False:\n",
     ),
-    "weights from a lane are set without a note": (
+    "weights from a channel are set without a note": (
         "_worker.py",
         "            state.is_whole = _sets_all_or_none(worker)\n            _variables",
         "            _variables",
     ),
     "a command is taken by a call that may have ended": (
-        "peers/_by_lane.py",
-        "        if not is_there:\n            lane.serve(self._serve)\n",
+        "peers/_by_channel.py",
+        "        if not is_there:\n            channel.serve(self._serve)\n",
         "",
     ),
-    "a lane that was given up is used": (
-        "peers/_by_lane.py",
-        "        if lane is None or lane.is_closed or lane.is_given_up:\n            lane =",
-        "        if lane is None or lane.is_closed:\n            lane =",
+    "a channel that was given up is used": (
+        "peers/_by_channel.py",
+        "        if channel is None or channel.is_closed or channel.is_given_up:\n            channel =",
+        "        if channel is None or channel.is_closed:\n            channel =",
     ),
     "a result that cannot be sent is nothing": (
-        "lanes/_worker_lane.py",
+        "channels/_worker_channel.py",
         "            box.append(self._value_of(message))\n",
         "            box.append(None)\n",
     ),

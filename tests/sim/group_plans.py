@@ -33,7 +33,7 @@ def plan_of(seed: int, mix: str, protocol: str) -> Plan:
     - ``work``, ``slow``: seconds of a method, and how likely these are many more;
     - ``nan``, ``raises``, ``refuses``: how likely a method returns NaN or raises, and how likely a
       worker cannot set weights;
-    - ``rates``: how likely memory is short, the store is full, or a lane cannot be made;
+    - ``rates``: how likely memory is short, the store is full, or a channel cannot be made;
     - ``actors``: by rank, ``lives``, the processes one after the other with the delay until each is
       built and its faults by the number of a point; and whether Ray ``retries`` its calls;
     - ``driver_faults``: the driver's faults, likewise;
@@ -81,7 +81,7 @@ def plan_of(seed: int, mix: str, protocol: str) -> Plan:
         plan["leaves"] = rng.choice((0.0, 0.1))
     rates = plan["rates"]
     if mix in ("store", "wild"):
-        rates["no lane"] = rng.choice((0.0, 0.2, 1.0))
+        rates["no channel"] = rng.choice((0.0, 0.2, 1.0))
         rates["full"] = rng.choice((0.0, 0.0, 0.03))
     if mix in ("short", "wild"):
         rates["no window"] = rng.choice((0.02, 0.2, 0.7))

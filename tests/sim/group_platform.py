@@ -1,7 +1,7 @@
-"""Ray and lanes as a group and its workers need them, in a simulated world.
+"""Ray and channels as a group and its workers need them, in a simulated world.
 
-Actors, references and lanes are simulated; what both ends of a lane do is the package's own code,
-on a mailbox that follows `mailbox.cpp` step by step.
+Actors, references and channels are simulated; what both ends of a channel do is the package's own
+code, on a mailbox that follows `mailbox.cpp` step by step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import ray
 from tests.sim.platform import HeldExtent
 from tests.sim.world import Bell, Changing, Fault, Process, World
 
-from flatweights.ray.lanes._driver_lane import DriverLane
-from flatweights.ray.lanes._end import LaneEnd, LaneError
-from flatweights.ray.lanes._message import _EXTENT, _HEADER
-from flatweights.ray.lanes._protocol import BY_CALL
-from flatweights.ray.lanes._windows import Extent
-from flatweights.ray.lanes._worker_lane import PATIENCE, WorkerLane
+from flatweights.ray.channels._driver_channel import DriverChannel
+from flatweights.ray.channels._end import ChannelEnd, ChannelError
+from flatweights.ray.channels._message import _EXTENT, _HEADER
+from flatweights.ray.channels._protocol import BY_CALL
+from flatweights.ray.channels._windows import Extent
+from flatweights.ray.channels._worker_channel import PATIENCE, WorkerChannel
 from flatweights.ray.peers import _order
 from flatweights.ray.peers._platform import Platform
 
@@ -40,7 +40,7 @@ class GroupPlatform(Platform):
     Attributes:
         objects: Changes when any reference is there.
         refs: All references that exist.
-        listeners: By address, the lanes of a driver.
+        listeners: By address, the channels of a driver.
         actors: All actors.
         mailboxes: All mailboxes that still exist.
     """
@@ -49,7 +49,7 @@ class GroupPlatform(Platform):
         self.world = world
         self.objects = Changing(world)
         self.refs: weakref.WeakSet[Ref] = weakref.WeakSet()
-        self.listeners: dict[bytes, SimulatedLanes] = {}
+        self.listeners: dict[bytes, SimulatedChannels] = {}
         self.actors: list[Actor] = []
         self.mailboxes: list[SimulatedMailbox] = []
         self.is_calm = False  # whether nothing goes wrong any more
@@ -73,8 +73,8 @@ class GroupPlatform(Platform):
     def lock(self) -> Any:
         return SimulatedLock(self.world)
 
-    def lanes(self) -> Any:
-        return SimulatedLanes(self)
+    def channels(self) -> Any:
+        return SimulatedChannels(self)
 
     def wait(self, refs: Sequence[Any], timeout: float | None = 0, enough: int = 1) -> list[Any]:
         world = self.world
@@ -118,8 +118,8 @@ class GroupPlatform(Platform):
     def node(self) -> str:
         return _NODE
 
-    def worker_lane(self, address: bytes, token: bytes) -> Any:
-        return SimulatedWorkerLane(self, address, token)
+    def worker_channel(self, address: bytes, token: bytes) -> Any:
+        return SimulatedWorkerChannel(self, address, token)
 
     def was_restarted(self) -> bool:
         lives: int = self.world.process().notes["life"]
@@ -356,14 +356,14 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
         if name == "call_version" and owes and owes.is_late and not self.process.is_dead:
             world.fail(f"{self.name} is sent a call, and owes an answer")
         log = _order._logs.get(self._actor_id)
-        if name == "serve_lane" and log is not None:
+        if name == "serve_channel" and log is not None:
             log.last = args[0]
         try:
             world.point(f"call of {name}")
             ref = Ref.of(platform, caller)
             call = _Call(name, _copied((args, kwargs)), ref)
         finally:
-            if name != "serve_lane" and log is not None:
+            if name != "serve_channel" and log is not None:
                 log.last = name
         self._arriving = max(self._arriving, world.now + platform.delay())
 
@@ -397,7 +397,7 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
                 args = [platform.get(arg) if isinstance(arg, Ref) else arg for arg in args]
                 value = _copied(getattr(self.object, call.name)(*args, **kwargs))
                 del args, kwargs
-                if call.name in ("call_version", "serve_lane") and value is not None:
+                if call.name in ("call_version", "serve_channel") and value is not None:
                     self._check_room()
             except ray.exceptions.RayError as raised:
                 value, error = None, raised
@@ -419,7 +419,7 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
 
 
 class SimulatedMailbox(Changing):
-    """A mailbox as `mailbox.cpp` has it, and the sockets of its lane.
+    """A mailbox as `mailbox.cpp` has it, and the sockets of its channel.
 
     Attributes:
         worker: The process of the worker.
@@ -439,7 +439,7 @@ class SimulatedMailbox(Changing):
         self.views: dict[bool, list[weakref.ref[Any]]] = {False: [], True: []}
         self.to_driver: list[bytes] = []
         self.to_worker: list[bytes] = []
-        self.lanes: SimulatedLanes | None = None
+        self.channels: SimulatedChannels | None = None
 
     def close_descriptor(self) -> None:
         """Keep the memory."""
@@ -557,7 +557,7 @@ class SimulatedMailbox(Changing):
 
 
 class _Connection:
-    """A socket of a lane."""
+    """A socket of a channel."""
 
     def __init__(self, closes: Callable[[], None]) -> None:
         self._closes = closes
@@ -611,7 +611,7 @@ class SimulatedWindows:
         """Find no free window."""
 
 
-class _Shares(LaneEnd):
+class _Shares(ChannelEnd):
     """What both ends do in another way than through sockets."""
 
     mailbox: Any
@@ -635,8 +635,8 @@ class _Shares(LaneEnd):
                 self.is_closed = True
 
 
-class SimulatedDriverLane(_Shares, DriverLane):
-    """The driver's end of a lane."""
+class SimulatedDriverChannel(_Shares, DriverChannel):
+    """The driver's end of a channel."""
 
     def __init__(self, platform: GroupPlatform, mailbox: SimulatedMailbox) -> None:
         connection: Any = _Connection(lambda: mailbox.to_worker.append(b""))
@@ -646,8 +646,8 @@ class SimulatedDriverLane(_Shares, DriverLane):
         self._of_peer: Any = {0: None}  # of which views are counted
 
 
-class SimulatedLanes(Bell):
-    """A driver's ends of lanes."""
+class SimulatedChannels(Bell):
+    """A driver's ends of channels."""
 
     def __init__(self, platform: GroupPlatform) -> None:
         super().__init__(platform.world)
@@ -656,8 +656,8 @@ class SimulatedLanes(Bell):
         self.windows = SimulatedWindows(platform)
         self.address = b"address %d" % len(platform.listeners)
         platform.listeners[self.address] = self
-        self.met: dict[bytes, SimulatedDriverLane | None] = {}
-        self._lanes: list[SimulatedDriverLane] = []
+        self.met: dict[bytes, SimulatedDriverChannel | None] = {}
+        self._channels: list[SimulatedDriverChannel] = []
         self._tokens = 0
         self.is_closed = False
 
@@ -668,24 +668,24 @@ class SimulatedLanes(Bell):
         return token
 
     def forget(self, token: bytes) -> None:
-        lane = self.met.pop(token, None)
-        if lane is not None:
-            lane.close()
+        channel = self.met.pop(token, None)
+        if channel is not None:
+            channel.close()
 
-    def connect(self, token: bytes, nonce: bytes) -> SimulatedDriverLane:
+    def connect(self, token: bytes, nonce: bytes) -> SimulatedDriverChannel:
         self._world.point("connecting")
         self._drop_given_up()
-        lane = self.met.pop(token, None)
-        if lane is None:
-            raise LaneError("the worker has not connected")
-        mailbox: Any = lane.mailbox
+        channel = self.met.pop(token, None)
+        if channel is None:
+            raise ChannelError("the worker has not connected")
+        mailbox: Any = channel.mailbox
         if mailbox.worker.is_dead and self._world.draw() < 0.5:
-            lane.close()
+            channel.close()
             raise BrokenPipeError("it is already dead")
         mailbox.to_worker.append(b"D")
-        mailbox.lanes = self
-        self._lanes.append(lane)
-        return lane
+        mailbox.channels = self
+        self._channels.append(channel)
+        return channel
 
     def ring(self) -> None:
         self.ring_bell()
@@ -696,81 +696,84 @@ class SimulatedLanes(Bell):
         self._world.point("woken")
 
     def _is_due(self) -> bool:
-        return self._is_rung or any(self._has_news(lane) for lane in self._lanes)
+        return self._is_rung or any(self._has_news(channel) for channel in self._channels)
 
     @staticmethod
-    def _has_news(lane: SimulatedDriverLane) -> bool:
-        mailbox: Any = lane.mailbox
+    def _has_news(channel: SimulatedDriverChannel) -> bool:
+        mailbox: Any = channel.mailbox
         return bool(mailbox.to_driver)
 
-    def wait(self, lanes: Any, seconds: float | None, enough: int = 1) -> float:
+    def wait(self, channels: Any, seconds: float | None, enough: int = 1) -> float:
         world = self._world
         begin = world.now
-        if self.finds(lanes, enough):
+        if self.finds(channels, enough):
             return world.now - begin
         self._missing = enough
         world.point("waiting")
-        if not any(lane.is_answered for lane in lanes):
+        if not any(channel.is_answered for channel in channels):
             world.block(self._is_due, self, seconds)
             self.look()
         return world.now - begin
 
     def look(self) -> None:
         self._is_rung = False
-        for lane in [*self._lanes]:
-            if self._has_news(lane):
-                lane.receive()
-                if lane.is_closed:
-                    self._drop(lane)
+        for channel in [*self._channels]:
+            if self._has_news(channel):
+                channel.receive()
+                if channel.is_closed:
+                    self._drop(channel)
 
-    def give_up(self, lane: SimulatedDriverLane) -> None:
-        lane.is_given_up = True
-        lane.withdraw()
+    def give_up(self, channel: SimulatedDriverChannel) -> None:
+        channel.is_given_up = True
+        channel.withdraw()
         self._drop_given_up()
 
     def _drop_given_up(self) -> None:
-        for lane in [*self._lanes]:
-            if lane.is_given_up and not lane.is_holding(0):
-                self._drop(lane)
+        for channel in [*self._channels]:
+            if channel.is_given_up and not channel.is_holding(0):
+                self._drop(channel)
 
-    def _drop(self, lane: SimulatedDriverLane) -> None:
-        if lane in self._lanes:
-            self._lanes.remove(lane)
-        lane.close()
+    def _drop(self, channel: SimulatedDriverChannel) -> None:
+        if channel in self._channels:
+            self._channels.remove(channel)
+        channel.close()
 
     def close(self) -> None:
         self.is_closed = True
-        for lane in [*self._lanes, *[lane for lane in self.met.values() if lane is not None]]:
-            self._drop(lane)
-            lane.forget_windows()
+        for channel in [
+            *self._channels,
+            *[channel for channel in self.met.values() if channel is not None],
+        ]:
+            self._drop(channel)
+            channel.forget_windows()
 
 
-class SimulatedWorkerLane(_Shares, WorkerLane):
-    """A worker's end of a lane."""
+class SimulatedWorkerChannel(_Shares, WorkerChannel):
+    """A worker's end of a channel."""
 
     def __init__(self, platform: GroupPlatform, address: bytes, token: bytes) -> None:
         world = platform.world
         process = world.process()
         world.point("connecting")
-        lanes = platform.listeners[address]
-        if world.chance("no lane"):
-            world.note("no lane can be made")
+        channels = platform.listeners[address]
+        if world.chance("no channel"):
+            world.note("no channel can be made")
             raise OSError("too many open files")
-        stopped = lanes.process.stopped_until - world.now
+        stopped = channels.process.stopped_until - world.now
         if stopped > 0:
             world.sleep(min(stopped, PATIENCE))
         if stopped > PATIENCE:
             raise TimeoutError("the driver has not taken the connection")
-        if lanes.is_closed:
+        if channels.is_closed:
             raise ConnectionRefusedError("nobody listens")
-        if lanes.met.get(token, token) is not None:
-            raise LaneError("the driver does not expect this worker any more")
+        if channels.met.get(token, token) is not None:
+            raise ChannelError("the driver does not expect this worker any more")
         mailbox: Any = SimulatedMailbox(world, process)
         platform.mailboxes.append(mailbox)
-        lanes.met[token] = SimulatedDriverLane(platform, mailbox)
+        channels.met[token] = SimulatedDriverChannel(platform, mailbox)
         connection: Any = _Connection(self._leave)
-        LaneEnd.__init__(self, connection, mailbox, is_worker=True)
-        self._platform, self._listener = platform, lanes
+        ChannelEnd.__init__(self, connection, mailbox, is_worker=True)
+        self._platform, self._listener = platform, channels
         windows: Any = SimulatedWindows(platform)
         self._windows = windows
         process.at_death.append(self._leave)

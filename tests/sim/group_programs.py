@@ -424,8 +424,8 @@ class GroupProgram:
         for rank, record in roster._records.items():
             if record.owed is not None and record.why is None:
                 world.fail(f"rank {rank} owes an answer at the end")
-        lanes = roster.lanes
-        if lanes.last is not None or lanes.asleep is not None:
+        channels = roster.channels
+        if channels.last is not None or channels.asleep is not None:
             world.fail("the last command is not forgotten")
         for mailbox in self._platform.mailboxes:
             if mailbox.holds(False, 0):

@@ -183,8 +183,8 @@ MUTANTS = {
     ),
     "a silent death is not noticed": Mutant(
         "members/_seats.py",
-        "        if self.lane is None or not self.lane.is_closed or not self.is_present:\n",
-        "        if self.state is not State.ASKING or not self.lane or not self.lane.is_closed:\n",
+        "        if self.channel is None or not self.channel.is_closed or not self.is_present:\n",
+        "        if self.state is not State.ASKING or not self.channel or not self.channel.is_closed:\n",
     ),
     "a death that Ray reports is not noticed": Mutant(
         "members/_host.py",
@@ -330,10 +330,10 @@ MUTANTS = {
         "        seat.announced = self._announced\n",
         "",
     ),
-    "an ask beside the lane is not read": Mutant(
+    "an ask beside the channel is not read": Mutant(
         "members/_seats.py",
-        '        if self._letters and (lane is None or body == b""):\n',
-        "        if self._letters and lane is None:\n",
+        '        if self._letters and (channel is None or body == b""):\n',
+        "        if self._letters and channel is None:\n",
     ),
     # Interrupted members.
     "an interrupted member may stay": Mutant(
@@ -349,8 +349,8 @@ MUTANTS = {
     # Repetitions; tests/ray/members/test_repetitions.py has more of their rules.
     "a series goes on with the dead": Mutant(
         "members/_repetitions.py",
-        "seat.lane is None or seat.lane.is_closed:",
-        "seat.lane is None:",
+        "                or seat.channel.is_closed\n",
+        "",
     ),
     "a series goes on without newcomers": Mutant(
         "members/_repetitions.py",

@@ -29,6 +29,7 @@ from tests.sim.world import Process, World
 from flatweights.ray._errors import WorkerError
 from flatweights.ray._result import Packed
 from flatweights.ray._round import Round
+from flatweights.ray.channels._protocol import ASK, ASKED_AGAIN, REPEAT
 from flatweights.ray.core._asks import (
     Ask,
     CallsDifferError,
@@ -36,7 +37,6 @@ from flatweights.ray.core._asks import (
     Outcome,
     OutOfSyncError,
 )
-from flatweights.ray.lanes._protocol import ASK, ASKED_AGAIN, REPEAT
 
 if TYPE_CHECKING:
     from tests.sim.platform import Handle, Link
@@ -526,7 +526,7 @@ class Oracle:
             if rank not in parts and not (is_long_dead or (one.is_there and is_late)):
                 return  # it may have been waited for
         waited = self._world.now - last
-        # An ask that does not fit into a lane is complete only once its member goes on.
+        # An ask that does not fit into a channel is complete only once its member goes on.
         stopped = max(self._seconds_stopped(last, sent.member.process) for sent in parts.values())
         if waited > _SLACK + _SLICE + stopped:
             self._fail(f"{number}: has waited {waited:.2f} s for members that are late")
@@ -868,8 +868,8 @@ class Oracle:
 
 
 def _is_held(link: Link) -> bool:
-    """Whether a host that has closed its lanes still has weights of a member."""
-    is_over = link.lanes is not None and link.lanes.is_over
+    """Whether a host that has closed its channels still has weights of a member."""
+    is_over = link.channels is not None and link.channels.is_over
     return is_over and any(view() is not None for view in link.views)
 
 

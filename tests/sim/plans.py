@@ -98,10 +98,10 @@ def plan_of(seed: int, mix: str) -> Plan:
     - ``work``, ``slow``: seconds between two calls, and how likely these are many more;
     - ``nan``, ``differs``, ``leaves``, ``raises``, ``drops``: how likely a call has NaN or is
       another one than the others make, and how likely a member leaves, raises or drops its member;
-    - ``rates``: how likely memory is short, the store is full, or a lane cannot be made;
+    - ``rates``: how likely memory is short, the store is full, or a channel cannot be made;
     - ``lives``: by rank, its processes one after the other: the delay until it starts, its faults
       by the number of a point, and whether two start at once;
-    - ``ways``: by rank, "lane" or "store"; ``host_faults``: by host, its faults, likewise;
+    - ``ways``: by rank, "shm" or "store"; ``host_faults``: by host, its faults, likewise;
     - ``keeps_few``: whether meetings keep the outcomes of one kind of call only;
     - ``in_place``: whether members average variables; ``alone``: after how many calls twins begin
       to take turns;
@@ -161,7 +161,7 @@ def plan_of(seed: int, mix: str) -> Plan:
             "slow": rng.choice((0.0, 0.03)),
         }
     plan["lives"] = [lives_of(rng, mix, plan["calls"]) for _ in range(plan["size"])]
-    plan["ways"] = ["lane"] * plan["size"]
+    plan["ways"] = ["shm"] * plan["size"]
     _add_faults(rng, plan)
     plan["in_place"] = rng.random() < (0.7 if mix == "repeats" else 0.2)
     plan["alone"] = rng.choice((0, 0, 5)) if mix != "repeats" else 8
@@ -197,8 +197,8 @@ def _add_faults(rng: random.Random, plan: Plan) -> None:
     """Add what goes wrong apart from the ends of members."""
     mix, size, rates = plan["mix"], plan["size"], plan["rates"]
     if mix in ("store", "wild"):
-        plan["ways"] = [rng.choice(("lane", "store")) for _ in range(size)]
-        rates["no lane"] = rng.choice((0.0, 0.2))
+        plan["ways"] = [rng.choice(("shm", "store")) for _ in range(size)]
+        rates["no channel"] = rng.choice((0.0, 0.2))
         rates["full"] = rng.choice((0.0, 0.0, 0.02))
     if mix in ("short", "wild"):
         rates["no window"] = rng.choice((0.02, 0.2, 0.7))
@@ -306,4 +306,4 @@ def smaller(plan: Plan) -> Iterator[Plan]:
             yield less
     yield from milder(plan, _NEUTRAL)
     if "store" in plan["ways"]:
-        yield with_(ways=["lane"] * plan["size"])
+        yield with_(ways=["shm"] * plan["size"])

@@ -1,4 +1,4 @@
-"""Ray, lanes and threads as hosts and members need them, in a simulated world."""
+"""Ray, channels and threads as hosts and members need them, in a simulated world."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.sim.oracle import Oracle
 from tests.sim.repeating import SimulatedCalls
 from tests.sim.world import Bell, Changing, Process, World
 
-from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._member_lane import HostDiedError, Shortcut
-from flatweights.ray.lanes._message import _EXTENT, _HEADER, buffer_message
-from flatweights.ray.lanes._protocol import (
+from flatweights.ray.channels._end import ChannelError
+from flatweights.ray.channels._member_channel import HostDiedError, Shortcut
+from flatweights.ray.channels._message import _EXTENT, _HEADER, buffer_message
+from flatweights.ray.channels._protocol import (
     ASK,
     ASKED_AGAIN,
     COMMAND,
@@ -28,7 +28,7 @@ from flatweights.ray.lanes._protocol import (
     REPEATED,
     TOLD_AGAIN,
 )
-from flatweights.ray.lanes._windows import Extent
+from flatweights.ray.channels._windows import Extent
 from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._platform import Place, Platform
 
@@ -42,8 +42,8 @@ class Simulated(Platform):
     Attributes:
         actors: By name, the host that processes find.
         hosts: The number of hosts so far.
-        links: All connections by lanes so far.
-        listeners: By address, the lanes of a host.
+        links: All connections by channels so far.
+        listeners: By address, the channels of a host.
     """
 
     def __init__(self, world: World, oracle: Oracle, plan: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class Simulated(Platform):
         self.actors: dict[str, Handle] = {}
         self.hosts = 0
         self.links: list[Link] = []
-        self.listeners: dict[bytes, SimulatedLanes] = {}
+        self.listeners: dict[bytes, SimulatedChannels] = {}
         self._host_faults = plan["host_faults"]
 
         class Watched(Meeting):
@@ -59,8 +59,8 @@ class Simulated(Platform):
 
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
-                lanes: Any = self._lanes
-                lanes.shows = self.shows
+                channels: Any = self._channels
+                channels.shows = self.shows
 
             def shows(self, call: int, number: int, position: int, seconds: Any) -> None:
                 """Show an outcome that `RepeatedCalls` is about to post."""
@@ -86,8 +86,8 @@ class Simulated(Platform):
     def begin_host(self) -> Place:
         return Place(_NODE, self.world.process().notes["handle"])
 
-    def lanes(self) -> Any:
-        return SimulatedLanes(self)
+    def channels(self) -> Any:
+        return SimulatedChannels(self)
 
     def agents(self, *_: Any) -> Any:
         return NoAgents()
@@ -173,8 +173,8 @@ class Simulated(Platform):
     def introduce(self) -> tuple[bytes, str]:
         return self.world.rng.randbytes(16), f"process {self.world.process().name}"
 
-    def member_lane(self, address: bytes, token: bytes) -> Any:
-        return SimulatedMemberLane(self, address, token)
+    def member_channel(self, address: bytes, token: bytes) -> Any:
+        return SimulatedMemberChannel(self, address, token)
 
     def get(self, ref: Any, timeout: float | None = None) -> Any:
         self.world.process()
@@ -197,7 +197,7 @@ class Simulated(Platform):
 
     def process_has_died(self, process: Process) -> None:
         """Let others learn that a process has died, from the results that it owns."""
-        # With a lane, the host need not wait for Ray's report.
+        # With a channel, the host need not wait for Ray's report.
         latest = 8.0 if process.notes.get("attached") else 2.0
         late = self.world.rng.choice((0.0, 0.01, 0.2, latest))
         for ref in process.notes.get("refs", ()):
@@ -378,8 +378,8 @@ class Link(Changing):
         self.packets: list[str] = []
         self.is_host_gone = False
         self.views: list[weakref.ref[Any]] = []
-        self.lanes: SimulatedLanes | None = None
-        self.host: HostLane | None = None
+        self.channels: SimulatedChannels | None = None
+        self.host: HostChannel | None = None
 
     def wake(self) -> None:
         self.is_woken = True
@@ -391,8 +391,8 @@ class Link(Changing):
 
     def send(self, packet: str) -> None:
         self.packets.append(packet)
-        if self.lanes is not None:
-            self.lanes.changed()
+        if self.channels is not None:
+            self.channels.changed()
 
 
 class HeldExtent(Extent):
@@ -431,8 +431,8 @@ def _opened(message: Any) -> tuple[bytes, Any]:
     return body, message.extents[0].buffer if message.extents else None
 
 
-class HostLane:
-    """The host's end of a lane."""
+class HostChannel:
+    """The host's end of a channel."""
 
     def __init__(self, platform: Simulated, link: Link) -> None:
         self._world, self._oracle, self.link = platform.world, platform.oracle, link
@@ -480,7 +480,7 @@ class HostLane:
         if not link.is_answered:
             if not link.member.is_dead:
                 world.fail("an outcome was posted to a member that has not asked")
-            raise LaneError("the last command was not answered")
+            raise ChannelError("the last command was not answered")
         body, buffer = _opened(message)
         try:
             if not self.is_read:
@@ -524,8 +524,8 @@ class HostLane:
         self.link.lose_host()
 
 
-class SimulatedLanes(Bell):
-    """A host's ends of lanes."""
+class SimulatedChannels(Bell):
+    """A host's ends of channels."""
 
     def __init__(self, platform: Simulated) -> None:
         super().__init__(platform.world)
@@ -556,25 +556,25 @@ class SimulatedLanes(Bell):
         if link is not None:
             link.lose_host()
 
-    def connect(self, token: bytes, nonce: bytes) -> HostLane:
+    def connect(self, token: bytes, nonce: bytes) -> HostChannel:
         self._world.point("connecting")
         link = self.met.pop(token, None)
         if link is None:
-            raise LaneError("the worker has not connected")
+            raise ChannelError("the worker has not connected")
         if link.member.is_dead and self._world.draw() < 0.5:
             link.lose_host()
             raise BrokenPipeError("it is already dead")
         self.links.append(link)
-        link.lanes = self
+        link.channels = self
         link.member.notes["attached"] = True
-        return HostLane(self.platform, link)
+        return HostChannel(self.platform, link)
 
     def ring(self) -> None:
         self.has_news = True
         self.ring_bell()
 
-    def repeated_calls(self, lanes: Sequence[HostLane]) -> SimulatedCalls:
-        return SimulatedCalls(self, lanes, self.platform.plan["repeats"])
+    def repeated_calls(self, channels: Sequence[HostChannel]) -> SimulatedCalls:
+        return SimulatedCalls(self, channels, self.platform.plan["repeats"])
 
     def run_repeated(
         self, calls: SimulatedCalls, number: int, seconds: float, seen: list[float]
@@ -602,13 +602,13 @@ class SimulatedLanes(Bell):
     def has_packets(self) -> bool:
         return any(link.packets for link in self.links)
 
-    def wait(self, lanes: Any, seconds: float | None, enough: int = 1) -> float:
+    def wait(self, channels: Any, seconds: float | None, enough: int = 1) -> float:
         world = self._world
         begin = world.now
-        if self.finds(lanes, enough):
+        if self.finds(channels, enough):
             return 0.0
-        self.sleep(enough, lambda: any(lane.is_answered for lane in lanes), seconds)
-        if not any(lane.is_answered for lane in lanes):
+        self.sleep(enough, lambda: any(channel.is_answered for channel in channels), seconds)
+        if not any(channel.is_answered for channel in channels):
             self._look()
         return world.now - begin
 
@@ -626,11 +626,11 @@ class SimulatedLanes(Bell):
         assert link.host is not None
         link.host.close()
 
-    def give_up(self, lane: HostLane) -> None:
-        lane.is_given_up = True
-        link = lane.link
+    def give_up(self, channel: HostChannel) -> None:
+        channel.is_given_up = True
+        link = channel.link
         if link.command is not None:  # it is withdrawn
-            link.command, link.is_answered, lane.is_read = None, True, True
+            link.command, link.is_answered, channel.is_read = None, True, True
         self._drop(link)
 
     def close(self) -> None:
@@ -641,29 +641,29 @@ class SimulatedLanes(Bell):
             link.lose_host()
 
 
-class SimulatedMemberLane:
-    """A member's end of a lane."""
+class SimulatedMemberChannel:
+    """A member's end of a channel."""
 
     def __init__(self, platform: Simulated, address: bytes, token: bytes) -> None:
         world = self._world = platform.world
         self._oracle = platform.oracle
         process = world.process()
         world.point("connecting")
-        lanes = platform.listeners.get(address)
-        if world.chance("no lane"):
-            world.note("no lane can be made")
+        channels = platform.listeners.get(address)
+        if world.chance("no channel"):
+            world.note("no channel can be made")
             raise OSError("too many open files")
-        if lanes is None or lanes.is_closed:
+        if channels is None or channels.is_closed:
             raise ConnectionRefusedError("nobody listens")
         if world.draw() < 0.2:
             world.sleep(world.draw() * 0.05)
-        if lanes.is_closed:
+        if channels.is_closed:
             raise ConnectionRefusedError("nobody listens")
-        if lanes.met.get(token, token) is not None:
-            raise LaneError("the driver does not expect this worker any more")
+        if channels.met.get(token, token) is not None:
+            raise ChannelError("the driver does not expect this worker any more")
         self.link = link = Link(world, process, token)
         platform.links.append(link)
-        lanes.met[token] = link
+        channels.met[token] = link
         self.mailbox = SimpleNamespace(nonce=b"nonce")
         self.is_closed = False
         self.pending: bool | None = None
@@ -715,9 +715,9 @@ class SimulatedMemberLane:
         if body:
             self._oracle.asked(link.member, link.token, body, kind)
         world.point("answered")
-        lanes = link.lanes
-        if lanes is not None and not lanes.is_closed:
-            (lanes.ring_bell if is_urgent else lanes.count_down)()
+        channels = link.channels
+        if channels is not None and not channels.is_closed:
+            (channels.ring_bell if is_urgent else channels.count_down)()
         world.point("asked")
         return True
 

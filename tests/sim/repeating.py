@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatweights import _core
-from flatweights.ray.lanes._protocol import ASKED_AGAIN, REPEAT, REPEATED, TOLD_AGAIN
+from flatweights.ray.channels._protocol import ASKED_AGAIN, REPEAT, REPEATED, TOLD_AGAIN
 from flatweights.ray.members._repetitions import Ending
 
 if TYPE_CHECKING:
-    from tests.sim.platform import HostLane, SimulatedLanes
+    from tests.sim.platform import HostChannel, SimulatedChannels
 
 
 class _Prepared(NamedTuple):
@@ -25,10 +25,12 @@ class _Prepared(NamedTuple):
 class SimulatedCalls:
     """What `_core.RepeatedCalls` does, in Python, with a chance to end before each call."""
 
-    def __init__(self, lanes: SimulatedLanes, members: Sequence[HostLane], share: float) -> None:
-        """Take the ends of the members' lanes, and the share of calls that are repeated here."""
-        self._lanes, self._members, self._share = lanes, members, share
-        self._world, self._oracle = lanes.platform.world, lanes.platform.oracle
+    def __init__(
+        self, channels: SimulatedChannels, members: Sequence[HostChannel], share: float
+    ) -> None:
+        """Take the ends of the members' channels, and the share of calls that are repeated here."""
+        self._channels, self._members, self._share = channels, members, share
+        self._world, self._oracle = channels.platform.world, channels.platform.oracle
         self._prepared: dict[int, _Prepared] = {}
         self._last: dict[int, int] = {}  # by call, the position of its last result
         self._seen: list[float] = []
@@ -76,7 +78,7 @@ class SimulatedCalls:
             made[call] = call, told[0], last, count + 1, *told[1:], in_all + pending, 0.0
             calls += 1
         if ending is Ending.NEWS:
-            self._lanes.has_news = False
+            self._channels.has_news = False
         return ending.value, calls, pending, self._seen, [*made.values()]
 
     def _asking(self) -> list[tuple[int, Any]]:
@@ -88,7 +90,7 @@ class SimulatedCalls:
         ]
 
     def _wait(self, end: float) -> Ending | None:
-        world, lanes = self._world, self._lanes
+        world, channels = self._world, self._channels
         while True:
             for k, one in enumerate(self._members):
                 if one.is_answered and not self._seen[k]:
@@ -96,7 +98,7 @@ class SimulatedCalls:
                     kind, body, _ = one.link.ask or (0, b"", [])
                     if kind != REPEAT or ASKED_AGAIN.unpack(body)[0] not in self._prepared:
                         return Ending.OTHER
-            if lanes.has_news:
+            if channels.has_news:
                 return Ending.NEWS
             if all(self._seen):
                 return None
@@ -112,8 +114,8 @@ class SimulatedCalls:
             is_timed = any(min(one.timeouts) < math.inf for one in self._prepared.values())
             missing = self._seen.count(0.0)
             awaited = 1 if is_timed and missing == len(self._seen) else missing
-            lanes.sleep(awaited, self._has_more, min(end, late) - world.now)
-            if lanes.has_packets():
+            channels.sleep(awaited, self._has_more, min(end, late) - world.now)
+            if channels.has_packets():
                 return Ending.SOCKET
 
     def _has_more(self) -> bool:
@@ -148,12 +150,12 @@ class SimulatedCalls:
             one.take()
         self._last[call] = position
         world.point("repeated")
-        assert self._lanes.shows is not None
+        assert self._channels.shows is not None
         self._oracle.counts["calls again"] += 1
-        self._lanes.shows(call, told[0], position, told[1:])
+        self._channels.shows(call, told[0], position, told[1:])
         for one in self._members:
             self._oracle.answered(one.link)
             one.put(REPEATED, TOLD_AGAIN.pack(*told), result)
             world.point("posted")
-        self._lanes.wake([one.link for one in self._members])
+        self._channels.wake([one.link for one in self._members])
         return True

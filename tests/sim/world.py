@@ -73,12 +73,12 @@ class Bell(Changing):
         self._is_rung = True
         self.changed()
 
-    def finds(self, lanes: Sequence[Any], enough: int) -> bool:
+    def finds(self, channels: Sequence[Any], enough: int) -> bool:
         """Whether it polls, and finds ``enough`` answers."""
-        if not lanes or self._world.draw() >= 0.3:
+        if not channels or self._world.draw() >= 0.3:
             return False
         self._world.point("watch", 1.0)
-        answered: int = sum(lane.is_answered for lane in lanes)
+        answered: int = sum(channel.is_answered for channel in channels)
         return answered >= enough
 
 

@@ -462,7 +462,7 @@ class Averaging:
 
         started = start_alike(self.lease, state, own)
         if self.lease.min_results is None:
-            self._is_far = any(transport != "lane" for transport in started.transports.values())
+            self._is_far = any(transport != "shm" for transport in started.transports.values())
         self._is_started = True
 
     def _named(self, variables: Sequence[Any]) -> dict[str, Any]:

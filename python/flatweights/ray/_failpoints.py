@@ -6,7 +6,7 @@ Only tests set `hook`. Anything that a test does at a point may also happen ther
 from collections.abc import Callable
 
 WORKER = ("called", "taken", "read", "run", "gathered", "answered", "rung", "waited")
-"""Points of `WorkerLane.serve`: in the Ray call, with a command, with its arguments, with its
+"""Points of `WorkerChannel.serve`: in the Ray call, with a command, with its arguments, with its
 result, with an answer in the window, after the answer, after the bell, with its time up."""
 
 DRIVER = ("shared", "posted", "calling", "called", "waiting", "averaging", "sending")
@@ -19,7 +19,7 @@ MEMBER = ("asking", "asked", "told")
 """Points of a call of a `Member`: with its weights in a window, after its ask, with the outcome."""
 
 JOIN = ("entering", "entered", "attached")
-"""Points of `join`: once it has asked for a ticket, with the ticket, with its lane."""
+"""Points of `join`: once it has asked for a ticket, with the ticket, with its channel."""
 
 NODE = ("exchanging", "merging", "placing")
 """Points of an exchange between nodes, in each agent and in the driver: before anything is sent,

@@ -676,7 +676,8 @@ class WorkerGroup:
     def __repr__(self) -> str:
         """Ranks, health, rounds and the way to the workers.
 
-        For example, ``<WorkerGroup of 4 ranks, 3 healthy (2: ActorDiedError), 2 rounds, lanes>``.
+        For example, ``<WorkerGroup of 4 ranks, 3 healthy (2: ActorDiedError), 2 rounds,
+        channels>``.
         """
         roster = self._roster
         whys = [f"{rank}: {type(why).__name__}" for rank, why in roster.unhealthy().items()]
@@ -684,7 +685,7 @@ class WorkerGroup:
         transports = {roster[rank].worker.transport.partition(":")[0] for rank in roster.healthy()}
         names = [
             name
-            for transport, name in (("lane", "lanes"), ("store", "store"))
+            for transport, name in (("shm", "shared memory"), ("store", "store"))
             if transport in transports
         ]
         parts = [f"{len(roster)} ranks", healthy, f"{self._count} rounds", " and ".join(names)]

@@ -240,14 +240,14 @@ def _in_bytes(result: Round) -> str:
 
 
 def _by_transports(result: Round) -> str:
-    """Return the way to each rank, with reasons of those without a lane; "" if no rank has one."""
+    """Return the way to each rank, with reasons of those without a channel; "" if none has one."""
     ranks: dict[str, list[int]] = {}
     for rank, transport in result.transports.items():
         ranks.setdefault(transport, []).append(rank)
-    if "lane" not in ranks:
+    if "shm" not in ranks:
         return ""
     if len(ranks) == 1:
-        return " by lanes"
+        return " by channels"
     texts = [f"{', '.join(map(str, of))} by {transport}" for transport, of in ranks.items()]
     return f" ({'; '.join(texts)})"
 

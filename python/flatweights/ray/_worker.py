@@ -25,7 +25,7 @@ from flatweights.ray._errors import (
 from flatweights.ray._result import Packed
 from flatweights.ray._variables import Variables
 from flatweights.ray._wire import WireMessage, WorkerWire
-from flatweights.ray.lanes._worker_lane import NoLane, WorkerLanes
+from flatweights.ray.channels._worker_channel import NoChannel, WorkerChannels
 from flatweights.ray.peers._contract import Head, Stamp, weights_of
 from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.wire import MissedUpdateError, Snapshot
@@ -37,14 +37,14 @@ class _GroupState:
     """The state that an actor keeps for the groups that call it.
 
     Attributes:
-        platform: What the actor uses of Ray and lanes.
+        platform: What the actor uses of Ray and channels.
         turn: The lock that admits one of their calls at a time. Actors may run several calls at a
             time (``max_concurrency``). Without the lock, a call that was broken off would continue
             to train on weights that were sent in the meantime.
         version: The stamp of the weights that a `WorkerGroup` has sent; None if none has.
         is_whole: Whether the model has all of them: an error may have ended `set_weights` half-way.
         wire: The weights and rounding errors, if weights travel in 16 bits.
-        lanes: The lanes to groups on this machine.
+        channels: The channels to groups on this machine.
     """
 
     def __init__(self, platform: Platform = PLATFORM) -> None:
@@ -53,7 +53,7 @@ class _GroupState:
         self.version: Stamp | None = None
         self.is_whole = True
         self.wire = WorkerWire()
-        self.lanes = WorkerLanes(platform.worker_lane)
+        self.channels = WorkerChannels(platform.worker_channel)
         self._last_calls: dict[str, int] = {}  # the number of each group's last call
 
     def admit(self, stamp: Stamp) -> None:
@@ -226,26 +226,26 @@ class FlatWorker:
         state: _GroupState = kept.get("_of_groups") or kept.setdefault("_of_groups", _GroupState())
         return state
 
-    def attach_lane(self, address: bytes, token: bytes, node: str) -> bytes | NoLane:
-        """Make a lane to a `WorkerGroup` on this ``node``; groups call it."""
+    def attach_channel(self, address: bytes, token: bytes, node: str) -> bytes | NoChannel:
+        """Make a channel to a `WorkerGroup` on this ``node``; groups call it."""
         state = self._group_state
         here = state.platform.node()
         if here != node:
-            return NoLane("the worker is on another node", may_pass=False, node=here)
-        return state.lanes.attach(address, token)
+            return NoChannel("the worker is on another node", may_pass=False, node=here)
+        return state.channels.attach(address, token)
 
-    def serve_lane(self, token: bytes, number: int) -> Any:
-        """Run commands of a lane until none comes; return a result that goes through Ray.
+    def serve_channel(self, token: bytes, number: int) -> Any:
+        """Run commands of a channel until none comes; return a result that goes through Ray.
 
         Raises:
-            StaleWorkerError: If there is no such lane.
+            StaleWorkerError: If there is no such channel.
             Exception: The exception of a method.
         """
         try:
-            lane = self._group_state.lanes[token]
+            channel = self._group_state.channels[token]
         except KeyError:
             raise StaleWorkerError("restarted since: it has not attached again") from None
-        return lane.serve(_Commands(self), number)
+        return channel.serve(_Commands(self), number)
 
 
 # These are functions, not methods: Ray wraps every method of an actor's class to trace its calls.
@@ -299,7 +299,7 @@ def _note_if_unchanged(state: _GroupState, error: Exception) -> Exception:
 
 
 class _Commands:
-    """The methods of a worker that commands of a lane call, without Ray's wrapper."""
+    """The methods of a worker that commands of a channel call, without Ray's wrapper."""
 
     def __init__(self, worker: FlatWorker) -> None:
         self.call_version = functools.partial(_run, worker, worker._group_state)

@@ -19,7 +19,7 @@ from reference import assert_same, same_bits
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, WorkerError, WorkerGroup
-from flatweights.ray.lanes import _driver_lane
+from flatweights.ray.channels import _driver_channel
 from flatweights.ray.peers._wait import wait_any
 from flatweights.ray.rounds import _as_completed
 
@@ -596,7 +596,7 @@ def test_results_that_the_caller_keeps_stay_as_they_are(make: Make) -> None:
 
 
 @pytest.mark.usefixtures("fair")
-def test_more_workers_than_once_had_windows_all_go_by_lanes(make: Make, way: str) -> None:
+def test_more_workers_than_once_had_windows_all_go_by_channels(make: Make, way: str) -> None:
     count = 20
     group = make(count)
     group.step("ping")  # on a busy machine, the last of twenty processes starts much later
@@ -605,22 +605,22 @@ def test_more_workers_than_once_had_windows_all_go_by_lanes(make: Make, way: str
         publications.check(found)
         ways |= found.transports
         publications.publish()
-        if len(ways) == count and (way == "store" or {*ways.values()} == {"lane"}):
+        if len(ways) == count and (way == "store" or {*ways.values()} == {"shm"}):
             break
     assert ways.keys() == {*range(count)}
-    assert {one.partition(":")[0] for one in ways.values()} == {"lane" if way == "lanes" else way}
+    assert {one.partition(":")[0] for one in ways.values()} == {"shm" if way == "shm" else way}
     for found in group.as_completed("work", updates=3 * count):
         publications.check(found)
         assert max(found.staleness.values()) < 3 * count
-        if way == "lanes":
-            assert {*found.transports.values()} == {"lane"}
+        if way == "shm":
+            assert {*found.transports.values()} == {"shm"}
         publications.publish()
 
 
 def test_weights_go_through_the_store_while_workers_keep_all_windows(
     lend: Lend, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_driver_lane, "_MOST_WINDOWS", 3)
+    monkeypatch.setattr(_driver_channel, "_MOST_WINDOWS", 3)
     group = lend(Keeping, 4, SIZE)
     publications, ways, used = Publications(group), set[str](), set[int]()
     for found in group.as_completed("work"):

@@ -1,4 +1,4 @@
-"""Random faults in rounds over lanes and over the object store, and an oracle of every bit."""
+"""Random faults in rounds over channels and over the object store, and an oracle of every bit."""
 
 from collections import Counter
 
@@ -45,4 +45,4 @@ def test_the_average_is_that_of_the_ranks_that_it_names_whatever_happens(
     assert record.checked > 5 * seconds
     assert any(fault.seconds for fault in record.faults)  # on a busy machine, not after each
     assert {faults.KILLED, faults.STOPPED} <= {fault.kind for fault in record.faults}
-    assert ("by lane" in record.events) == (way == "")
+    assert ("by channel" in record.events) == (way == "")

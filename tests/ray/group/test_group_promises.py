@@ -261,29 +261,29 @@ class TornWorker(FlatWorker):
         return Torn()
 
 
-def by_lane(value: float) -> Any:
-    """Weights as commands of lanes bring them."""
+def by_channel(value: float) -> Any:
+    """Weights as commands of channels bring them."""
     weights = FlatWeights({"w": np.full(2, value)})
     return Packed(weights.buffer, weights.layout)
 
 
 @pytest.mark.parametrize("has_earlier", [True, False])
-def test_a_worker_does_not_run_on_weights_from_a_lane_that_it_has_set_in_part(
+def test_a_worker_does_not_run_on_weights_from_a_channel_that_it_has_set_in_part(
     has_earlier: bool,
 ) -> None:
     worker = TornWorker()
     earlier = ("group", 1) if has_earlier else None
     if earlier is not None:
-        worker.call_version(head(earlier, earlier), by_lane(1.0), None)
+        worker.call_version(head(earlier, earlier), by_channel(1.0), None)
     worker.variables.fails = True
     with pytest.raises(OSError, match="half-way") as why:
-        worker.call_version(head(("group", 2), ("group", 2)), by_lane(2.0), None)
+        worker.call_version(head(("group", 2), ("group", 2)), by_channel(2.0), None)
     assert not has_left_weights(why.value)
     with pytest.raises(StaleWorkerError, match="may have set only some"):
         worker.call_version(head(("group", 3), earlier), None, "get_weights")
     worker.variables.fails = False
     last = ("group", 4)
-    worker.call_version(head(last, last), by_lane(4.0), None)
+    worker.call_version(head(last, last), by_channel(4.0), None)
     found = worker.call_version(head(("group", 5), last), None, "get_weights")
     assert found["w"].tolist() == [4.0, 4.0]
 
@@ -292,7 +292,7 @@ def test_a_worker_does_not_run_on_weights_from_a_lane_that_it_has_set_in_part(
 def test_a_worker_does_not_hold_weights_that_it_could_not_set(method: str | None) -> None:
     worker = TornWorker()
     worker.variables.fails = True
-    weights = by_lane(1.0)
+    weights = by_channel(1.0)
     buffer = weakref.ref(weights.buffer)
     gc.disable()
     try:

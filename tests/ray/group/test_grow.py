@@ -257,7 +257,7 @@ def test_a_removed_worker_ends_its_call_first(group: WorkerGroup, tmp_path: Path
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("chosen", ["lanes", "store"])
+@pytest.mark.parametrize("chosen", ["shm", "store"])
 def test_a_removed_worker_ends_a_call_that_was_broken_off(
     lend: Lend, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from flatweights.ray import WorkerGroup
 
 pytestmark = pytest.mark.ray
 
-WAYS = ["lanes", "store"]
+WAYS = ["shm", "store"]
 
 
 class Kept(NamedTuple):
@@ -76,8 +76,8 @@ def started(workers: int, size: int) -> WorkerGroup:
 @pytest.mark.parametrize(
     ("way", "size"),
     [
-        ("lanes", 5),
-        ("lanes", 20_000),
+        ("shm", 5),
+        ("shm", 20_000),
         pytest.param("store", 20_000, marks=pytest.mark.slow),
     ],
     indirect=["way"],

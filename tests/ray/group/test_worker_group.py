@@ -254,7 +254,7 @@ def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int, tmp_pat
 def test_what_was_sent_does_not_follow_the_steps_of_an_optimizer(make: Make, size: int) -> None:
     """Its weights are read-only, and each step changes them."""
     group = make(2, size)
-    group.broadcast(weights_of(0.0, size))  # in Ray's store: there are no lanes yet
+    group.broadcast(weights_of(0.0, size))  # in Ray's store: there are no channels yet
     group.step("ping")
     optimizer = FedAvgM(weights_of(1.0, size))
     group.broadcast(optimizer.weights)
@@ -274,7 +274,7 @@ def test_what_was_sent_does_not_follow_the_steps_of_an_optimizer(make: Make, siz
 def test_what_was_sent_does_not_follow_a_dict_in_which_arrays_are_replaced(make: Make) -> None:
     """The arrays cannot change themselves, so that they are not copied."""
     group = make(2)
-    group.broadcast(weights_of(0.0, SMALL))  # in Ray's store: there are no lanes yet
+    group.broadcast(weights_of(0.0, SMALL))  # in Ray's store: there are no channels yet
     group.step("ping")
     first, second = ({k: v.copy() for k, v in weights_of(x, SMALL).items()} for x in (1.0, 2.0))
     for array in (*first.values(), *second.values()):
@@ -289,12 +289,12 @@ def test_what_was_sent_does_not_follow_a_dict_in_which_arrays_are_replaced(make:
 
 
 @pytest.mark.parametrize("kind", [dict, FlatWeights])
-def test_what_was_sent_by_ray_is_what_lanes_send_later(
+def test_what_was_sent_by_ray_is_what_channels_send_later(
     make: Make, kind: Any, tmp_path: Path
 ) -> None:
     group = make(2, LARGE)
     mine = kind(weights_of(1.0, LARGE))
-    group.broadcast(mine)  # in Ray's store: there are no lanes yet
+    group.broadcast(mine)  # in Ray's store: there are no channels yet
     group.step("ping")
     mine["w"] += 1
     assert late_round(group, tmp_path, min_results=1).late == (1,)
@@ -444,7 +444,7 @@ def test_a_worker_that_dies_is_left_out(
     found = group.average("act", {1: action}, min_results=2)
     assert found.used == (0, 2)
     assert isinstance(found.failed[1], ray.exceptions.RayActorError)
-    if restarts and way == "lanes":  # Ray says it a second later
+    if restarts and way == "shm":  # Ray says it a second later
         assert "its process has ended; Ray may be starting it again" in str(found.failed[1])
     assert_same(found.weights, mean_of(start, [0, 2]))
     assert group.healthy_actor_ids() == [0, 2]
@@ -484,7 +484,7 @@ def test_who_died_after_its_answer_is_in_this_round_and_not_in_the_next(
 
 
 def assert_restarted(error: Exception) -> None:
-    """Ray itself calls the restarted actor again; over a lane nobody waits for that for long."""
+    """Ray itself calls the restarted actor again; over a channel nobody waits for that for long."""
     if not isinstance(error, ray.exceptions.ActorUnavailableError):
         assert isinstance(error, StaleWorkerError)
         assert "restarted since" in str(error)
@@ -800,7 +800,7 @@ def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> 
     kept = group.average("get_weights", min_results=1).weights
     expected = kept.copy()
     before = windows_of_this_process()
-    assert before > others + 1 or group._roster.lanes.lanes is None
+    assert before > others + 1 or group._roster.channels.channels is None
     group.shutdown()
     assert windows_of_this_process() <= others + 1, "that of the average at most"
     assert same_bits(kept.buffer, expected.buffer)

@@ -17,7 +17,7 @@ from gpus import shown_gpus
 from reference import same_bits
 
 import flatweights
-from flatweights.ray.lanes._gpu_windows import MOST
+from flatweights.ray.channels._gpu_windows import MOST
 
 CALL = "called = member.average_variables(held{}); result = called.used, called.transports"
 HOLD = "held = Holder(weights_of(10 * {call} + rank), uuid)\n"
@@ -66,7 +66,7 @@ def expect(
 
 def test_weights_stay_after_the_first_call_and_have_the_bits_of_the_host(start: Start) -> None:
     members = start(3)
-    expect(members, 0, (0, 1, 2), "lane")
+    expect(members, 0, (0, 1, 2), "shm")
     for call in range(1, 6):
         expect(members, call, (0, 1, 2), "gpu")
     weighted = ", weight=float(rank + 1)"
@@ -78,7 +78,7 @@ def test_weights_stay_after_the_first_call_and_have_the_bits_of_the_host(start: 
 
 def test_weights_of_a_root_are_read_where_they_are(start: Start) -> None:
     members = start(3)
-    for call, way in enumerate(["lane", "gpu", "gpu", "gpu", "gpu", "gpu"]):
+    for call, way in enumerate(["shm", "gpu", "gpu", "gpu", "gpu", "gpu"]):
         program = "called = member.broadcast_variables(held, root=1); result = called.transports"
         ways = members.run(HOLD.format(call=call) + program)
         assert {one[1] for one in ways.values()} == {way}
@@ -98,7 +98,7 @@ def test_two_models_take_turns(start: Start) -> None:
                 "held.layout = held.weights.layout\n"
             )
             ways = members.run(program + CALL.format("") + "\n")
-            assert {one[1][0] for one in ways.values()} == {"gpu" if call else "lane"}
+            assert {one[1][0] for one in ways.values()} == {"gpu" if call else "shm"}
             mean = flatweights.average([weights_of(10 * call + k, large) for k in range(2)])
             for weights in members.run(READ).values():
                 assert all(same_bits(weights[name + k], np.asarray(mean[k])) for k in mean)
@@ -108,7 +108,7 @@ def test_nan_is_named_or_left_out_as_on_the_host(start: Start) -> None:
     members = start(3)
     spoil = "if rank == 1: held.weights['float32'][3] = np.nan\n"
     for call in range(3):
-        expect(members, call, (0, 1, 2), "gpu" if call else "lane")
+        expect(members, call, (0, 1, 2), "gpu" if call else "shm")
         program = HOLD.format(call=call) + spoil
         program += (
             "try: member.average_variables(held)\nexcept ValueError as error: result = str(error)"
@@ -121,7 +121,7 @@ def test_nan_is_named_or_left_out_as_on_the_host(start: Start) -> None:
         outcomes = members.run(HOLD.format(call=call) + spoil + CALL.format(skip))
         assert {used for used, _ in outcomes.values()} == {(0, 2)}
     propagate = ", nonfinite='propagate'"
-    for way in ("lane", "gpu"):
+    for way in ("shm", "gpu"):
         outcomes = members.run(HOLD.format(call=5) + spoil + CALL.format(propagate))
         assert {ways[0] for _, ways in outcomes.values()} <= {way, "gpu"}
         for weights in members.run(READ).values():
@@ -142,7 +142,7 @@ def test_a_member_that_is_killed_leaves_the_others_right(start: Start, point: st
     members = start(3)
     few = ", min_results=1"
     for call in range(3):
-        expect(members, call, (0, 1, 2), "gpu" if call else "lane", few)
+        expect(members, call, (0, 1, 2), "gpu" if call else "shm", few)
     if point in ("reducing", "reduced"):  # whoever averages
         members.run(f"die_at({point!r})")
     else:
@@ -177,7 +177,7 @@ def test_a_rank_that_stops_while_it_averages_costs_its_patience_alone(start: Sta
     members = start(3)
     few = ", min_results=1, timeout=1.0"
     for call in range(2):
-        expect(members, call, (0, 1, 2), "gpu" if call else "lane", few)
+        expect(members, call, (0, 1, 2), "gpu" if call else "shm", few)
     members.run("stop_at('reducing')")
     running = members.begin(HOLD.format(call=2) + CALL.format(few))
     done, _ = wait(running.values(), return_when=FIRST_COMPLETED)
@@ -199,7 +199,7 @@ def test_a_late_member_reads_the_average_that_it_missed(start: Start) -> None:
     members = start(2)
     few = ", min_results=1, timeout=0.2"
     for call in range(2):
-        expect(members, call, (0, 1), "gpu" if call else "lane", few)
+        expect(members, call, (0, 1), "gpu" if call else "shm", few)
     for call in range(2, 9):  # more calls than rank 0 has windows
         assert members.run(HOLD.format(call=call) + CALL.format(few), 0)[0][0] == (0,)
     assert members.run(HOLD.format(call=9) + CALL.format(few), 1)[1][0] == (0,)
@@ -210,17 +210,17 @@ def test_a_late_member_reads_the_average_that_it_missed(start: Start) -> None:
 def test_what_a_setting_forbids_or_a_member_lacks_goes_through_the_host(start: Start) -> None:
     members = start(2)
     for call in range(3):
-        expect(members, call, (0, 1), "gpu" if call else "lane")
+        expect(members, call, (0, 1), "gpu" if call else "shm")
     away = HOLD.format(call=4) + "held.gpu = uuid if rank else None\n" + CALL.format("")
     for _ in range(2):
-        assert {w for _, ways in members.run(away).values() for w in ways.values()} == {"lane"}
-    expect(members, 5, (0, 1), "lane")
+        assert {w for _, ways in members.run(away).values() for w in ways.values()} == {"shm"}
+    expect(members, 5, (0, 1), "shm")
     expect(members, 6, (0, 1), "gpu")
     members.run("os.environ['FLATWEIGHTS_GPU'] = 'host'", 1)
-    expect(members, 7, (0, 1), "lane")
+    expect(members, 7, (0, 1), "shm")
     members.run("del os.environ['FLATWEIGHTS_GPU']")  # so few bytes go through the host
-    expect(members, 8, (0, 1), "lane")
-    expect(members, 9, (0, 1), "lane")
+    expect(members, 8, (0, 1), "shm")
+    expect(members, 9, (0, 1), "shm")
     members.run("os.environ['FLATWEIGHTS_GPU'] = 'gpu'", 1)
     program = "try: member.average_variables(held)\nexcept ValueError as error: result = str(error)"
     assert members.run(program, 1)[1] == "FLATWEIGHTS_GPU: expected host or windows, got 'gpu'"
@@ -229,10 +229,10 @@ def test_what_a_setting_forbids_or_a_member_lacks_goes_through_the_host(start: S
 def test_a_rule_takes_the_weights_through_the_host(start: Start) -> None:
     members = start(3)
     for call in range(2):
-        expect(members, call, (0, 1, 2), "gpu" if call else "lane")
+        expect(members, call, (0, 1, 2), "gpu" if call else "shm")
     program = HOLD.format(call=3) + "def first(models): return models[0]\n"
     outcomes = members.run(program + CALL.format(", rule=first"))
-    assert {w for _, ways in outcomes.values() for w in ways.values()} == {"lane"}
+    assert {w for _, ways in outcomes.values() for w in ways.values()} == {"shm"}
 
 
 @pytest.mark.parametrize("function", ["cuMemCreate", "cuLaunchKernel", "cuEventSynchronize"])
@@ -240,11 +240,11 @@ def test_a_gpu_that_fails_one_member_is_used_no_more(stand_in: str, function: st
     members = Members(stand_in, 2)
     try:
         for call in range(2):
-            expect(members, call, (0, 1), "gpu" if call else "lane")
+            expect(members, call, (0, 1), "gpu" if call else "shm")
         failing = f"driver.stand_in_cuda_fail(b{function!r}, {700}, 1)"
         members.run(failing)
         for call in range(2, 6):
-            expect(members, call, (0, 1), "lane")
+            expect(members, call, (0, 1), "shm")
     finally:
         members.close()
 
@@ -253,7 +253,7 @@ def test_memory_that_is_short_on_the_gpu_is_taken_from_the_host(stand_in: str) -
     members = Members(stand_in, 2, STAND_IN_CUDA_MEMORY=str(3 << 20))
     try:
         for call in range(4):
-            expect(members, call, (0, 1), "lane")
+            expect(members, call, (0, 1), "shm")
     finally:
         members.close()
 
@@ -275,7 +275,7 @@ def test_windows_are_let_go(start: Start) -> None:
 def test_a_window_that_could_not_be_replaced_leaves_the_others_as_they_are(stand_in: str) -> None:
     with gpu_processes(stand_in, 1) as (process,):
         lost, again = process.run(
-            "from flatweights.ray.lanes._gpu_windows import FIRST, MOST, GpuWindows\n"
+            "from flatweights.ray.channels._gpu_windows import FIRST, MOST, GpuWindows\n"
             "held = {FIRST + at for at in range(MOST)}\n"
             "windows = GpuWindows(1, lambda at: at in held and any(w[1] == at for w in placed))\n"
             "placed = []\n"
@@ -295,7 +295,7 @@ def test_a_window_that_could_not_be_replaced_leaves_the_others_as_they_are(stand
 def test_the_memory_of_a_window_goes_before_that_of_the_next(stand_in: str) -> None:
     with gpu_processes(stand_in, 1, STAND_IN_CUDA_MEMORY=str(12 << 20)) as (process,):
         process.run(
-            "from flatweights.ray.lanes._gpu_windows import FIRST, MOST, GpuWindows\n"
+            "from flatweights.ray.channels._gpu_windows import FIRST, MOST, GpuWindows\n"
             "held = set()\n"
             "windows = GpuWindows(1, held.__contains__)\n"
             "for at in range(MOST): windows.take(uuid, 1 << 20); held.add(FIRST + at)\n"
@@ -335,13 +335,13 @@ def test_a_window_for_which_the_host_lacks_a_descriptor_is_read_by_the_host(star
         ways = members.run(HOLD.format(call=1) + program)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert {one[1] for one in ways.values()} == {"lane"}
+    assert {one[1] for one in ways.values()} == {"shm"}
 
 
 def test_members_that_are_asked_again_at_the_end_of_the_time_are_waited_for(start: Start) -> None:
     members = start(3)
     for call in range(2):
-        expect(members, call, (0, 1, 2), "gpu" if call else "lane", ", min_results=1")
+        expect(members, call, (0, 1, 2), "gpu" if call else "shm", ", min_results=1")
     away = HOLD.format(call=2) + "held.gpu = uuid if rank else None\n"
     running = members.begin(away + CALL.format(", min_results=1, timeout=0.3"), 0, 1)
     assert {future.result()[0] for future in running.values()} == {(0, 1)}  # rank 2 does not call

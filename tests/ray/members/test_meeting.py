@@ -15,9 +15,9 @@ from reference import clean_environment
 
 from flatweights.ray import MemberDiedError, MemberError, _failpoints
 from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
-from flatweights.ray.lanes._member_lane import MemberLane
+from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._door import Ticket
-from flatweights.ray.members._host_end import HostByLane, Pass
+from flatweights.ray.members._host_end import HostByChannel, Pass
 from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._terms import Terms
@@ -54,8 +54,8 @@ for point in _failpoints.HOST:
 
 
 def test_members_of_a_killed_host_are_told() -> None:
-    def call_till_the_end(rank: int, token: bytes, ticket: Ticket, lane: MemberLane) -> int:
-        host = HostByLane(None, Pass(token, "member"), lane, ticket.seat)
+    def call_till_the_end(rank: int, token: bytes, ticket: Ticket, channel: MemberChannel) -> int:
+        host = HostByChannel(None, Pass(token, "member"), channel, ticket.seat)
         member = Member("doomed", host, ticket, host.start(60.0))
         weights = {"w": np.full(500, float(rank))}
         calls = 0
@@ -84,10 +84,14 @@ def test_members_of_a_killed_host_are_told() -> None:
             told = json.loads(host.stdout.readline())
             tokens = [bytes.fromhex(token) for token, *_ in told]
             tickets = [Ticket(rank, seat, bytes.fromhex(a)) for _, rank, seat, a in told]
-            lanes = [MemberLane(t.address or b"", k) for t, k in zip(tickets, tokens, strict=True)]
-            host.stdin.write(json.dumps([lane.mailbox.nonce.hex() for lane in lanes]) + "\n")
+            channels = [
+                MemberChannel(t.address or b"", k) for t, k in zip(tickets, tokens, strict=True)
+            ]
+            host.stdin.write(
+                json.dumps([channel.mailbox.nonce.hex() for channel in channels]) + "\n"
+            )
             host.stdin.flush()
-            calls = list(threads.map(call_till_the_end, range(2), tokens, tickets, lanes))
+            calls = list(threads.map(call_till_the_end, range(2), tokens, tickets, channels))
             assert min(calls) >= 2
         host.stdin.close()
     assert host.returncode == 0
@@ -107,7 +111,7 @@ def test_members_agree_on_the_terms() -> None:
         meeting.door.admit()
         assert str(entry.ticket.exception()) == said
         assert entry.over.done()
-    meeting._lanes.close()
+    meeting._channels.close()
     with pytest.raises(ValueError, match="sums: expected 'float64' or 'float32', got 'f4'"):
         check_sums("f4")
 
@@ -115,9 +119,9 @@ def test_members_agree_on_the_terms() -> None:
 def test_a_host_sleeps_while_members_are_still_to_join() -> None:
     meeting = Meeting("quiet", Terms.of(2), "here", None)
     [(entry, ticket)] = seated(meeting, 0)
-    lane = MemberLane(ticket.address or b"", entry.token)
-    meeting.attach(entry.token, lane.mailbox.nonce)
-    sleeps, poll = [], meeting._lanes._poll
+    channel = MemberChannel(ticket.address or b"", entry.token)
+    meeting.attach(entry.token, channel.mailbox.nonce)
+    sleeps, poll = [], meeting._channels._poll
 
     class Poll:
         def poll(self, seconds: float) -> Any:
@@ -126,11 +130,11 @@ def test_a_host_sleeps_while_members_are_still_to_join() -> None:
             return poll.poll(seconds)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting._lanes, "_poll", Poll())
+        patch.setattr(meeting._channels, "_poll", Poll())
         meeting._step()
     assert len(sleeps) == 1
-    lane.close()
-    meeting._lanes.close()
+    channel.close()
+    meeting._channels.close()
 
 
 def test_a_host_does_not_wait_once_the_last_member_has_died(
@@ -142,7 +146,7 @@ def test_a_host_does_not_wait_once_the_last_member_has_died(
     seat, waits = meeting.door.present[entry.token], list[Any]()
     died = MemberDiedError("it died")
     monkeypatch.setattr(meeting, "_welcome", lambda: meeting._lose(seat, died))
-    monkeypatch.setattr(meeting._lanes, "wait", lambda *args: waits.append(args))
+    monkeypatch.setattr(meeting._channels, "wait", lambda *args: waits.append(args))
     meeting.run()
     assert not waits
     assert entry.over.done()
@@ -159,5 +163,5 @@ def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     local.thread.join()
     (counts, seconds, used), sent = counted
     assert (used, sent) == (1, ({SENT: 4032},))
-    assert counts == {ROUND: 1, RECEIVED: 4032, ("transports", "transport", "lane"): 1}
+    assert counts == {ROUND: 1, RECEIVED: 4032, ("transports", "transport", "shm"): 1}
     assert {"wait", "average"} <= seconds.keys()

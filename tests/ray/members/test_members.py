@@ -1,4 +1,4 @@
-"""Members: processes that ask for averages, over lanes and over Ray's object store."""
+"""Members: processes that ask for averages, over channels and over Ray's object store."""
 
 import asyncio
 import itertools
@@ -348,7 +348,7 @@ def test_a_restarted_process_joins_again_under_its_rank(puppets: Puppets) -> Non
     name = all_of(met, lambda member: member.name)[0]
     all_of(met, average_of)
     os.kill(ray.get(met[1].pid.remote()), signal.SIGKILL)
-    fresh = Puppet.remote("lanes")  # type: ignore[attr-defined]
+    fresh = Puppet.remote("shm")  # type: ignore[attr-defined]
     assert ray.get(fresh.join.remote(name, rank=1, size=2), timeout=60) == (1, 2)
     [(weights, record)] = all_of([fresh], average_of)
     assert record["late"] == [1]
@@ -386,7 +386,7 @@ def test_a_restarted_process_is_given_the_state_and_goes_on_with_the_others(
     name = all_of(met, lambda member: member.name)[0]
     assert {steps for steps, _, _ in all_of(met, train, False)} == {5.0}
     os.kill(ray.get(met[0].pid.remote()), signal.SIGKILL)
-    fresh = Puppet.remote("lanes")  # type: ignore[attr-defined]
+    fresh = Puppet.remote("shm")  # type: ignore[attr-defined]
     assert ray.get(fresh.join.remote(name, rank=0, size=N), timeout=60) == (0, N)
     ends = all_of([fresh, *met[1:]], train, True)
     assert len({*ends}) == 1
@@ -409,7 +409,7 @@ def test_a_process_that_restarts_in_the_open_call_is_late(puppets: Puppets) -> N
     call = met[0].run.remote(average, 50.0)
     assert not ray.wait([call], timeout=0.2)[0]  # most likely it has asked
     os.kill(pid, signal.SIGKILL)
-    fresh = Puppet.remote("lanes")  # type: ignore[attr-defined]
+    fresh = Puppet.remote("shm")  # type: ignore[attr-defined]
     assert ray.get(fresh.join.remote(name, rank=0, size=N), timeout=60) == (0, N)
     assert all_of([fresh], average, -1000.0) == [(50.0, (0, 1, 2), (0,))]
     for value, used, late in all_of([fresh, *met[1:]], average, 20.0):
@@ -440,7 +440,7 @@ def test_a_process_that_dies_or_gives_up_while_it_joins_leaves_nothing(puppets: 
             ray.get(first.run.remote(try_to_join, name, point, "give up"), timeout=60)
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(first.run.remote(try_to_join, name, point, "die"), timeout=60)
-        fresh = Puppet.remote("lanes")  # type: ignore[attr-defined]
+        fresh = Puppet.remote("shm")  # type: ignore[attr-defined]
         joined = ray.get([fresh.join.remote(name, rank=0, size=2), other], timeout=60)
         assert joined == [(0, 2), (1, 2)]
         used = [record["used"] for _, record in all_of([fresh, second], average_of)]
@@ -528,7 +528,7 @@ def test_a_host_has_few_threads_however_many_members_there_are(puppets: Puppets)
     threads: list[int] = []
     for size in (2, 2000):
         name = next(NAMES)
-        puppet = Puppet.remote("lanes")  # type: ignore[attr-defined]
+        puppet = Puppet.remote("shm")  # type: ignore[attr-defined]
         puppet.join.remote(name, rank=1, size=size)
         while (host := host_of(name)) is None:
             time.sleep(0.05)
@@ -719,7 +719,7 @@ def test_an_exception_in_a_member_reaches_the_others_as_its_death(puppets: Puppe
 def test_a_member_that_ends_at_any_point_leaves_nothing_half_done(
     how: str, points: tuple[str, ...]
 ) -> None:
-    """Only over lanes: through the object store there are no such points."""
+    """Only over channels: through the object store there are no such points."""
 
     def end(member: Member, point: str, how: str) -> str:
         def hook(reached: str) -> None:
@@ -743,7 +743,7 @@ def test_a_member_that_ends_at_any_point_leaves_nothing_half_done(
     def go_on(member: Member) -> list[Any]:
         return [average_of(member, min_results=1) for _ in range(3)]
 
-    puppets = Puppets("lanes")
+    puppets = Puppets("shm")
     for point in points:
         first, second = puppets.meet(2)
         others = first.run.remote(go_on)

@@ -113,7 +113,7 @@ def die_in_give(member: Member) -> None:
 
 
 def fail_branch(member: Member) -> None:
-    """End the thread of the agent of this node, to which all its members have lanes."""
+    """End the thread of the agent of this node, to which all its members have channels."""
     agent = member._host._actor
     ray.get(agent.__ray_call__.remote(lambda agent: agent._branch.news.tell(divmod, 1, 0)))
 
@@ -247,12 +247,12 @@ def said() -> list[Any]:
 
 def test_agents_exchange_large_weights_and_the_host_averages_small_ones(said: list[Any]) -> None:
     away = dict.fromkeys("1234", "agent: streams")
-    assert said[0] == {"0": "lane"} | away
-    assert set(said[1].values()) == {"lane", "store"}
+    assert said[0] == {"0": "shm"} | away
+    assert set(said[1].values()) == {"shm", "store"}
 
 
 def test_the_host_averages_all_where_streams_cannot_be_opened(said: list[Any]) -> None:
-    assert said[6].pop("0") == "lane"
+    assert said[6].pop("0") == "shm"
     assert [*said[6]] == [*"1234"]
     assert all(way.startswith("store: StreamError") for way in said[6].values()), said[6]
 

@@ -1,6 +1,6 @@
 """Calls that members repeat, which the host makes in C++, and what breaks a series of them off.
 
-No Ray is started: the host and the members are threads, with lanes between them.
+No Ray is started: the host and the members are threads, with channels between them.
 """
 
 import logging
@@ -23,7 +23,7 @@ import flatweights as fw
 from flatweights.ray import MemberError, WorkerError
 from flatweights.ray._report import METRICS
 from flatweights.ray._round import Round
-from flatweights.ray.members._host_end import HostByLane
+from flatweights.ray.members._host_end import HostByChannel
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._repetitions import Series
 
@@ -130,7 +130,7 @@ def test_series_of_calls_have_the_bits_of_an_average(
             assert all(same_bits(mean[name], expected[name]) for name in expected)
             assert result.number == step + 1
             assert result.used == (0, 1, 2)
-            assert result.transports == dict.fromkeys(range(3), "lane")
+            assert result.transports == dict.fromkeys(range(3), "shm")
             assert [*result.seconds] == ["wait", "average"]
             assert min(result.seconds.values()) >= 0.0
             assert result.nbytes == 3 * fw.Layout.of(expected).nbytes
@@ -310,7 +310,7 @@ def test_a_host_that_does_not_know_a_number_asks_for_the_whole(
 
     def act(member: Member) -> list[float]:
         host = member._host
-        assert isinstance(host, HostByLane)
+        assert isinstance(host, HostByChannel)
         means = []
         for step in range(12):
             if member.rank == 1 and step == 6:
@@ -329,18 +329,18 @@ def test_a_window_that_is_held_is_not_written(threads: ThreadPoolExecutor) -> No
 
     def act(member: Member) -> None:
         host = member._host
-        assert isinstance(host, HostByLane)
+        assert isinstance(host, HostByChannel)
         variables = Held(w=np.zeros(30))
         for step in range(30):
             variables.arrays["w"][:] = step + member.rank
             if step in (10, 20):
-                host._lane.mailbox.add_hold(step == 10, 0)
-                host._lane.mailbox.add_hold(step == 10, 1)
+                host._channel.mailbox.add_hold(step == 10, 0)
+                host._channel.mailbox.add_hold(step == 10, 1)
             member.average_variables(variables)
             assert variables.arrays["w"][0] == step + 0.5
             if step in (14, 24):
-                host._lane.mailbox.drop_hold(step == 14, 0)
-                host._lane.mailbox.drop_hold(step == 14, 1)
+                host._channel.mailbox.drop_hold(step == 14, 0)
+                host._channel.mailbox.drop_hold(step == 14, 1)
 
     all_of(threads, meeting.members, act)
 
@@ -527,14 +527,14 @@ def test_a_call_that_waits_is_repeated_after_many_others(threads: ThreadPoolExec
             if step == 7 and member.rank:
                 assert is_alone.wait(PATIENCE)
             elif step == 7:
-                lane: Any = member._host._lane  # type: ignore[attr-defined]
-                outcome = lane.outcome
+                channel: Any = member._host._channel  # type: ignore[attr-defined]
+                outcome = channel.outcome
 
                 def waits(*args: Any, outcome: Any = outcome) -> Any:  # after the shortcut
                     is_alone.set()
                     return outcome(*args)
 
-                lane.outcome = waits
+                channel.outcome = waits
             variables.arrays["w"][:] = step + member.rank
             used = member.average_variables(variables).used
             told.append((float(variables.arrays["w"][0]), used))

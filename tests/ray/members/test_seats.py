@@ -1,6 +1,6 @@
 """Members that die, leave, give up and are replaced, at each step of a meeting.
 
-No Ray is started: the host and the members are threads, with lanes between them.
+No Ray is started: the host and the members are threads, with channels between them.
 """
 
 import gc
@@ -25,18 +25,18 @@ from meetings import LocalMeeting, kill
 from flatweights import FlatWeights, Layout
 from flatweights._sources import Template
 from flatweights.ray import MemberDiedError, MemberError, WorkerError
+from flatweights.ray.channels._end import ChannelError
+from flatweights.ray.channels._member_channel import HostDiedError, MemberChannel
+from flatweights.ray.channels._message import buffer_message
+from flatweights.ray.channels._protocol import NUMBER
+from flatweights.ray.channels._windows import Windows
 from flatweights.ray.core._asks import Ask, Outcome
 from flatweights.ray.core._peer import State
-from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane
-from flatweights.ray.lanes._message import buffer_message
-from flatweights.ray.lanes._protocol import NUMBER
-from flatweights.ray.lanes._windows import Windows
 from flatweights.ray.members import _seats
 from flatweights.ray.members._branch import Branch, BranchAgent, BranchOutcome
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._seats import Letter, Seat
-from flatweights.ray.peers._by_lane import GroupLanes
+from flatweights.ray.peers._by_channel import GroupChannels
 
 PATIENCE = 60.0
 
@@ -244,27 +244,27 @@ def test_an_entry_that_is_given_up_leaves_nothing(threads: ThreadPoolExecutor) -
     for steps in range(4):
         local = LocalMeeting(2)
         [other_entry] = [local.enter(1)]
-        other_lane = local.lane(other_entry)
+        other_channel = local.channel(other_entry)
         entry = local.enter(0)
-        lane = local.lane(entry) if steps > 1 else None
+        channel = local.channel(entry) if steps > 1 else None
         waits = local.enter(0) if steps == 3 else None
         if steps:
             entry.ticket.result(PATIENCE)
         local.lose(entry, gone)
         assert entry.over.result(PATIENCE) is None
         if steps == 1:
-            with pytest.raises(LaneError):
-                local.lane(entry)  # a slow process, whose seat another process has taken
+            with pytest.raises(ChannelError):
+                local.channel(entry)  # a slow process, whose seat another process has taken
         retried = waits or local.enter(0)
         members = [
-            threads.submit(local.member, retried, local.lane(retried)),
-            threads.submit(local.member, other_entry, other_lane),
+            threads.submit(local.member, retried, local.channel(retried)),
+            threads.submit(local.member, other_entry, other_channel),
         ]
         first, second = (member.result(PATIENCE) for member in members)
         assert call_all(threads, [first, second], [1.0, 2.0])[0][0] == 1.5
         finish(local, first, second)
-        if lane is not None:
-            lane.close()
+        if channel is not None:
+            channel.close()
 
 
 def test_a_meeting_ends_when_all_that_were_joining_have_given_up() -> None:
@@ -273,11 +273,11 @@ def test_a_meeting_ends_when_all_that_were_joining_have_given_up() -> None:
         entry = local.enter(0)
         if steps:
             entry.ticket.result(PATIENCE)
-        lane = local.lane(entry) if steps == 2 else None
-        if lane is None:
+        channel = local.channel(entry) if steps == 2 else None
+        if channel is None:
             local.lose(entry, MemberDiedError("it was killed"))
         else:
-            lane.close()
+            channel.close()
         local.thread.join(PATIENCE)
         assert not local.thread.is_alive()
 
@@ -291,7 +291,7 @@ def in_state(
         A function that kills it, the other two members, and its call.
     """
     others = [local.enter(1), local.enter(2)]
-    lanes = [local.lane(entry) for entry in others]
+    channels = [local.channel(entry) for entry in others]
     if state is State.ENTERING:
         entry = local.enter(0)
         entry.ticket.result(PATIENCE)
@@ -299,12 +299,12 @@ def in_state(
         def die() -> None:
             local.lose(entry, MemberDiedError("it was killed"))
 
-        return die, (others, lanes), None
+        return die, (others, channels), None
     if state is State.READY:
         entry = local.enter(0)
-        lane = local.lane(entry)
-        return lane.close, (others, lanes), None
-    members = [threads.submit(local.member, e, k) for e, k in zip(others, lanes, strict=True)]
+        channel = local.channel(entry)
+        return channel.close, (others, channels), None
+    members = [threads.submit(local.member, e, k) for e, k in zip(others, channels, strict=True)]
     first = local.join(0)
     both = [member.result(PATIENCE) for member in members]
     call_all(threads, [first, *both], [1.0, 2.0, 3.0])
@@ -370,7 +370,7 @@ def test_a_process_that_dies_while_it_joins_is_no_member(
         (second.leave if before == "has left" else lambda: kill(second))()
         local.wait_until(lambda meeting: not meeting.door.seats[1].is_present)
     entry = local.enter(1)
-    lane = local.lane(entry) if state is State.READY else None
+    channel = local.channel(entry) if state is State.READY else None
     entry.ticket.result(PATIENCE)
     if before != "has died":
         value, result = mean_of(first, 5.0)  # waits for nobody
@@ -388,8 +388,8 @@ def test_a_process_that_dies_while_it_joins_is_no_member(
     again = local.join(1)
     assert mean_of(again, 0.0)[0] == 5.0
     finish(local, first, again)
-    if lane is not None:
-        lane.close()
+    if channel is not None:
+        channel.close()
 
 
 def test_what_leaves_a_with_is_named_in_all_others(
@@ -663,7 +663,7 @@ def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     def interrupt(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    second._host._lane.outcome = interrupt  # type: ignore[attr-defined]
+    second._host._channel.outcome = interrupt  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         second.average(np.ones(1))
     local.wait_until(lambda meeting: meeting.door.seats[1].state is State.DEAD)
@@ -852,10 +852,10 @@ def test_a_member_whose_outcome_cannot_be_put_into_the_store_is_told(
     local = LocalMeeting(2)
     entries = [local.enter(rank) for rank in range(2)]
     tell, expect = local.meeting.news.tell, local.meeting.expect
-    started: Future[Any] = Future()  # of a member without a lane
+    started: Future[Any] = Future()  # of a member without a channel
     assert entries[1].ticket.result(PATIENCE).rank == 1
     tell(expect, entries[1].token, started)
-    other = local.member(entries[0], local.lane(entries[0]))
+    other = local.member(entries[0], local.channel(entries[0]))
     started.result(PATIENCE)
     weights = FlatWeights({"w": np.ones(3)})
     template = Template.of(weights, "weights")
@@ -877,7 +877,7 @@ class TheHost:
 
     def __init__(self) -> None:
         self.calls: Queue[tuple[str, tuple[Any, ...]]] = Queue()
-        self.lanes = GroupLanes()  # they close with the last reference
+        self.channels = GroupChannels()  # they close with the last reference
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *args: self.calls.put((name, args)))
@@ -895,7 +895,7 @@ def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
     first, late = local.join_all()
     weights = FlatWeights({"w": np.full(1000, 7.0)})
     assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
-    lane: MemberLane = late._host._lane  # type: ignore[attr-defined]
+    channel: MemberChannel = late._host._channel  # type: ignore[attr-defined]
     ask = Ask("average", weights.layout.digest, min_results=1)
     body = pickle.dumps((tuple(ask), weights.layout.pickled))
     with monkeypatch.context() as patch:  # no window of the host is free
@@ -906,8 +906,8 @@ def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
                 buffer_message(kind, body, None, windows) if buffer is None else None
             ),
         )
-        assert lane.ask(body, late._host.new_buffer(weights.layout), is_urgent=True)
-        [number] = NUMBER.unpack(lane.outcome(PATIENCE)[0])
+        assert channel.ask(body, late._host.new_buffer(weights.layout), is_urgent=True)
+        [number] = NUMBER.unpack(channel.outcome(PATIENCE)[0])
     weights["w"][:] = 8.0
     assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
     body, buffer = local.meeting.news.ask(local.meeting.fetch, number)
@@ -923,7 +923,7 @@ def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
 def branch() -> Iterator[tuple[Branch, TheHost]]:
     host = TheHost()
     end: Any = SimpleNamespace(models={})
-    made = Branch(cast("Any", host), host.lanes, end, threading.Lock())
+    made = Branch(cast("Any", host), host.channels, end, threading.Lock())
     yield made, host
     made.news.tell(sys.exit)  # its thread ends
     for thread in threading.enumerate():
@@ -931,13 +931,15 @@ def branch() -> Iterator[tuple[Branch, TheHost]]:
             thread.join(PATIENCE)
 
 
-def lane_of(branch: Branch, host: TheHost, rank: int) -> MemberLane:
-    """Return the lane of a member of the branch."""
+def channel_of(branch: Branch, host: TheHost, rank: int) -> MemberChannel:
+    """Return the channel of a member of the branch."""
     token = b"%016d" % rank
-    lane = MemberLane(branch.news.ask(branch.enter, rank, f"process of rank {rank}", token), token)
-    branch.news.ask(branch.attach, token, lane.mailbox.nonce)
+    channel = MemberChannel(
+        branch.news.ask(branch.enter, rank, f"process of rank {rank}", token), token
+    )
+    branch.news.ask(branch.attach, token, channel.mailbox.nonce)
     assert host.next("hand")[0] == token
-    return lane
+    return channel
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `exit`
@@ -948,7 +950,7 @@ def test_members_of_a_branch_that_cannot_get_an_outcome_are_told(
         raise ray.exceptions.ObjectLostError("11", "the host", "")
 
     made, host = branch
-    lane = lane_of(made, host, 1)
+    channel = channel_of(made, host, 1)
     monkeypatch.setattr(ray, "get", get)
     outcome = BranchOutcome(3, b"outcome", [None], [b"%016d" % 1])
     made.news.tell(made.post, outcome)
@@ -956,8 +958,8 @@ def test_members_of_a_branch_that_cannot_get_an_outcome_are_told(
     assert token == b"%016d" % 1
     assert "process of rank 1: its outcome did not come: ObjectLostError" in str(why)
     with pytest.raises(HostDiedError):
-        lane.outcome(PATIENCE)
-    lane.close()
+        channel.outcome(PATIENCE)
+    channel.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `exit`
@@ -965,24 +967,24 @@ def test_an_answer_of_a_branch_replaces_no_outcome_that_another_has_still_to_fet
     branch: tuple[Branch, TheHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, host = branch
-    lanes = [lane_of(made, host, rank) for rank in range(2)]
+    channels = [channel_of(made, host, rank) for rank in range(2)]
     buffer = np.arange(5000, dtype=np.uint8)
     monkeypatch.setattr(ray, "get", lambda _: buffer)
     tokens = [b"%016d" % rank for rank in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(Windows, "copy_in", lambda *_: None)  # no window is free
         made.news.ask(made.post, BranchOutcome(3, b"average", [None], tokens))
-    numbers = [NUMBER.unpack(lane.outcome(PATIENCE)[0])[0] for lane in lanes]
+    numbers = [NUMBER.unpack(channel.outcome(PATIENCE)[0])[0] for channel in channels]
     for number in numbers:
         assert made.news.ask(made.fetch, number) == (b"average", buffer)
     for k in range(9):
-        lanes[0].ask(pickle.dumps((tuple(Ask("give")), None)), None, is_urgent=True)
+        channels[0].ask(pickle.dumps((tuple(Ask("give")), None)), None, is_urgent=True)
         host.next("hand")
         made.news.ask(made.post, BranchOutcome(3 + k, b"another one", [None], tokens[:1]))
-        assert lanes[0].outcome(PATIENCE)[0] == b"another one"
+        assert channels[0].outcome(PATIENCE)[0] == b"another one"
     assert made.news.ask(made.fetch, numbers[1]) == (b"average", buffer)
-    for lane in lanes:
-        lane.close()
+    for channel in channels:
+        channel.close()
 
 
 def test_an_ask_with_the_wrong_number_of_bytes_ends_its_member_alone(
@@ -990,20 +992,20 @@ def test_an_ask_with_the_wrong_number_of_bytes_ends_its_member_alone(
 ) -> None:
     """It would otherwise be averaged, or end the thread that all members of the node wait for."""
     made, host = branch
-    lanes = [lane_of(made, host, rank) for rank in range(2)]
+    channels = [channel_of(made, host, rank) for rank in range(2)]
     tokens = [b"%016d" % rank for rank in range(2)]
     made.news.ask(made.post, BranchOutcome(1, b"first", None, tokens))
     weights = FlatWeights({"w": np.ones(100_000)})
     body = pickle.dumps((tuple(Ask("average", weights.layout.digest)), weights.layout.pickled))
-    for lane, more in zip(lanes, (64, 0), strict=True):
-        assert lane.outcome(PATIENCE)[0] == b"first"
-        lane.ask(body, np.zeros(weights.buffer.nbytes + more, np.uint8), is_urgent=True)
+    for channel, more in zip(channels, (64, 0), strict=True):
+        assert channel.outcome(PATIENCE)[0] == b"first"
+        channel.ask(body, np.zeros(weights.buffer.nbytes + more, np.uint8), is_urgent=True)
     token, why = host.next("lose")
     assert token == tokens[0]
     assert "expected 800,000 bytes of weights, got 800,064" in str(why)
     assert host.next("hand")[0] == tokens[1]
-    for lane in lanes:
-        lane.close()
+    for channel in channels:
+        channel.close()
 
 
 @pytest.mark.parametrize("ask", [{"operation": "heal"}, {"operation": "average", "lacks": True}])
@@ -1011,11 +1013,11 @@ def test_an_ask_without_weights_passes_a_branch(
     branch: tuple[Branch, TheHost], ask: dict[str, Any]
 ) -> None:
     made, host = branch
-    lane = lane_of(made, host, 1)
+    channel = channel_of(made, host, 1)
     made.news.ask(made.post, BranchOutcome(1, b"first", None, [b"%016d" % 1]))
-    assert lane.outcome(PATIENCE)[0] == b"first"
+    assert channel.outcome(PATIENCE)[0] == b"first"
     layout = Layout.of({"w": np.ones(100_000)})
-    lane.ask(
+    channel.ask(
         pickle.dumps((tuple(Ask(**ask, digest=layout.digest)), layout.pickled)),
         None,
         is_urgent=True,
@@ -1025,7 +1027,7 @@ def test_an_ask_without_weights_passes_a_branch(
     seat.receive(Letter(body, buffer, None))
     assert seat.look()
     assert seat.fault is None
-    lane.close()
+    channel.close()
 
 
 def test_the_host_learns_why_a_branch_has_failed(

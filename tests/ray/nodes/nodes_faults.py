@@ -75,14 +75,14 @@ def check(result: Round, seed: int) -> None:
 
 
 def meet(group: WorkerGroup, timeout: float = 120) -> float:
-    """Wait until all ranks take part, by lanes and agents; return the seconds of the last round."""
+    """Wait until all ranks take part, by channels and agents; return the seconds of the last."""
     end = time.monotonic() + timeout
     while True:
         begin = time.monotonic()
         group.restore(timeout=5)
         found = group.average("give", 1, min_results=1, timeout=20)
         check(found, 1)
-        by_memory = [k for k in found.used if found.transports[k].startswith(("lane", "agent"))]
+        by_memory = [k for k in found.used if found.transports[k].startswith(("shm", "agent"))]
         if len(by_memory) == len(PLACES):
             return time.monotonic() - begin
         assert time.monotonic() < end, (found, found.transports, group.unhealthy)

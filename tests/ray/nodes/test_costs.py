@@ -71,7 +71,7 @@ def test_small_models_and_single_nodes_go_through_the_driver() -> None:
     assert plan(nodes=4, workers=1, model="30kB", link=GBIT).chosen.transport == "driver"
     assert plan(nodes=4, workers=1, model="30MB", link=GBIT).chosen.transport == "streams"
     alone = plan(nodes=1, workers=8, model="30MB", link=GBIT)
-    assert (alone.chosen.transport, alone.chosen.sent, alone.chosen.received) == ("lanes", 0, 0)
+    assert (alone.chosen.transport, alone.chosen.sent, alone.chosen.received) == ("shm", 0, 0)
     assert alone.chosen.seconds < alone["driver"].seconds < alone["the guide's loop"].seconds
 
 
@@ -124,14 +124,14 @@ def test_table_marks_the_way_that_is_chosen() -> None:
     assert lines[-2].startswith("M: the bytes of the model. N workers on K nodes, W on each.")
 
 
-def test_a_round_over_lanes_keeps_a_window_of_each_worker_and_three_of_the_driver() -> None:
+def test_a_round_over_channels_keeps_a_window_of_each_worker_and_three_of_the_driver() -> None:
     table = plan(nodes=1, workers=4, model="200MB", link="10Gbit")
     assert str(table).startswith("1 node of 4 workers, 200 MB")
     assert table.chosen.kept == 7 * 200e6
     assert table["driver"].kept == 6 * 200e6
     (chosen,) = [line for line in str(table).splitlines() if line.startswith("->")]
     assert chosen.split()[1:8] == [
-        "lanes",
+        "shm",
         "0",
         "B",
         "0",

@@ -22,7 +22,7 @@ from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._node import NodeEnd, Route
 from flatweights.ray.nodes._pieces import canonical, packed_bytes
 from flatweights.ray.nodes._plan import Plan, Sums, nbytes_of
-from flatweights.ray.peers._by_lane import GroupLanes
+from flatweights.ray.peers._by_channel import GroupChannels
 from flatweights.ray.peers._summary import Reading, read_into
 
 DTYPES = [*REAL, *map(np.dtype, ("c8", "c16", "i8", "i4", "u1", "?"))]
@@ -163,7 +163,7 @@ class Ends:
     """The ends of some nodes, all in this process."""
 
     def __init__(self, count: int) -> None:
-        self.ends = [NodeEnd(GroupLanes().offer, "127.0.0.1") for _ in range(count)]
+        self.ends = [NodeEnd(GroupChannels().offer, "127.0.0.1") for _ in range(count)]
         self.pool = ThreadPoolExecutor(count)
         self.epoch = secrets.token_bytes(16)
 
@@ -266,7 +266,7 @@ def test_an_end_that_is_dropped_listens_no_more() -> None:
         return sum(one.name == "flatweights-streams" for one in threading.enumerate())
 
     before = threads()
-    end = NodeEnd(GroupLanes().offer, "127.0.0.1")
+    end = NodeEnd(GroupChannels().offer, "127.0.0.1")
     address = end.address
     assert threads() == before + 1
     del end

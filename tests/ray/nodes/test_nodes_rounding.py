@@ -15,7 +15,7 @@ from flatweights.ray.nodes._node import NodeEnd, Route
 from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._rounding import Coding, Residuals
-from flatweights.ray.peers._by_lane import GroupLanes
+from flatweights.ray.peers._by_channel import GroupChannels
 from flatweights.ray.peers._summary import Reading, read_into
 from flatweights.wire import Difference, WireDType, average_differences, wire_layout
 
@@ -268,7 +268,7 @@ def test_an_average_that_does_not_fit_is_an_error(rng: np.random.Generator) -> N
 def test_streams_and_blocks_do_not_change_the_bits(
     wire_dtype: WireDType, rng: np.random.Generator
 ) -> None:
-    by_stream = [NodeEnd(GroupLanes().offer, "127.0.0.1") for _ in range(3)]
+    by_stream = [NodeEnd(GroupChannels().offer, "127.0.0.1") for _ in range(3)]
     whole = [End() for _ in range(3)]
     addresses, epoch = tuple(end.address for end in by_stream), secrets.token_bytes(16)
     try:

@@ -199,13 +199,13 @@ class Nodes:
 
 
 def meet(group: WorkerGroup) -> None:
-    """Wait until all ranks take part, by lanes and agents."""
+    """Wait until all ranks take part, by channels and agents."""
     end = time.monotonic() + 100
     while True:
         group.restore(timeout=10)
         found = group.average("give", "FlatWeights", 9, min_results=1)
         assert_right(found, "FlatWeights", 9)
-        by_memory = [k for k in found.used if found.transports[k].startswith(("lane", "agent"))]
+        by_memory = [k for k in found.used if found.transports[k].startswith(("shm", "agent"))]
         if len(by_memory) == 6:
             try_streams_again(group)
             return
@@ -291,7 +291,7 @@ def averages_have_the_bits_that_are_documented(nodes: Nodes) -> None:
             assert_right(found, kind, 7, weights)
             assert bool(found.groups) == (len(ranks) == 6), (ranks, found.groups)
             for rank in ranks:
-                expected = "lane" if PLACES[rank] == "home" else "agent: streams"
+                expected = "shm" if PLACES[rank] == "home" else "agent: streams"
                 assert found.transports[rank] == expected, found.transports
             links = found.record()["links"]
             assert len(links) == len({PLACES[rank] for rank in ranks} | {"home"}), links
@@ -662,7 +662,7 @@ def assert_by_driver(found: Round, why: str) -> None:
     """Check that all ranks are in, no node added up results, and the reason is given."""
     assert found.used == tuple(range(6)), found
     assert not found.groups
-    assert found.transports[0] == "lane"
+    assert found.transports[0] == "shm"
     for rank in range(1, 6):
         assert found.transports[rank].startswith("store: "), found.transports
         assert why in found.transports[rank], found.transports

@@ -31,7 +31,7 @@ from board_processes import (
 )
 
 from flatweights import _core
-from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.publishing import _board
 from flatweights.ray.publishing._board import Board, FullError, Reading
 
@@ -179,10 +179,10 @@ def test_a_wait_ends_with_the_next_publication(board: Board) -> None:
 
 def test_a_board_lets_only_its_user_in(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(connection: socket.socket) -> None:
-        raise LaneError("the peer belongs to another user")
+        raise ChannelError("the peer belongs to another user")
 
     monkeypatch.setattr(_board, "check_user", refuse)
-    with pytest.raises((LaneError, OSError)):
+    with pytest.raises((ChannelError, OSError)):
         connect(board)
     monkeypatch.undo()
     connect(board).close()

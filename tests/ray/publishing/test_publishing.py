@@ -166,7 +166,7 @@ def test_an_actor_reads_the_newest_weights_once(started: list[Any], way: str) ->
         actor = remote_actor.remote(name, way, 20_000)
         started.append(actor)
         assert ray.get(actor.update.remote()) == (False, 0, 0.0)
-        assert ray.get(actor.ask.remote("transport")) == ("store" if way else "lane")
+        assert ray.get(actor.ask.remote("transport")) == ("store" if way else "shm")
         assert ray.get(actor.ask.remote("age")) == float("inf")
         for value in (1.0, 2.0, 3.0):
             weights["w"][:] = value
@@ -540,7 +540,7 @@ def test_read_without_variables_says_its_version() -> None:
         publisher.publish()
         assert (subscriber.read()[""] == 1).all()
         assert subscriber.version == 1
-        assert re.fullmatch(r"<Subscriber of 'read', version 1, way 'lane'>", repr(subscriber))
+        assert re.fullmatch(r"<Subscriber of 'read', version 1, transport 'shm'>", repr(subscriber))
 
 
 def test_many_subscribers_of_one_publisher() -> None:

@@ -47,7 +47,7 @@ class Kept(NamedTuple):
         """Whether a member can read it, where its variables are now."""
         if self.gpu is None:
             return True
-        return peer.has_lane and peer.ask.gpu is not None and peer.ask.gpu.uuid == self.gpu
+        return peer.has_channel and peer.ask.gpu is not None and peer.ask.gpu.uuid == self.gpu
 
 
 class Changes(NamedTuple):

@@ -5,7 +5,7 @@ and an ask belongs to the peer that made it. The states of a peer:
 
 | state | the member | what ends it |
 | --- | --- | --- |
-| `ENTERING` | has a ticket, and is making its lane | `ready`: `READY` |
+| `ENTERING` | has a ticket, and is making its channel | `ready`: `READY` |
 | `READY` | waits for its first outcome | `told`: `WORKING` |
 | `WORKING` | has the outcome `has`, and has not asked again | `asks`: `ASKING` |
 | `ASKING` | has asked, and waits for the outcome | `told`: `WORKING` |
@@ -49,7 +49,7 @@ class Peer:
         number: A number that no other process of the meeting has, from 1.
         before: Until it has joined, the last process of its rank that had.
         has_joined: Whether it was there when the meeting opened, or has asked since.
-        has_lane: Whether its weights come through memory that it shares with the host.
+        has_channel: Whether its weights come through memory that it shares with the host.
         state: Its state.
         has: The largest number of the outcomes that it got; 0 after the first outcome.
         states: By layout of a state, the number of the last call whose outcome it has.
@@ -64,7 +64,7 @@ class Peer:
     number: int = 0
     before: Peer | None = None
     has_joined: bool = False
-    has_lane: bool = False
+    has_channel: bool = False
     state: State = State.ENTERING
     has: int = 0
     states: dict[str, int] = field(default_factory=dict)

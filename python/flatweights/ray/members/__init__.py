@@ -3,7 +3,7 @@
 - `flatweights.ray.core` has the messages between members and host, and decides about their calls.
 - `_terms` has what members must agree on. `_train` knows Ray Train.
 - `_member` has the public part: `join`, and a `Member` with its calls.
-- `_host_end` connects a member to its host: by a lane within a node, else by Ray's object store.
+- `_host_end` connects a member to its host: by a channel within a node, else by Ray's object store.
 - `_host` is the actor that members call, `_meeting` its one thread, `_seats` its members' records,
   `_door` lets them in.
 """

@@ -16,8 +16,8 @@ import numpy as np
 from flatweights._layout import Layout
 from flatweights.ray._round import facts_again
 from flatweights.ray._variables import Variables, without_seeds
+from flatweights.ray.channels._member_channel import Shortcut
 from flatweights.ray.core._asks import Ask, Outcome
-from flatweights.ray.lanes._member_lane import Shortcut
 from flatweights.ray.members._turns import Turns
 
 # Types of arguments that stay what they are: an array of one number, such as a weight, may change.

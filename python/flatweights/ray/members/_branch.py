@@ -1,8 +1,8 @@
 """A branch: the agent of a meeting on another node than its host's.
 
-The members of its node make lanes to it, as other members do to the host. Large weights stay here:
-the host gets only the asks, and lets branches exchange pieces. Small weights go to the host with
-the ask.
+The members of its node make channels to it, as other members do to the host. Large weights stay
+here: the host gets only the asks, and lets branches exchange pieces. Small weights go to the host
+with the ask.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._sources import Kind, Template
 from flatweights.ray._errors import reason_in_a_line
+from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.core._asks import MemberDiedError
 from flatweights.ray.core._peer import State
-from flatweights.ray.lanes._end import LaneError
 from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import (
     SLICE,
@@ -36,7 +36,7 @@ from flatweights.ray.members._seats import (
 from flatweights.ray.nodes._node import NodeEnd
 from flatweights.ray.nodes._plan import SMALL
 from flatweights.ray.peers._agent import Agent, AverageOf
-from flatweights.ray.peers._by_lane import GroupLanes
+from flatweights.ray.peers._by_channel import GroupChannels
 
 _log = logging.getLogger("flatweights")
 
@@ -70,24 +70,28 @@ class Branch:
     """
 
     def __init__(
-        self, host: ray.actor.ActorHandle, lanes: GroupLanes, end: NodeEnd, turn: threading.Lock
+        self,
+        host: ray.actor.ActorHandle,
+        channels: GroupChannels,
+        end: NodeEnd,
+        turn: threading.Lock,
     ) -> None:
         """Begin without members.
 
         Args:
             host: The actor to which asks go.
-            lanes: The lanes of this process.
+            channels: The channels of this process.
             end: This node's part of exchanges.
             turn: The lock that a thread holds while it uses ``end``.
 
         Raises:
-            OSError: If there can be no lanes.
+            OSError: If there can be no channels.
         """
-        made = lanes.lanes
+        made = channels.channels
         if made is None:
-            raise OSError(lanes.setback.reason)
+            raise OSError(channels.setback.reason)
         self._host = host
-        self._lanes = made
+        self._channels = made
         self._end = end
         self._turn = turn
         self._seats: dict[bytes, Seat] = {}
@@ -98,21 +102,21 @@ class Branch:
         threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
-        """Admit a member with a ticket of the host; return the address for its lane."""
-        self._lanes.expect(token)
+        """Admit a member with a ticket of the host; return the address for its channel."""
+        self._channels.expect(token)
         self._seats[token] = Seat(rank, who, token)
-        return self._lanes.address
+        return self._channels.address
 
     def attach(self, token: bytes, nonce: bytes) -> None:
-        """Make the lane to a member, and tell the host that it is ready.
+        """Make the channel to a member, and tell the host that it is ready.
 
         Raises:
-            LaneError: If it has not connected.
+            ChannelError: If it has not connected.
         """
         seat = self._seats.get(token)
         if seat is None or seat.state is not State.ENTERING:
-            raise LaneError("no such member")
-        seat.attach(self._lanes.connect(token, nonce))
+            raise ChannelError("no such member")
+        seat.attach(self._channels.connect(token, nonce))
         self._host.hand.remote(token, None, None)
 
     def forget(self, token: bytes) -> None:
@@ -120,17 +124,17 @@ class Branch:
         seat = self._seats.pop(token, None)
         if seat is None:
             return
-        if seat.lane is None:
-            self._lanes.forget(token)
+        if seat.channel is None:
+            self._channels.forget(token)
         else:
-            self._lanes.give_up(seat.lane)
+            self._channels.give_up(seat.channel)
 
     def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
-        """Take an ask that does not fit into a lane."""
+        """Take an ask that does not fit into a channel."""
         self._seats[token].receive(Letter(body, buffer, None))
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
-        """Return an outcome that did not fit into a lane: its body and its buffer.
+        """Return an outcome that did not fit into a channel: its body and its buffer.
 
         Raises:
             KeyError: If no member has to fetch it.
@@ -143,7 +147,7 @@ class Branch:
         self._posts += 1
         try:
             buffer = self._buffer_of(outcome.weights)
-            post = Post(self._posts, outcome.body, buffer, self._lanes.windows)
+            post = Post(self._posts, outcome.body, buffer, self._channels.windows)
         except Exception as error:  # the store has lost them, or memory is short
             why = f"its outcome did not come: {reason_in_a_line(error)}"
             for seat in told:
@@ -224,7 +228,7 @@ class BranchAgent(Agent):
     def __init__(self, host: ray.actor.ActorHandle) -> None:
         """Start, for the meeting of ``host``."""
         super().__init__()
-        self._branch = Branch(host, self.lanes, self.end, self.turn)
+        self._branch = Branch(host, self.channels, self.end, self.turn)
 
     def stay(self) -> None:
         """Never return: the host learns from the error when the branch has failed, or died."""

@@ -16,10 +16,10 @@ from typing import NamedTuple, cast
 import ray
 
 from flatweights.ray import _clock
+from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.core._asks import MemberDiedError
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.core._peer import Peers, State
-from flatweights.ray.lanes._driver_lane import Lanes
 from flatweights.ray.members._news import News
 from flatweights.ray.members._seats import Seat
 from flatweights.ray.members._terms import Terms
@@ -39,8 +39,8 @@ class Ticket(NamedTuple):
     Attributes:
         rank: Its rank.
         seat: The number of its seat.
-        address: The address to make a lane to; None, if the member calls through Ray.
-        branch: On another node, the agent of that node, to which it makes a lane instead.
+        address: The address to make a channel to; None, if the member calls through Ray.
+        branch: On another node, the agent of that node, to which it makes a channel instead.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
         terms: The terms that it expects of the meeting.
         who: The name of the process in errors.
         node: Its node.
-        wants_lane: Whether it can use a lane.
+        wants_channel: Whether it can use a channel.
         since: The time of its arrival, by `time.monotonic`.
         ticket: The ticket that it waits for.
         over: A future that is done once it is not, and will not be, a member.
@@ -69,7 +69,7 @@ class Entry(NamedTuple):
     terms: Terms
     who: str
     node: str
-    wants_lane: bool
+    wants_channel: bool
     since: float
     ticket: Future[Ticket]
     over: Future[None]
@@ -94,7 +94,7 @@ class Door:
         name: str,
         terms: Terms,
         node: str,
-        lanes: Lanes,
+        channels: Channels,
         agents: Agents,
         news: News,
         hear: Callable[[Seat], object],
@@ -106,14 +106,14 @@ class Door:
             name: The name of the meeting.
             terms: The terms that all members expect.
             node: The node of the meeting.
-            lanes: The lanes to members on this node.
+            channels: The channels to members on this node.
             agents: The agents of other nodes.
             news: The calls that the meeting's thread makes.
             hear: A function that handles the ask, or the end, of a member.
             lose: A function that counts a member as dead.
         """
         self._name, self._terms, self._node = name, terms, node
-        self._lanes, self._agents, self._news = lanes, agents, news
+        self._channels, self._agents, self._news = channels, agents, news
         self._hear, self._lose = hear, lose
         self.peers = Peers()
         self.present: dict[bytes, Seat] = {}
@@ -211,11 +211,11 @@ class Door:
         seat = Seat(rank, entry.who, entry.token, self._entered, before, over=entry.over)
         self.present[entry.token] = seat
         self.peers.add(seat)
-        if not entry.wants_lane:
+        if not entry.wants_channel:
             return Ticket(rank, seat.number, None)
         if entry.node == self._node:
-            self._lanes.expect(entry.token)
-            return Ticket(rank, seat.number, self._lanes.address)
+            self._channels.expect(entry.token)
+            return Ticket(rank, seat.number, self._channels.address)
         agent = seat.agent = self._agents.at(entry.node, starts=True)
         assert agent is not None
         if agent.token not in self._watched:
@@ -226,8 +226,8 @@ class Door:
     def _is_free(self, rank: int) -> bool:
         """Whether no live process has ``rank``."""
         seat = self.seats.get(rank)
-        if seat is not None and seat.is_present and seat.lane is not None:
-            seat.lane.receive()  # it may just have died
+        if seat is not None and seat.is_present and seat.channel is not None:
+            seat.channel.receive()  # it may just have died
             if seat.look():
                 self._hear(seat)
         return seat is None or not seat.is_present

@@ -11,10 +11,10 @@ from flatweights._layout import Layout
 from flatweights._settings import gpu_setting
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._failpoints import reach
+from flatweights.ray.channels._end import ChannelError
+from flatweights.ray.channels._gpu_windows import GpuWindows, Handle, OwnWindow
+from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.core._asks import Placed
-from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._gpu_windows import GpuWindows, Handle, OwnWindow
-from flatweights.ray.lanes._member_lane import MemberLane
 from flatweights.ray.members._reductions import Reduced, Reduction
 
 # Bytes of weights that stay on a GPU. It runs the kernels of one process at a time, and takes some
@@ -40,15 +40,15 @@ def gpu_of(variables: Any) -> bytes | None:
 class GpuEnd:
     """The windows that this member writes and reads."""
 
-    def __init__(self, lane: MemberLane, seat: int) -> None:
+    def __init__(self, channel: MemberChannel, seat: int) -> None:
         """Start without windows.
 
         Args:
-            lane: The lane to the host.
+            channel: The channel to the host.
             seat: The number of this member's seat.
         """
-        self._lane = lane
-        self._windows = GpuWindows(seat, lane.count_holds)
+        self._channel = channel
+        self._windows = GpuWindows(seat, channel.count_holds)
         # Windows of others that are mapped here, by owner and index.
         self._peers: dict[tuple[int, int], tuple[Handle, _core.PeerDeviceWindow]] = {}
         self._layout: Layout | None = None  # of the weights that were gathered last
@@ -91,7 +91,7 @@ class GpuEnd:
         Raises:
             OSError: If the host is dead.
         """
-        self._lane.send_handle(window.handle)
+        self._channel.send_handle(window.handle)
 
     def reduce(self, body: bytes) -> bytes:
         """Average windows of members into one of this member's; return the answer to the host."""
@@ -99,7 +99,7 @@ class GpuEnd:
         try:
             reduced = self._reduced(Reduction(*pickle.loads(body)))
         except Exception as error:  # the weights are averaged on the host then
-            is_fault = not isinstance(error, (MemoryError, OSError, LaneError))
+            is_fault = not isinstance(error, (MemoryError, OSError, ChannelError))
             reduced = Reduced(None, (), reason_in_a_line(error), is_fault)
         return pickle.dumps(tuple(reduced))
 
@@ -123,16 +123,16 @@ class GpuEnd:
         """Return a window of this member or of another, mapped.
 
         Raises:
-            LaneError: If the host has not told of it.
+            ChannelError: If the host has not told of it.
             RuntimeError: If the driver fails.
         """
-        self._lane.receive()  # the host may have told of members that are gone
-        has = self._lane.has_handle
+        self._channel.receive()  # the host may have told of members that are gone
+        has = self._channel.has_handle
         self._peers = {at: known for at, known in self._peers.items() if has(known[0])}
         own = self._windows.find(placed)
         if own is not None:
             return own.memory
-        handle = self._lane.handle_of(placed)
+        handle = self._channel.handle_of(placed)
         known = self._peers.get(placed[:2])
         if known is None or known[0] is not handle:
             known = None

@@ -26,12 +26,12 @@ from flatweights._layout import Layout
 from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._failpoints import reach
+from flatweights.ray.channels._driver_channel import Channels, DriverChannel
+from flatweights.ray.channels._end import ChannelError
+from flatweights.ray.channels._gpu_windows import Handle
+from flatweights.ray.channels._protocol import REDUCE
 from flatweights.ray.core._asks import Ask, Placed
 from flatweights.ray.core._peer import Peer
-from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
-from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._gpu_windows import Handle
-from flatweights.ray.lanes._protocol import REDUCE
 from flatweights.ray.members._reductions import Reduced, Reduction
 from flatweights.ray.members._seats import Seat
 
@@ -51,11 +51,11 @@ class Stayed:
 
     def __init__(self, owner: Seat, handle: Handle, layout: Layout) -> None:
         """Hold the window."""
-        assert owner.lane is not None
+        assert owner.channel is not None
         self.layout = layout
         self.handle = handle
         self.owner = owner
-        self._mailbox = owner.lane.mailbox
+        self._mailbox = owner.channel.mailbox
         self._readers: set[Seat] = set()
         self._mailbox.add_hold(False, handle.placed.window)
 
@@ -65,9 +65,9 @@ class Stayed:
         Raises:
             OSError: If it is dead.
         """
-        assert seat.lane is not None
+        assert seat.channel is not None
         if seat is not self.owner:
-            seat.lane.send_handle(self.handle)
+            seat.channel.send_handle(self.handle)
         self._readers.add(seat)
 
     def lose(self, seat: Seat) -> None:
@@ -91,9 +91,9 @@ class AskAgainError(Exception):
 class GpuRounds:
     """The weights that have stayed on GPUs."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, channels: Channels) -> None:
         """Start without any."""
-        self._lanes = lanes
+        self._channels = channels
         self._is_off = False  # once a GPU has failed: it may fail each member in turn
         self._stayed: list[Stayed] = []
         self._gone: list[Seat] = []  # members that are gone, whose windows others still have
@@ -108,7 +108,8 @@ class GpuRounds:
         if first.gpu is None or first.rule is not None or self._is_off:
             return False
         uuids = {
-            ask.gpu.uuid if ask.gpu is not None and peer.has_lane else None for peer, ask in readers
+            ask.gpu.uuid if ask.gpu is not None and peer.has_channel else None
+            for peer, ask in readers
         }
         return len(uuids) == 1 and None not in uuids
 
@@ -134,10 +135,10 @@ class GpuRounds:
         """
         self._check(first, seats, [*seats, *others])
         reducer = seats[0]
-        lane = reducer.lane
-        assert lane is not None
+        channel = reducer.channel
+        assert channel is not None
         try:
-            reduced = self._reduced(lane, seats, weights)
+            reduced = self._reduced(channel, seats, weights)
         except Exception as error:  # it died, or its answer cannot be read
             raise AskAgainError(f"{reducer.who}: {reason_in_a_line(error)}") from None
         if reduced.placed is None:
@@ -191,13 +192,13 @@ class GpuRounds:
                 stayed.let_go()
         self._stayed = rest
         owners = {stayed.owner for stayed in rest}
-        lanes = [seat.lane for seat in seats if seat.lane is not None]
+        channels = [seat.channel for seat in seats if seat.channel is not None]
         for gone in [seat for seat in self._gone if seat not in owners]:
             self._gone.remove(gone)
-            if gone.lane is not None:
-                gone.lane.forget_handles(gone.number)
-                for lane in lanes:
-                    lane.send_forget(gone.number)
+            if gone.channel is not None:
+                gone.channel.forget_handles(gone.number)
+                for channel in channels:
+                    channel.send_forget(gone.number)
 
     def _check(self, first: Ask, senders: Sequence[Seat], seats: Sequence[Seat]) -> None:
         """Raise unless the weights of ``senders`` are in windows that all ``seats`` can read."""
@@ -207,33 +208,33 @@ class GpuRounds:
             raise AskAgainError("some weights are in memory of the host")
 
     def _reduced(
-        self, lane: DriverLane, seats: Sequence[Seat], weights: Sequence[float]
+        self, channel: DriverChannel, seats: Sequence[Seat], weights: Sequence[float]
     ) -> Reduced:
         windows = []
         for seat in seats:
-            assert seat.lane is not None
+            assert seat.channel is not None
             placed = _placed(seat)
             windows.append(placed)
-            if seat.lane is not lane:
-                lane.send_handle(seat.lane.handle_of(placed))
+            if seat.channel is not channel:
+                channel.send_handle(seat.channel.handle_of(placed))
         reach("ordering")
-        lane.order(REDUCE, pickle.dumps(tuple(Reduction(tuple(windows), tuple(weights)))))
+        channel.order(REDUCE, pickle.dumps(tuple(Reduction(tuple(windows), tuple(weights)))))
         end = _clock.now() + _PATIENCE
-        while not lane.is_answered:
+        while not channel.is_answered:
             left = end - _clock.now()
-            if lane.is_closed:
+            if channel.is_closed:
                 raise RuntimeError("it has died while it averaged")
             if left <= 0:
                 raise TimeoutError(f"it has not averaged within {_PATIENCE} s")
-            self._lanes.wait([lane], left)
-        _, (body, _) = lane.take()
+            self._channels.wait([channel], left)
+        _, (body, _) = channel.take()
         return Reduced(*pickle.loads(body))
 
     def _kept(self, owner: Seat, layout: Layout, placed: Placed) -> Stayed:
-        assert owner.lane is not None
+        assert owner.channel is not None
         try:
-            handle = owner.lane.handle_of(placed)
-        except LaneError as error:  # this process had no descriptor for it
+            handle = owner.channel.handle_of(placed)
+        except ChannelError as error:  # this process had no descriptor for it
             raise AskAgainError(f"{owner.who}: {error}") from None
         stayed = Stayed(owner, handle, layout)
         self._stayed.append(stayed)

@@ -46,7 +46,7 @@ class Host:
         Args:
             name: Its name.
             terms: Its terms.
-            platform: What it uses of Ray, lanes and threads.
+            platform: What it uses of Ray, channels and threads.
             meeting: The class of the meeting; a simulator has one that shows what it does.
         """
         self._platform = platform
@@ -71,7 +71,7 @@ class Host:
         terms: Terms,
         who: str,
         node: str,
-        wants_lane: bool,
+        wants_channel: bool,
     ) -> Ticket:
         """Take a seat; wait while a process that may have ended has it.
 
@@ -82,7 +82,7 @@ class Host:
             terms: See `Entry`.
             who: See `Entry`.
             node: See `Entry`.
-            wants_lane: See `Entry`.
+            wants_channel: See `Entry`.
 
         Raises:
             ValueError: If ``terms`` differ from those of the meeting, or ``rank`` is taken or too
@@ -98,15 +98,15 @@ class Host:
         watch.add_done_callback(self._watches.discard)
         ticket: Future[Ticket] = Future()
         now = _clock.now()
-        entry = Entry(token, rank, terms, who, node, wants_lane, now, ticket, over)
+        entry = Entry(token, rank, terms, who, node, wants_channel, now, ticket, over)
         self._meeting.news.tell(self._meeting.door.enter, entry)
         return await self._platform.until(ticket)
 
     async def attach(self, token: bytes, nonce: bytes) -> None:
-        """Make the lane to a member that has connected.
+        """Make the channel to a member that has connected.
 
         Raises:
-            LaneError: If it has not connected.
+            ChannelError: If it has not connected.
         """
         await self._ask(self._meeting.attach, token, nonce)
 
@@ -129,7 +129,7 @@ class Host:
             self._running -= 1
 
     async def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
-        """Take an ask that does not fit into a lane; the lane then announces it."""
+        """Take an ask that does not fit into a channel; the channel then announces it."""
         await self._ask(self._meeting.put, token, Letter(body, buffer, None))
 
     async def hand(
@@ -142,7 +142,7 @@ class Host:
             self._meeting.news.tell(self._meeting.put, token, Letter(body, buffer, None))
 
     async def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
-        """Return an outcome that did not fit into a lane: its body and its buffer.
+        """Return an outcome that did not fit into a channel: its body and its buffer.
 
         Raises:
             KeyError: If no member has to fetch it.

@@ -1,4 +1,4 @@
-"""A member's connection to its host: a lane within a node, else Ray's object store."""
+"""A member's connection to its host: a channel within a node, else Ray's object store."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
 from flatweights.ray._failpoints import reach
 from flatweights.ray._variables import Memory, Variables
+from flatweights.ray.channels._end import ChannelError
+from flatweights.ray.channels._gpu_windows import OwnWindow
+from flatweights.ray.channels._member_channel import HostDiedError, MemberChannel, Shortcut
+from flatweights.ray.channels._protocol import (
+    ASKED_AGAIN,
+    NUMBER,
+    REDUCE,
+    REDUCED,
+    REPEAT,
+    REPEATED,
+    RESEND,
+    TOLD_AGAIN,
+)
 from flatweights.ray.core._asks import (
     Ask,
     Kind,
@@ -24,19 +37,6 @@ from flatweights.ray.core._asks import (
     Told,
     end_of,
     remember,
-)
-from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._gpu_windows import OwnWindow
-from flatweights.ray.lanes._member_lane import HostDiedError, MemberLane, Shortcut
-from flatweights.ray.lanes._protocol import (
-    ASKED_AGAIN,
-    NUMBER,
-    REDUCE,
-    REDUCED,
-    REPEAT,
-    REPEATED,
-    RESEND,
-    TOLD_AGAIN,
 )
 from flatweights.ray.members._again import Repeatable, outcome_again
 from flatweights.ray.members._door import Ticket
@@ -210,28 +210,28 @@ class HostEnd(ABC):
         """
 
 
-class HostByLane(HostEnd):
-    """The end of a lane: memory that member and host map."""
+class HostByChannel(HostEnd):
+    """The end of a channel: memory that member and host map."""
 
     def __init__(
         self,
         actor: ray.actor.ActorHandle,
         pass_: Pass,
-        lane: MemberLane,
+        channel: MemberChannel,
         seat: int,
         platform: Platform = PLATFORM,
     ) -> None:
-        """Take the lane, which is attached, and the number of the seat."""
+        """Take the channel, which is attached, and the number of the seat."""
         super().__init__(actor, pass_, platform)
-        self._lane = lane
-        self._gpu = GpuEnd(lane, seat)
+        self._channel = channel
+        self._gpu = GpuEnd(channel, seat)
         self._seat = seat
         self._may_stay: set[Kind] = set()  # kinds of call whose weights may stay on their GPU
         self._prepared: dict[tuple[Any, ...], Repeatable] = {}  # by terms, what may be repeated
 
     def offer(self, nbytes: int) -> None:
         """Offer a window."""
-        self._lane.offer(nbytes)
+        self._channel.offer(nbytes)
 
     def start(self, timeout: float | None) -> Outcome:
         """Wait for the first command."""
@@ -241,13 +241,13 @@ class HostByLane(HostEnd):
 
     def leave(self) -> None:
         """Answer the last command."""
-        self._lane.ask(_LEAVE, None, is_urgent=True)
+        self._channel.ask(_LEAVE, None, is_urgent=True)
 
     def close(self, raised: str = "") -> None:
         """Close the socket."""
-        if raised and not self._lane.is_closed:
-            self._lane.part(raised)
-        self._lane.close()
+        if raised and not self._channel.is_closed:
+            self._channel.part(raised)
+        self._channel.close()
         self._gpu.clear()
 
     def gather(self, variables: Variables, ask: Ask) -> tuple[Ask, Sent]:
@@ -270,13 +270,13 @@ class HostByLane(HostEnd):
         known = self._prepared.get(ask.terms)
         if known is None or not known.was_repeated or not isinstance(buffer, np.ndarray):
             return None
-        shortcut = self._lane.shortcut(known.outcome.prepared, buffer)
+        shortcut = self._channel.shortcut(known.outcome.prepared, buffer)
         return None if shortcut is None else (shortcut, known)
 
     def was_asked(self, ask: Ask, known: Repeatable, has_come: bool) -> None:
         """See the base class."""
         remember(self._prepared, ask.terms, known)  # other kinds of calls may have displaced it
-        self._lane.pending = has_come
+        self._channel.pending = has_come
 
     def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
         while True:
@@ -289,7 +289,7 @@ class HostByLane(HostEnd):
             else:
                 buffer = sent
             known = self._prepared.get(ask.terms)
-            is_sent = self._lane.pending is not None
+            is_sent = self._channel.pending is not None
             if not is_sent and (known is None or not self._repeat(ask, known, buffer)):
                 self._send(self._body(ask, layout), buffer, ask.is_urgent)
             told = self._outcome(patience, known)
@@ -308,14 +308,14 @@ class HostByLane(HostEnd):
         body = ASKED_AGAIN.pack(known.outcome.prepared, ask.weight)
         # A host that makes repetitions without Python sees them in time; see `RepeatedCalls`.
         is_urgent = ask.is_urgent and not known.was_repeated
-        return self._lane.ask(body, buffer, is_urgent=is_urgent, kind=REPEAT)
+        return self._channel.ask(body, buffer, is_urgent=is_urgent, kind=REPEAT)
 
     def _send(self, body: bytes, buffer: NDArray[np.uint8] | None, is_urgent: bool) -> None:
-        if not self._lane.ask(body, buffer, is_urgent=is_urgent):
+        if not self._channel.ask(body, buffer, is_urgent=is_urgent):
             # There is no window, or the ask is too long for a mailbox.
             self._platform.check_connected()
             self._platform.get(self._actor.deliver.remote(self._pass.token, body, buffer))
-            self._lane.ask(b"", None, is_urgent=is_urgent)
+            self._channel.ask(b"", None, is_urgent=is_urgent)
 
     def _learn(self, outcome: Outcome, ask: Ask) -> None:
         if self._seat in outcome.seats:
@@ -340,7 +340,7 @@ class HostByLane(HostEnd):
             known: What is known of such calls, if the ask was repeated.
         """
         while True:
-            body, buffers, kind = self._lane.outcome(patience)
+            body, buffers, kind = self._channel.outcome(patience)
             if kind == REPEATED and known is not None:
                 known.was_repeated = True
                 number, *seconds = TOLD_AGAIN.unpack(body)
@@ -351,7 +351,7 @@ class HostByLane(HostEnd):
                 return None
             if kind != REDUCE:
                 break
-            self._lane.ask(self._gpu.reduce(body), None, is_urgent=True, kind=REDUCED)
+            self._channel.ask(self._gpu.reduce(body), None, is_urgent=True, kind=REDUCED)
         if len(body) <= NUMBER.size:
             fetched: Told = self._platform.get(self._actor.fetch.remote(*NUMBER.unpack(body)))
             return fetched
@@ -359,7 +359,7 @@ class HostByLane(HostEnd):
 
 
 class HostByStore(HostEnd):
-    """An end that uses Ray's calls and its object store, for members without a lane."""
+    """An end that uses Ray's calls and its object store, for members without a channel."""
 
     def __init__(
         self, host: ray.actor.ActorHandle, pass_: Pass, platform: Platform = PLATFORM
@@ -434,7 +434,7 @@ def enter(
         terms: The terms of the meeting.
         timeout: See `flatweights.ray.join`; for errors.
         end: The time at which it is over, by `time.monotonic`.
-        platform: What the member uses of Ray and lanes.
+        platform: What the member uses of Ray and channels.
 
     Raises:
         HostDiedError: If the host has ended meanwhile.
@@ -445,13 +445,13 @@ def enter(
     node = platform.node()
     concurrency = _CALLS * terms.size + 64  # coroutines, not threads
     host = platform.find_host(Host, name, node, concurrency, name, terms)
-    wants_lane = platform.setting() != "store"
+    wants_channel = platform.setting() != "store"
     pass_ = Pass.of(host, platform)
     ticket: Ticket | None = None
     host_end: HostEnd | None = None
     try:
         entering = host.enter.remote(
-            pass_.token, [pass_.stays], rank, terms, pass_.who, node, wants_lane
+            pass_.token, [pass_.stays], rank, terms, pass_.who, node, wants_channel
         )
         reach("entering")
         ticket = platform.get(entering, seconds_left(end))
@@ -503,11 +503,11 @@ def _end_of(
     end: float | None,
     platform: Platform,
 ) -> HostEnd:
-    """Make the lane that a ticket allows; otherwise return an end that uses Ray's store.
+    """Make the channel that a ticket allows; otherwise return an end that uses Ray's store.
 
     Raises:
-        OSError: If the lane cannot be made, and ``FLATWEIGHTS_RAY=lanes`` requires it.
-        LaneError: Likewise; or if the host did not find it.
+        OSError: If the channel cannot be made, and ``FLATWEIGHTS_RAY=shm`` requires it.
+        ChannelError: Likewise; or if the host did not find it.
         MemoryError: Likewise.
         ray.exceptions.RayError: If the host, or the agent of this node, has died, or does not
             answer by ``end``.
@@ -525,15 +525,15 @@ def _end_of(
     if address is None:
         return HostByStore(host, pass_, platform)
     try:
-        lane = platform.member_lane(address, pass_.token)
-    except (OSError, LaneError, MemoryError):
-        if platform.setting() == "lanes":
+        channel = platform.member_channel(address, pass_.token)
+    except (OSError, ChannelError, MemoryError):
+        if platform.setting() == "shm":
             raise
         return HostByStore(host, pass_, platform)
     try:
-        attaching = actor.attach.remote(pass_.token, lane.mailbox.nonce)
+        attaching = actor.attach.remote(pass_.token, channel.mailbox.nonce)
         platform.get(attaching, seconds_left(end))
     except BaseException:
-        lane.close()
+        channel.close()
         raise
-    return HostByLane(actor, pass_, lane, ticket.seat, platform)
+    return HostByChannel(actor, pass_, channel, ticket.seat, platform)

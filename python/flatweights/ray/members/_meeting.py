@@ -35,6 +35,9 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._result import Packed
 from flatweights.ray._round import Round, facts_of
+from flatweights.ray.channels._end import ChannelError
+from flatweights.ray.channels._member_channel import HostDiedError
+from flatweights.ray.channels._protocol import RESEND
 from flatweights.ray.core._asks import (
     Ask,
     CallsDifferError,
@@ -71,9 +74,6 @@ from flatweights.ray.core._events import (
 )
 from flatweights.ray.core._past import Changes
 from flatweights.ray.core._peer import Peer, State, ranks_of
-from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._member_lane import HostDiedError
-from flatweights.ray.lanes._protocol import RESEND
 from flatweights.ray.members._branch import BranchAgent, BranchOutcome, SentWeights
 from flatweights.ray.members._door import Door
 from flatweights.ray.members._gpu_rounds import AskAgainError, GpuRounds, Stayed
@@ -133,28 +133,28 @@ class Meeting:
             terms: The terms: the number of members, and others.
             node: This node.
             host: The actor of this process.
-            platform: What it uses of Ray and lanes.
+            platform: What it uses of Ray and channels.
 
         Raises:
-            OSError: If there can be no lanes on this system.
+            OSError: If there can be no channels on this system.
         """
         self._name = name
         self._terms = terms
         self._size = terms.size
         self._node = node
-        self._lanes = platform.lanes()
-        offer = self._lanes.windows.offer
+        self._channels = platform.channels()
+        offer = self._channels.windows.offer
         self._agents = platform.agents(offer, terms.sums, BranchAgent, (host,), _CALLS)
         self._put = platform.put
-        self._gpu = GpuRounds(self._lanes)
-        self._repetitions = Repetitions(name, self._lanes)
+        self._gpu = GpuRounds(self._channels)
+        self._repetitions = Repetitions(name, self._channels)
         self._seconds_waited = 0.0  # for the open call
         self._kept: dict[int, _Kept] = {}  # outcomes for members that are late, by number
         self._given: Packed | None = None  # a state that has just come
         self._states: dict[int, Packed] = {}  # states that heal members, by number of the outcome
-        self.news = News(self._lanes)
+        self.news = News(self._channels)
         self.door = Door(
-            name, terms, node, self._lanes, self._agents, self.news, self._hear, self._lose
+            name, terms, node, self._channels, self._agents, self.news, self._hear, self._lose
         )
         self.calls = Calls(name, self.door.peers)
         self._posts = 0
@@ -169,7 +169,7 @@ class Meeting:
             self._tell_failure(error)
         self._agents.shut_down()
         self.door.close()
-        self._lanes.close()
+        self._channels.close()
 
     def _step(self) -> None:
         """Do everything that is due, or wait until something happens."""
@@ -498,10 +498,10 @@ class Meeting:
         """Have members whose weights are on a GPU send them through memory of the host."""
         for seat in seats:
             seat.take_caller()
-            assert seat.lane is not None
-            if seat.lane.is_answered:  # one that still averages is asked once it has
+            assert seat.channel is not None
+            if seat.channel.is_answered:  # one that still averages is asked once it has
                 try:
-                    seat.lane.order(RESEND)
+                    seat.channel.order(RESEND)
                 except Exception as error:  # it died meanwhile
                     fault = reason_in_a_line(error)
                     self._lose(seat, MemberDiedError(f"{seat.who}: {fault}"))
@@ -526,7 +526,7 @@ class Meeting:
         if away and why is None:
             return NodesAverage(self._agents, arrivals, request).run()
         arrivals.bring()
-        self._lanes.windows.offer(self._agents.nbytes)
+        self._channels.windows.offer(self._agents.nbytes)
         result = DriverAverage(arrivals, request).run()
         result.transports = dict.fromkeys(away, f"store: {why}")
         return result
@@ -586,7 +586,7 @@ class Meeting:
 
     def _copied(self, weights: Packed) -> Packed:
         """Return a copy, if possible in memory that all members of this node read."""
-        self._lanes.windows.offer(weights.layout.nbytes)
+        self._channels.windows.offer(weights.layout.nbytes)
         try:
             copied = weights.layout.new_buffer()
         finally:
@@ -596,7 +596,7 @@ class Meeting:
 
     def _transports(self, asks: dict[int, Ask]) -> dict[int, str]:
         """Return, by rank, the way by which its ask came."""
-        return {k: "store" if self.door.seats[k].lane is None else "lane" for k in sorted(asks)}
+        return {k: "store" if self.door.seats[k].channel is None else "shm" for k in sorted(asks)}
 
     def _welcome(self) -> None:
         """Give members that are ready their first outcome, once the meeting is open."""
@@ -634,16 +634,16 @@ class Meeting:
         ref: ray.ObjectRef | None = None
         away: dict[AgentEnd, list[Seat]] = {}
         posted: list[_core.Mailbox] = []
-        wake = self._lanes.wake
+        wake = self._channels.wake
         for seat in seats:
             caller = seat.take_caller()
             try:
                 if isinstance(weights, Stayed):
                     weights.send(seat)
-                if seat.lane is not None:
+                if seat.channel is not None:
                     if post is None:
                         self._posts += 1
-                        post = Post(self._posts, body, buffer, self._lanes.windows)
+                        post = Post(self._posts, body, buffer, self._channels.windows)
                     post.to(seat, posted)
                 elif caller is not None:
                     if buffer is not None and ref is None:
@@ -683,36 +683,36 @@ class Meeting:
         seat.close()
         del self.door.present[seat.token]
         self._gpu.forget(seat)
-        self._forget_lane(seat)
+        self._forget_channel(seat)
 
-    def _forget_lane(self, seat: Seat) -> None:
-        """Stop using a member's lane, or expecting one."""
+    def _forget_channel(self, seat: Seat) -> None:
+        """Stop using a member's channel, or expecting one."""
         if seat.agent is not None:
             seat.agent.handle.forget.remote(seat.token)
-        if seat.lane is not None:
-            self._lanes.give_up(seat.lane)
+        if seat.channel is not None:
+            self._channels.give_up(seat.channel)
         else:
-            self._lanes.forget(seat.token)
+            self._channels.forget(seat.token)
 
     # The calls that other threads ask the meeting's thread to make.
 
     def attach(self, token: bytes, nonce: bytes) -> None:
-        """Make the lane to a member.
+        """Make the channel to a member.
 
         Raises:
-            LaneError: If it has not connected.
+            ChannelError: If it has not connected.
         """
         seat = self.door.present.get(token)
         if seat is None or seat.state is not State.ENTERING:
-            raise LaneError("no such member")
-        seat.attach(self._lanes.connect(token, nonce))
+            raise ChannelError("no such member")
+        seat.attach(self._channels.connect(token, nonce))
 
     def expect(self, token: bytes, caller: Future[Reply] | None) -> None:
         """Note that a member waits for its first outcome, in a call through Ray or at a branch."""
         seat = self.door.present.get(token)
         if seat is not None:
-            if caller is not None:  # it has made no lane
-                self._forget_lane(seat)
+            if caller is not None:  # it has made no channel
+                self._forget_channel(seat)
             seat.expect(caller)
         elif caller is not None:
             caller.set_exception(_not_here())

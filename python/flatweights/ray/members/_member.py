@@ -34,6 +34,7 @@ from flatweights.ray._variables import (
     text_of,
     whole_state,
 )
+from flatweights.ray.channels._member_channel import SLICE, HostDiedError
 from flatweights.ray.core._asks import (
     Ask,
     LacksStateError,
@@ -42,7 +43,6 @@ from flatweights.ray.core._asks import (
     OutOfSyncError,
     remember,
 )
-from flatweights.ray.lanes._member_lane import SLICE, HostDiedError
 from flatweights.ray.members._again import Again
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._host_end import HostEnd, Sent, enter

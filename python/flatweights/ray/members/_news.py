@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import ray
 
 from flatweights.ray._errors import reason_in_a_line
-from flatweights.ray.lanes._driver_lane import Lanes
+from flatweights.ray.channels._driver_channel import Channels
 
 Result = TypeVar("Result")
 
@@ -20,12 +20,12 @@ class News:
     """Calls for the thread to make, in their order; true while there are any.
 
     Attributes:
-        lanes: The lanes at which the thread waits, and by which it is woken.
+        channels: The channels at which the thread waits, and by which it is woken.
     """
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, channels: Channels) -> None:
         """Begin without calls."""
-        self.lanes = lanes
+        self.channels = channels
         self._calls: deque[Callable[[], object]] = deque()
 
     def __bool__(self) -> bool:
@@ -34,7 +34,7 @@ class News:
     def tell(self, method: Callable[..., object], *args: Any) -> None:
         """Make the thread call ``method``."""
         self._calls.append(lambda: method(*args))
-        self.lanes.ring()
+        self.channels.ring()
 
     def ask(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the thread; return its result, or raise its exception."""

@@ -1,4 +1,4 @@
-"""What hosts and members use of Ray, of lanes, and of their own process: all of it, in one place.
+"""What hosts and members use of Ray, of channels, and of their process: all of it, in one place.
 
 `PLATFORM` is that of production. `tests/sim` has one of its own, on which the same hosts and
 members run in one process, with a virtual clock (`_clock`), and die as a seed says.
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from flatweights._settings import ray_setting
 from flatweights.ray._errors import check_connected
-from flatweights.ray.lanes._driver_lane import Lanes
-from flatweights.ray.lanes._member_lane import MemberLane
+from flatweights.ray.channels._driver_channel import Channels
+from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._ended import mark_end, seconds_since_end
 from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._by_agent import Agents
@@ -55,13 +55,13 @@ class Platform:
         context = ray.get_runtime_context()
         return Place(context.get_node_id(), context.current_actor)
 
-    def lanes(self) -> Lanes:
-        """Return the host's ends of lanes, without any.
+    def channels(self) -> Channels:
+        """Return the host's ends of channels, without any.
 
         Raises:
-            OSError: If there can be no lanes on this system.
+            OSError: If there can be no channels on this system.
         """
-        return Lanes()
+        return Channels()
 
     def agents(
         self, offer: Callable[[int], None], sums: Sums, cls: type, args: tuple[Any, ...], calls: int
@@ -121,15 +121,15 @@ class Platform:
         who = f"process {os.getpid()} on {socket.gethostname()}"
         return secrets.token_bytes(_TOKEN), who
 
-    def member_lane(self, address: bytes, token: bytes) -> MemberLane:
-        """Connect to a host, and return the member's end of the lane.
+    def member_channel(self, address: bytes, token: bytes) -> MemberChannel:
+        """Connect to a host, and return the member's end of the channel.
 
         Raises:
             OSError: If it cannot be made.
-            LaneError: If the host expects nobody with that token.
+            ChannelError: If the host expects nobody with that token.
             MemoryError: If there is no memory for a mailbox.
         """
-        return MemberLane(address, token)
+        return MemberChannel(address, token)
 
     def get(self, ref: ray.ObjectRef, timeout: float | None = None) -> Any:
         """Return the result of a call, or raise its exception."""

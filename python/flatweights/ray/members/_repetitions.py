@@ -23,10 +23,10 @@ from flatweights._layout import Layout
 from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray._result import Packed
 from flatweights.ray._round import Round
+from flatweights.ray.channels._driver_channel import Channels
+from flatweights.ray.channels._windows import Extent
 from flatweights.ray.core._asks import Ask, Outcome, remember
 from flatweights.ray.core._events import LastCall, Reduce, Send
-from flatweights.ray.lanes._driver_lane import Lanes
-from flatweights.ray.lanes._windows import Extent
 from flatweights.ray.members._again import outcome_again
 from flatweights.ray.members._seats import Prepared, Seat
 
@@ -98,10 +98,10 @@ _SHARED_LAYOUT = Layout(["shared"], [(_SHARED,)], [np.dtype(np.uint8)])
 class Repetitions:
     """The calls that members may repeat, and those that are ready."""
 
-    def __init__(self, name: str, lanes: Lanes) -> None:
+    def __init__(self, name: str, channels: Channels) -> None:
         """Begin without calls, in the meeting ``name``."""
         self._name = name
-        self._lanes = lanes
+        self._channels = channels
         self._seats: list[Seat] = []  # those of the calls that are ready, by rank
         self._ready: dict[int, _Ready] = {}  # by number, the oldest first
         self._used: dict[int, int] = {}  # by number of the call, that of its last outcome
@@ -120,7 +120,11 @@ class Repetitions:
         if len(present) != len(self._seats):
             return False
         for seat in self._seats:
-            if present.get(seat.token) is not seat or seat.lane is None or seat.lane.is_closed:
+            if (
+                present.get(seat.token) is not seat
+                or seat.channel is None
+                or seat.channel.is_closed
+            ):
                 return False
         return True
 
@@ -158,8 +162,8 @@ class Repetitions:
             return 0
         known = set()
         for seat in seats:
-            lane, answer = seat.lane, seat.answer
-            if lane is None or lane.is_closed or answer is None or not answer.ask.may_repeat:
+            channel, answer = seat.channel, seat.answer
+            if channel is None or channel.is_closed or answer is None or not answer.ask.may_repeat:
                 return 0
             known.add(answer.prepared)
         if len(known) == 1 and 0 not in known:
@@ -181,8 +185,8 @@ class Repetitions:
         seats = sorted(seats, key=lambda seat: seat.rank)
         if self._calls is None or seats != self._seats:
             self.clear()
-            lanes = [seat.lane for seat in seats if seat.lane is not None]
-            self._calls = self._lanes.repeated_calls(lanes)
+            channels = [seat.channel for seat in seats if seat.channel is not None]
+            self._calls = self._channels.repeated_calls(channels)
             self._seats = seats
         if outcome.prepared in self._ready:
             return
@@ -216,7 +220,7 @@ class Repetitions:
             self._shared = [one.buffer for one in whole if one is not None]
         self._shared_used = end
         parts = [buffer[begin:end] for buffer in self._shared]
-        found = [(self._lanes.windows.find(part), part) for part in parts]
+        found = [(self._channels.windows.find(part), part) for part in parts]
         return [_Result(extent, part) for extent, part in found if extent is not None]
 
     def _own_results(
@@ -236,7 +240,7 @@ class Repetitions:
 
     def _new_result(self, layout: Layout, seats: Sequence[Seat]) -> _Result | None:
         """Return a buffer in a window that all members know; None if there is none."""
-        windows = self._lanes.windows
+        windows = self._channels.windows
         windows.offer(layout.nbytes)
         try:
             buffer = layout.new_buffer()
@@ -246,12 +250,12 @@ class Repetitions:
         if extent is None:
             return None
         for seat in seats:
-            assert seat.lane is not None
+            assert seat.channel is not None
             try:
-                seat.lane.share(windows, [extent])
+                seat.channel.share(windows, [extent])
             except OSError:  # it is dead, or its socket is full
                 return None
-            seat.lane.release([extent])
+            seat.channel.release([extent])
         return _Result(extent, buffer)
 
     def run(self, number: int, patience: float | None) -> Series:
@@ -264,7 +268,7 @@ class Repetitions:
         assert self._calls is not None
         seconds = _PAUSE if patience is None else min(_PAUSE, patience)
         times = [seat.seen for seat in self._seats]
-        run = self._lanes.run_repeated(self._calls, number, seconds, times)
+        run = self._channels.run_repeated(self._calls, number, seconds, times)
         code, count, pending, seen, last = run
         ending = Ending(code)
         for seat, time in zip(self._seats, seen, strict=True):
@@ -282,8 +286,8 @@ class Repetitions:
                 self._report(ready, at, times_made, *in_all)
         extent = self._ready[call].results[position].extent
         for seat in self._seats:
-            assert seat.lane is not None
-            seat.lane.was_posted([extent])
+            assert seat.channel is not None
+            seat.channel.was_posted([extent])
             seat.announced, seat.is_quiet = None, True
         return Series(ending, count, made, outcomes, pending)
 
@@ -316,8 +320,8 @@ class Repetitions:
         """
         members = len(self._seats)
         sent = count * members * ready.layout.nbytes
-        by_lane = "transports", "transport", "lane"
-        counts = {ROUND: count, RECEIVED: sent, SENT: sent, by_lane: count * members}
+        by_channel = "transports", "transport", "shm"
+        counts = {ROUND: count, RECEIVED: sent, SENT: sent, by_channel: count * members}
         METRICS.add(counts, {"wait": waited, "average": averaged}, members, count)
         _log.info(
             "meeting %r: %d averages as before, the last one round %d, of %d ranks: wait %.6f, "

@@ -3,7 +3,7 @@
 A seat is a `Peer`, with what the process at the other end is reached by. One thread, that of the
 meeting or of the branch, calls these methods; no other thread reads a seat.
 
-Until a member has left or died, its end becomes known: the socket of its lane closes, and Ray
+Until a member has left or died, its end becomes known: the socket of its channel closes, and Ray
 reports the death of the process that owns the result of its call of `Host.stay`. Until then nobody
 else gets its rank; afterwards another process gets it at once.
 """
@@ -28,12 +28,12 @@ from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
 from flatweights.ray._result import Packed
+from flatweights.ray.channels._driver_channel import DriverChannel
+from flatweights.ray.channels._message import Message, buffer_message
+from flatweights.ray.channels._protocol import ASKED_AGAIN, COMMAND, NUMBER, REDUCED, REPEAT, RESEND
+from flatweights.ray.channels._windows import Windows
 from flatweights.ray.core._asks import Ask, MemberDiedError, end_of, remember
 from flatweights.ray.core._peer import Peer, State
-from flatweights.ray.lanes._driver_lane import DriverLane
-from flatweights.ray.lanes._message import Message, buffer_message
-from flatweights.ray.lanes._protocol import ASKED_AGAIN, COMMAND, NUMBER, REDUCED, REPEAT, RESEND
-from flatweights.ray.lanes._windows import Windows
 from flatweights.ray.members._news import News
 from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._store import RayAnswer
@@ -90,9 +90,9 @@ class Seat(Peer):
     """The record of one member, at a host or a branch.
 
     Attributes:
-        agent: The agent of its node, if that has the lane to it.
+        agent: The agent of its node, if that has the channel to it.
         over: The future on which its call of `Host.stay` waits for its end.
-        lane: The lane to it; None, if it calls through Ray.
+        channel: The channel to it; None, if it calls through Ray.
         answer: Its ask, while it is `ASKING`.
         fault: The error that describes its end, until those who count members know of it.
         announced: The outcome that it has to fetch, until it asks again.
@@ -103,7 +103,7 @@ class Seat(Peer):
 
     agent: AgentEnd | None = None
     over: Future[None] | None = None
-    lane: DriverLane | None = None
+    channel: DriverChannel | None = None
     answer: SeatAnswer | None = None
     fault: MemberDiedError | None = None
     announced: Announced | None = None
@@ -114,9 +114,9 @@ class Seat(Peer):
     _caller: Future[Reply] | None = None  # of its call through Ray, which waits
     _layouts: dict[str, Layout] = field(default_factory=dict)  # layouts that it has sent, by digest
 
-    def attach(self, lane: DriverLane) -> None:
-        """Take the lane to it: it is ready for its first outcome."""
-        self.lane, self.has_lane = lane, True
+    def attach(self, channel: DriverChannel) -> None:
+        """Take the channel to it: it is ready for its first outcome."""
+        self.channel, self.has_channel = channel, True
         self.ready()
 
     def expect(self, caller: Future[Reply] | None) -> None:
@@ -140,9 +140,9 @@ class Seat(Peer):
                 self.fault = MemberDiedError(f"{self.who}: its call could not be read: {why}")
             if self.answer is not None or self.fault is not None:
                 return True
-        if self.lane is None or not self.lane.is_closed or not self.is_present:
+        if self.channel is None or not self.channel.is_closed or not self.is_present:
             return False
-        self.fault = end_of(self.who, self.lane.parting)
+        self.fault = end_of(self.who, self.channel.parting)
         return True
 
     def take_caller(self) -> Future[Reply] | None:
@@ -169,15 +169,15 @@ class Seat(Peer):
 
     def _read(self) -> None:
         """Read the ask, if it has arrived."""
-        lane = self.lane
+        channel = self.channel
         body: bytes | None = None
         buffer: NDArray[np.uint8] | Away | None = None
         kind, since = 0, 0.0
-        if lane is not None and lane.is_answered:
-            kind, (body, buffers) = lane.take()
+        if channel is not None and channel.is_answered:
+            kind, (body, buffers) = channel.take()
             since, self.seen = self.seen, 0.0
             if kind == REDUCED:  # too late: the others have gone on without it
-                lane.order(RESEND)
+                channel.order(RESEND)
                 return
             buffer = buffers[0] if buffers else None
             del buffers
@@ -185,14 +185,14 @@ class Seat(Peer):
             number, weight = ASKED_AGAIN.unpack(body)
             known = self.prepared.get(number)
             if known is None:  # an interrupt has kept the member from learning of a later number
-                assert lane is not None
+                assert channel is not None
                 buffer = None
-                lane.order(RESEND)
+                channel.order(RESEND)
                 return
             ask, layout = known.ask._replace(weight=weight), known.layout
             self._take(SeatAnswer(self, ask, body, layout, buffer, number), since)
             return
-        if self._letters and (lane is None or body == b""):
+        if self._letters and (channel is None or body == b""):
             body, buffer, self._caller = self._letters.popleft()
         if body is None:
             return
@@ -228,11 +228,13 @@ def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: i
         if len(heard) >= enough or left <= 0 or news or any(map(_is_urgent, heard)):
             return [*heard]
         # Before its first outcome a member asks for nothing, but its mailbox looks answered.
-        lanes = [one.lane for one in seats if one.state is State.WORKING and one.lane is not None]
+        channels = [
+            one.channel for one in seats if one.state is State.WORKING and one.channel is not None
+        ]
         # All asks except the last are read while that member still works. The first one may begin
         # the time of a call, even if it does not ring.
         is_quiet = any(seat.is_quiet for seat in seats)
-        news.lanes.wait(lanes, left, 1 if is_quiet else max(1, enough - len(heard) - 1))
+        news.channels.wait(channels, left, 1 if is_quiet else max(1, enough - len(heard) - 1))
 
 
 def _is_urgent(seat: Seat) -> bool:
@@ -328,7 +330,7 @@ def as_array(buffer: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
 
 
 class Post:
-    """An outcome on its way to members that have lanes.
+    """An outcome on its way to members that have channels.
 
     A message holds it, with its weights in a window. Without a window, or if it is too long, each
     member is told a number, by which it fetches the outcome through Ray.
@@ -360,9 +362,9 @@ class Post:
         Raises:
             Exception: If the member is dead.
         """
-        assert seat.lane is not None
+        assert seat.channel is not None
         seat.announced = self._announced
-        seat.lane.post(self._message, self._windows, posted)
+        seat.channel.post(self._message, self._windows, posted)
 
 
 def fetched(seats: Iterable[Seat], number: int) -> tuple[bytes, NDArray[np.uint8] | None]:

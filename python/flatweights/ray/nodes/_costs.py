@@ -14,27 +14,27 @@ from flatweights._dtypes import is_averaged
 from flatweights._numbers import check_count, readable_bytes
 from flatweights.ray.nodes._plan import SMALL
 
-TransportName = Literal["the guide's loop", "lanes", "driver", "streams"]
+TransportName = Literal["the guide's loop", "shm", "driver", "streams"]
 
 # By way, the share of a link's rate that the weights of a round get, after headers and waiting, as
 # measured over links of 300 to 1,000 Mbit/s; and the other seconds of a round.
 _SHARE: Mapping[TransportName, float] = {
     "the guide's loop": 0.93,
-    "lanes": 1.0,
+    "shm": 1.0,
     "driver": 0.93,
     "streams": 0.88,
 }
 _FIXED: Mapping[TransportName, float] = {
     "the guide's loop": 8e-3,
-    "lanes": 0.3e-3,
+    "shm": 0.3e-3,
     "driver": 6e-3,
     "streams": 10e-3,
 }
 
 
-# Bytes per second that the processes of a node read and write together: as measured over lanes, and
-# as fitted to rounds between nodes that shared a machine.
-_LANE_MEMORY = 50e9
+# Bytes per second that the processes of a node read and write together: as measured over channels,
+# and as fitted to rounds between nodes that shared a machine.
+_CHANNEL_MEMORY = 50e9
 _MEMORY = 10e9
 
 _LEGEND = (
@@ -141,7 +141,8 @@ def plan(
             One node needs none.
         dtype: The dtype of most of the weights.
         memory: Bytes per second that the processes of a node read and write together, such as
-            ``10e9`` or ``"10GB"``. If None, the measured rates: 50 GB over lanes, 10 GB elsewhere.
+            ``10e9`` or ``"10GB"``. If None, the measured rates: 50 GB over channels, 10 GB
+            elsewhere.
 
     Raises:
         ValueError: If a number is not positive, a text is not a number with a unit, or several
@@ -168,7 +169,7 @@ def plan(
     if nodes > 1:
         title += f", {bits / 1e9:g} Gbit/s"
     transports = tuple(setting.transports())
-    best = "lanes" if nodes == 1 else "streams" if nbytes >= SMALL else "driver"
+    best = "shm" if nodes == 1 else "streams" if nbytes >= SMALL else "driver"
     chosen = next(cost for cost in transports if cost.transport == best and not cost.options)
     return ExchangePlan(transports, chosen, title)
 
@@ -199,7 +200,7 @@ class _Setting:
         """Yield the costs of all ways."""
         yield self._by_driver("the guide's loop")
         if self.nodes == 1:
-            yield self._by_lanes()
+            yield self._by_channels()
         yield self._by_driver("driver")
         if self.nodes > 1:
             yield self._by_agents()
@@ -208,14 +209,14 @@ class _Setting:
         if self.nodes > 1 and self.is_float32:
             yield self._by_agents(sums=0.5, mean=0.5, options='wire_dtype="bfloat16"')
 
-    def _by_lanes(self) -> TransportCost:
+    def _by_channels(self) -> TransportCost:
         # Each worker gathers into its window and sets from the driver's window; the driver
         # averages.
         moved = 5 * self.workers + 1
         kept = self.workers + 3  # a window of each worker, and the driver's
         formula = "none: the workers and the driver map the same memory"
-        rate = self.memory or _LANE_MEMORY
-        return self._cost("lanes", "", (0, 0, 0), moved, formula, kept, rate)
+        rate = self.memory or _CHANNEL_MEMORY
+        return self._cost("shm", "", (0, 0, 0), moved, formula, kept, rate)
 
     def _by_driver(self, transport: TransportName) -> TransportCost:
         every = self.nodes * self.workers

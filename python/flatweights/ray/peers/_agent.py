@@ -1,8 +1,8 @@
 """An agent: it calls the workers of one node for a driver on another, and adds up their results.
 
-It reaches them like a driver on their node: through lanes. Their results stay here. The driver gets
-a summary of each, and decides which are averaged, with which other nodes. A driver that gets no
-answer in time announces that the round is over; then each wait here ends.
+It reaches them like a driver on their node: through channels. Their results stay here. The driver
+gets a summary of each, and decides which are averaged, with which other nodes. A driver that gets
+no answer in time announces that the round is over; then each wait here ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._node import NodeEnd, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.peers._by_lane import GroupLanes, Worker
+from flatweights.ray.peers._by_channel import GroupChannels, Worker
 from flatweights.ray.peers._contract import Answer, Call, Payload, weights_of
 from flatweights.ray.peers._store import payload_of
 from flatweights.ray.peers._summary import Reading, read_into
@@ -72,7 +72,7 @@ class Agent:
     """The actor, whose calls several threads run.
 
     Attributes:
-        lanes: The lanes to workers of this node.
+        channels: The channels to workers of this node.
         end: This node's part of exchanges.
         turn: The lock that a thread holds while it uses ``end``.
     """
@@ -81,8 +81,8 @@ class Agent:
         """Prepare for workers of a group."""
         # An actor without CPUs gets one thread. But its workers wait while it adds up.
         os.environ.pop("OMP_NUM_THREADS", None)
-        self.lanes = GroupLanes()
-        self.end = NodeEnd(self.lanes.offer, ray.util.get_node_ip_address())
+        self.channels = GroupChannels()
+        self.end = NodeEnd(self.channels.offer, ray.util.get_node_ip_address())
         self.turn = threading.Lock()
         self._workers: dict[int, Worker] = {}
         self._current = 0  # the number of the command whose results it has
@@ -183,7 +183,7 @@ class Agent:
         for rank, (handle, _) in ranks.items():
             worker = self._workers.get(rank)
             if worker is None or worker.handle != handle:
-                worker = self._workers[rank] = Worker(handle, rank, self.lanes)
+                worker = self._workers[rank] = Worker(handle, rank, self.channels)
             if payload is not None:
                 worker.prepare(payload)
         for rank, (_, more) in ranks.items():
@@ -219,7 +219,7 @@ class Agent:
         return read_into(self.end.models, rank, value, self._reading)
 
     def _close_round(self) -> None:
-        self.lanes.done()
+        self.channels.done()
         self.end.models.clear()
         for rank, answer in self._answers.items():
             if answer in self._pending:

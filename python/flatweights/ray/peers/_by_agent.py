@@ -11,12 +11,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights._settings import setting
 from flatweights.ray import _clock
-from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._node import NodeEnd
 from flatweights.ray.nodes._plan import SMALL, Sums, check_sums
 from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure
-from flatweights.ray.peers._by_lane import Worker
+from flatweights.ray.peers._by_channel import Worker
 from flatweights.ray.peers._contract import Answer, Call
 from flatweights.ray.peers._order import CallLog
 from flatweights.ray.peers._setback import Setback
@@ -242,7 +242,7 @@ class AgentEnd:
         """
         try:
             log = CallLog.of(worker.handle)
-        except LaneError:
+        except ChannelError:
             return worker.handle.ping.remote()
         if log.last == self.token:
             return None

@@ -1,8 +1,8 @@
 """The interface between rounds and workers: calls, and answers to them.
 
 Rounds (averages, `WorkerGroup`) know only `Answer` and `wait_any`, and not the way of a call.
-`call_actor` and `RayAnswer` go through Ray's actor calls and its object store; lanes and agents
-(`flatweights.ray.lanes`, `flatweights.ray.nodes`) are other ways. One round may mix several. The
+`call_actor` and `RayAnswer` go through Ray's actor calls and its object store; channels and agents
+(`flatweights.ray.channels`, `flatweights.ray.nodes`) are other ways. One round may mix several. The
 contract:
 
 - A call returns an `Answer` at once. The worker answers its calls in their order.
@@ -175,7 +175,7 @@ class Payload:
         nbytes: Their bytes; 0 if unknown.
         put: A function that puts them into Ray's object store and returns the reference.
         argument: The argument by which Ray's calls bring them; None before `argument_of`.
-        is_frozen: Whether `value` cannot change, so that lanes can send it.
+        is_frozen: Whether `value` cannot change, so that channels can send it.
         exchanged: The agents that have it, if it is an average that nodes have exchanged.
         nbytes_sent: The bytes that were sent to workers that took it.
         platform: What has put `argument` into the store, if it is a reference.

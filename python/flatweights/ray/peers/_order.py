@@ -1,11 +1,11 @@
 """The order of a group's commands and other calls on the actors' handles.
 
 Ray runs the calls that one process makes on an actor in the order in which they were made. A worker
-takes a command of a lane inside a call of `FlatWorker.serve_lane`, which may have been made long
-before. So the command would overtake calls that were made since. Hence each actor with a lane has a
-`CallLog`, which shows whether the last call on any handle of this process was the call that serves
-the lane. If not, the driver dismisses the worker and makes another call, which Ray runs after the
-other calls.
+takes a command of a channel inside a call of `FlatWorker.serve_channel`, which may have been made
+long before. So the command would overtake calls that were made since. Hence each actor with a
+channel has a `CallLog`, which shows whether the last call on any handle of this process was the
+call that serves the channel. If not, the driver dismisses the worker and makes another call, which
+Ray runs after the other calls.
 """
 
 import functools
@@ -15,9 +15,9 @@ from typing import Any
 
 import ray
 
-from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.channels._end import ChannelError
 
-_SERVE = "serve_lane"
+_SERVE = "serve_channel"
 _METHOD = "_actor_method_call"  # of handles: all calls go through it, also in Ray 2.40
 
 _logs: "weakref.WeakValueDictionary[ray.ActorID, CallLog]" = weakref.WeakValueDictionary()
@@ -28,7 +28,7 @@ class CallLog:
     """The last call that this process has made on an actor.
 
     Attributes:
-        last: The token of a lane if the last call serves it, otherwise another object.
+        last: The token of a channel if the last call serves it, otherwise another object.
     """
 
     last: object = None
@@ -38,7 +38,7 @@ class CallLog:
         """Return the log for the actor of ``handle``, and write calls into it from now on.
 
         Raises:
-            LaneError: If calls of this version of Ray cannot be followed.
+            ChannelError: If calls of this version of Ray cannot be followed.
         """
         with _lock:
             _follow_calls()
@@ -49,7 +49,7 @@ def _follow_calls() -> None:
     """Note each call on any handle of this process in the log of its actor, if it has one."""
     call = getattr(ray.actor.ActorHandle, _METHOD, None)
     if call is None:
-        raise LaneError(f"handles of Ray {ray.__version__} have no {_METHOD}")
+        raise ChannelError(f"handles of Ray {ray.__version__} have no {_METHOD}")
     if getattr(call, "_is_followed", False):
         return
 

@@ -1,4 +1,4 @@
-"""What groups and their workers use of Ray and of lanes, in one place; see `members/_platform.py`.
+"""What groups and workers use of Ray and of channels, in one place; see `members/_platform.py`.
 
 `PLATFORM` is that of production. `tests/sim` has one of its own, on which the same groups and
 workers run in one process, with a virtual clock (`_clock`), and die as a seed says.
@@ -16,8 +16,8 @@ from typing import Any
 import ray
 
 from flatweights.ray._errors import check_connected, session_of_ray
-from flatweights.ray.lanes._driver_lane import Lanes
-from flatweights.ray.lanes._worker_lane import WorkerLane
+from flatweights.ray.channels._driver_channel import Channels
+from flatweights.ray.channels._worker_channel import WorkerChannel
 
 
 class Platform:
@@ -34,13 +34,13 @@ class Platform:
         """Return a lock that the thread that has it may take again."""
         return threading.RLock()
 
-    def lanes(self) -> Lanes:
-        """Return the driver's ends of lanes, without any.
+    def channels(self) -> Channels:
+        """Return the driver's ends of channels, without any.
 
         Raises:
-            OSError: If there can be no lanes on this system.
+            OSError: If there can be no channels on this system.
         """
-        return Lanes()
+        return Channels()
 
     def wait(
         self, refs: Sequence[ray.ObjectRef], timeout: float | None = 0, enough: int = 1
@@ -80,9 +80,9 @@ class Platform:
 
     # Of a worker.
 
-    def worker_lane(self, address: bytes, token: bytes) -> WorkerLane:
-        """Connect to a driver; see `WorkerLane`."""
-        return WorkerLane(address, token)
+    def worker_channel(self, address: bytes, token: bytes) -> WorkerChannel:
+        """Connect to a driver; see `WorkerChannel`."""
+        return WorkerChannel(address, token)
 
     def was_restarted(self) -> bool:
         """Whether Ray has started this actor more than once."""

@@ -18,7 +18,7 @@ from flatweights.ray._errors import (
     is_restarting,
     reason_in_a_line,
 )
-from flatweights.ray.peers._by_lane import GroupLanes, Worker
+from flatweights.ray.peers._by_channel import GroupChannels, Worker
 from flatweights.ray.peers._contract import Answer, Call, Stamp
 from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.ray.peers._store import RayAnswer
@@ -210,8 +210,8 @@ class Ranks:
     """The records of the workers, by rank.
 
     Attributes:
-        platform: What the group uses of Ray and lanes.
-        lanes: The lanes to workers on this node.
+        platform: What the group uses of Ray and channels.
+        channels: The channels to workers on this node.
         admitted: The ranks of workers that were added, in the order in which they were ready.
     """
 
@@ -235,7 +235,7 @@ class Ranks:
         actors = self._checked(handles)
         self.platform = platform
         self._session = platform.session()
-        self.lanes = GroupLanes(platform)
+        self.channels = GroupChannels(platform)
         self._records = {rank: self._record_of(actor) for rank, actor in enumerate(actors)}
         in_forks(self, Ranks._end_copy)
 
@@ -273,7 +273,7 @@ class Ranks:
     def _record_of(self, actor: ray.actor.ActorHandle) -> Record:
         """Return a new record, with the next rank."""
         self._span += 1
-        return Record(Worker(actor, self._span - 1, self.lanes))
+        return Record(Worker(actor, self._span - 1, self.channels))
 
     def _all(self) -> dict[int, Record]:
         """Return the records by rank, including workers that are being added."""

@@ -50,7 +50,7 @@ from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._agent import Agent
 from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
-from flatweights.ray.peers._by_lane import Worker
+from flatweights.ray.peers._by_channel import Worker
 from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
 from flatweights.ray.peers._latest import Latest, model_of
 from flatweights.ray.peers._platform import PLATFORM, Platform
@@ -91,7 +91,7 @@ class Roster(Ranks):
             wire: The encoder, if weights travel in 16 bits.
             initial: The weights that all workers start from; see `WorkerGroup`.
             sums: The dtype in which sums travel between nodes.
-            platform: What the group uses of Ray and lanes.
+            platform: What the group uses of Ray and channels.
 
         Raises:
             ValueError: If there is no actor, one is given twice, or ``sums`` is not such a dtype.
@@ -99,7 +99,7 @@ class Roster(Ranks):
         """
         check_cluster()
         super().__init__(handles, platform)
-        self.agents = Agents(self.lanes.offer, sums, Agent, ())
+        self.agents = Agents(self.channels.offer, sums, Agent, ())
         self.latest = Latest(wire, platform=platform)
         self._start = Start(initial, platform)
         self._nbytes = 0  # of the last average that was made in this process
@@ -245,7 +245,7 @@ class Roster(Ranks):
         by_agent = {rank for workers in far.values() for rank in workers} if far else ()
         answers: dict[int, Answer] = {}
         try:
-            self.lanes.let_sleep()
+            self.channels.let_sleep()
             for agent, workers in far.items():
                 number = self.agents.next_number()
                 answers.update(agent.call(number, call, workers, by_rank, reading))
@@ -263,7 +263,7 @@ class Roster(Ranks):
             try:
                 arrivals.expect(answers)
             finally:
-                self.lanes.wake()
+                self.channels.wake()
 
     def round(
         self,
@@ -344,12 +344,12 @@ class Roster(Ranks):
                 ray.cloudpickle.dumps(request.weights)
             except Exception as error:
                 return f"the function of weights cannot be sent: {type(error).__name__}"
-        setback = self.lanes.setback
+        setback = self.channels.setback
         return self.agents.why_not() if setback.is_over or not setback.reason else setback.reason
 
     def offer(self) -> None:
         """Offer a free window, if there is one, to the next average, as large as the last."""
-        self.lanes.offer(self._nbytes)
+        self.channels.offer(self._nbytes)
 
     def complete(
         self, result: Round, ranks: Iterable[int], why_no_agents: str | None, *, is_kept: bool
@@ -387,7 +387,7 @@ class Roster(Ranks):
 
         Another thread may be in a loop of `as_completed`, but not if the copy is ``in_window``.
         """
-        copy_of = functools.partial(self.lanes.copy_of, in_window=in_window)
+        copy_of = functools.partial(self.channels.copy_of, in_window=in_window)
         before, weights = self.latest, self._start.publication(weights, self.latest)
         self.latest = before.published(weights, self._next_stamp(), copy_of)
         self._start.note_published(before, self.latest)
@@ -436,7 +436,7 @@ class Roster(Ranks):
                 self._drop_owed([record.worker.rank], 0.0)
             if record.owed is None and record.asks_again <= now:
                 sent.append(self.probe(record.worker.rank)[0])
-        self.lanes.done()  # maybe no round follows, which would forget the command
+        self.channels.done()  # maybe no round follows, which would forget the command
         if sent:
             wait_any(sent, now + _MOMENT, len(sent))
         for record in records:
@@ -488,7 +488,7 @@ class Roster(Ranks):
         self._joining.clear()
         self._leaving.clear()
         self.agents.shut_down()
-        self.lanes.close()
+        self.channels.close()
         self._over = "the group was shut down"
         self.latest = Latest(platform=self.platform)
 
@@ -573,7 +573,7 @@ class Roster(Ranks):
             arrivals: The answers.
             took: The ranks that have the latest weights.
         """
-        self.lanes.done()
+        self.channels.done()
         unanswered, late, records = arrivals.unanswered, arrivals.late, self._records
         version = self.latest.version if took else None
         if not unanswered and (not took or took == arrivals.answers.keys()):

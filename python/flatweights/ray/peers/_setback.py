@@ -7,14 +7,14 @@ import math
 
 from flatweights.ray import _clock
 
-_PAUSE = 1.0  # seconds until the next try to make a lane; doubled each time
+_PAUSE = 1.0  # seconds until the next try to make a channel; doubled each time
 _MOST_PAUSE = 60.0
 
 _log = logging.getLogger("flatweights")
 
 
 class Setback:
-    """The reason for which there is no lane at present, and the time of the next try.
+    """The reason for which there is no channel at present, and the time of the next try.
 
     Attributes:
         reason: The reason; empty if nothing has failed.

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from flatweights import _core
 from flatweights.ray import _clock
 from flatweights.ray._listener import kept
-from flatweights.ray.lanes._end import LaneError, check_user, receive_packet
+from flatweights.ray.channels._end import ChannelError, check_user, receive_packet
 
 _READER = struct.Struct("<cI")  # a kind, the number of the reader
 _WELCOME, _FULL, _TAKEN_OVER = b"R", b"F", b"T"
@@ -139,7 +139,7 @@ class Board:
             control, _ = self.publication.control
             data, _ = self.publication.data
             socket.send_fds(connection, [_READER.pack(_WELCOME, reader)], [control, data])
-        except (OSError, LaneError):
+        except (OSError, ChannelError):
             connection.close()
             return
         del self._free[0]
@@ -184,7 +184,7 @@ class Reading:
         Raises:
             OSError: If the board has closed, is on another machine, or does not answer in time.
             FullError: If it has too many readers.
-            LaneError: If it belongs to another user.
+            ChannelError: If it belongs to another user.
             ValueError: If the files that it hands out are not those of ``address``.
         """
         self.connection = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))

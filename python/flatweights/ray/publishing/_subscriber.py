@@ -14,7 +14,7 @@ from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
 from flatweights.ray._variables import Variables, scatter
-from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.peers._wait import check_timeout
 from flatweights.ray.publishing import _names
 from flatweights.ray.publishing._board import FullError
@@ -29,7 +29,7 @@ _RETRY = 0.05  # seconds between two tries to connect at first
 _NOTHING = object()  # no argument of `update` is this
 
 # The errors of a publisher that has just ended, or whose relay has.
-_GONE = (OSError, LaneError, FullError, TimeoutError, ray.exceptions.RayError)
+_GONE = (OSError, ChannelError, FullError, TimeoutError, ray.exceptions.RayError)
 
 
 class Subscriber:
@@ -104,7 +104,7 @@ class Subscriber:
     def transport(self) -> str:
         """The way by which the weights come.
 
-        ``"lane"``: through memory of the publisher, on this node; ``"agent"``: through memory of an
+        ``"shm"``: through memory of the publisher, on this node; ``"agent"``: through memory of an
         actor of this node that subscribes for all its processes; ``"store"``: through Ray's object
         store, if no memory can be shared.
         """
@@ -199,7 +199,9 @@ class Subscriber:
 
     def __repr__(self) -> str:
         """Return name, version and way."""
-        return f"<Subscriber of {self.name!r}, version {self.version}, way {self.transport!r}>"
+        return (
+            f"<Subscriber of {self.name!r}, version {self.version}, transport {self.transport!r}>"
+        )
 
     def __reduce__(self) -> NoReturn:
         """Refuse: a subscriber belongs to its process."""
@@ -334,7 +336,7 @@ class _State:
             self._next = None
         old = self.source
         if not _names.is_superseded(self._name, old.number) and (
-            old.transport == "lane" or not self._is_over
+            old.transport == "shm" or not self._is_over
         ):
             return  # if it has ended, nothing is new until there is another publisher
         record = _names.find(self._name)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from flatweights._settings import ray_setting
 from flatweights.ray import _clock
-from flatweights.ray.lanes._end import LaneError
+from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.peers._shared_actor import shared_actor
 from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._board import Board, BoardAddress, FullError
@@ -55,7 +55,7 @@ def connect(name: str, record: Record, end: float) -> Source:
     node, layout = this_node(), record.layout
     why = f"{os.environ.get('FLATWEIGHTS_RAY')!r} is chosen"
     if ray_setting() != "store":
-        transport, address = "lane", record.address
+        transport, address = "shm", record.address
         try:
             if record.node != node:
                 transport = "agent"
@@ -64,7 +64,7 @@ def connect(name: str, record: Record, end: float) -> Source:
             return BoardSource(transport, record.number, layout, address, until)
         except TimeoutError:  # it is stopped or slow, perhaps not for long
             raise
-        except (OSError, LaneError, ValueError) as error:
+        except (OSError, ChannelError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
     outlet = outlet_of(name, record)
     try:
@@ -125,8 +125,8 @@ class Outlet:
             if self._source is None:
                 address, end = BoardAddress(*self._record.address), _clock.now() + _TRY
                 try:
-                    self._source = BoardSource("lane", self._record.number, b"", address, end)
-                except (OSError, FullError, LaneError, ValueError) as error:
+                    self._source = BoardSource("shm", self._record.number, b"", address, end)
+                except (OSError, FullError, ChannelError, ValueError) as error:
                     raise ConnectionError(f"{type(error).__name__}: {error}") from None
             if self._source.wait_for_end(0.0):
                 raise ConnectionError("the publisher has ended")

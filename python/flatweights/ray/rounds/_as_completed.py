@@ -232,7 +232,7 @@ class AsCompleted:
             version = None if _has_failed(sent.answer) else sent.version
             sent.record.settle(sent.answer, version=version)
             sent.answer.let_go()
-        self.roster.lanes.done()
+        self.roster.channels.done()
 
     # Calls.
 
@@ -522,7 +522,7 @@ class AsCompleted:
         """
         roster, request = self.roster, self._request
         self._idle += [rank for rank, sent in taken.items() if not sent.is_free]
-        roster.lanes.done()
+        roster.channels.done()
         result = self._of_one(*taken.values()) if len(taken) == 1 else None
         if result is None:
             codec = PLAIN

@@ -1,4 +1,4 @@
-"""Ctrl-C at every point of a round over lanes, raw calls, shared and nested drivers."""
+"""Ctrl-C at every point of a round over channels, raw calls, shared and nested drivers."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import WorkerError, WorkerGroup, _failpoints
-from flatweights.ray.peers._by_lane import LaneAnswer
+from flatweights.ray.peers._by_channel import ChannelAnswer
 
 pytestmark = pytest.mark.ray
 
@@ -46,7 +46,7 @@ def check_round(group: WorkerGroup) -> None:
 def leave_mailboxes(group: WorkerGroup) -> None:
     """Wait until the workers have left their mailboxes: then their Ray calls return."""
     workers: list[Any] = [group._roster[rank].worker for rank in range(2)]
-    calls = [worker._lane.latest_call() for worker in workers if worker._lane is not None]
+    calls = [worker._channel.latest_call() for worker in workers if worker._channel is not None]
     ray.wait(calls, num_returns=len(calls), timeout=60)
 
 
@@ -86,9 +86,9 @@ def test_an_interrupt_at_any_point_loses_nothing(
 def test_an_interrupt_while_an_answer_is_read_loses_nothing(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, interrupts, is_over, step = LaneAnswer._is_there, Interrupts(), False, 0
+    read, interrupts, is_over, step = ChannelAnswer._is_there, Interrupts(), False, 0
 
-    def read_half_way(answer: LaneAnswer) -> bool:
+    def read_half_way(answer: ChannelAnswer) -> bool:
         nonlocal is_over
         patched.undo()
         there: list[bool] = []
@@ -100,14 +100,14 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
     def held() -> list[int]:
         """Return how many views this process has of each window of the workers."""
         workers: list[Any] = [group._roster[rank].worker for rank in range(2)]
-        lanes = [worker._lane for worker in workers if worker._lane is not None]
-        return [lane.mailbox.holds(False, index) for lane in lanes for index in range(4)]
+        channels = [worker._channel for worker in workers if worker._channel is not None]
+        return [channel.mailbox.holds(False, index) for channel in channels for index in range(4)]
 
     while not is_over:
         check_round(group)
         assert all(count < 100 for count in held()), "none was dropped twice"
         with monkeypatch.context() as patched:
-            patched.setattr(LaneAnswer, "_is_there", read_half_way)
+            patched.setattr(ChannelAnswer, "_is_there", read_half_way)
             with contextlib.suppress(KeyboardInterrupt):
                 group.average("train", 1.0)
         step += 1
@@ -146,16 +146,18 @@ def test_two_groups_share_actors(group: WorkerGroup) -> None:
             assert same_bits(found.weights.buffer, expected.buffer)
 
 
-def test_lanes_that_are_insisted_on_say_what_is_missing(
+def test_channels_that_are_insisted_on_say_what_is_missing(
     lend: Lend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLATWEIGHTS_RAY", "lanes")
+    monkeypatch.setenv("FLATWEIGHTS_RAY", "shm")
     at_once = lend(PlainWorker, 1, max_concurrency=4)
-    with pytest.raises(RuntimeError, match=r"=lanes: there is no lane .*: the actor is async"):
+    with pytest.raises(
+        RuntimeError, match=r"=channels: there is no channel .*: the actor is async"
+    ):
         at_once.step("ping")
     found = lend(PlainWorker, 1)
     found.broadcast(weights_of(1.0))
-    assert found.average("train").transports == {0: "lane"}
+    assert found.average("train").transports == {0: "shm"}
 
 
 class Nested:
@@ -166,7 +168,7 @@ class Nested:
         found: object = weights_of(1.0, SIZE)
         while True:
             found = group.average("train", broadcast=found, min_results=1)
-            Path(began).touch() if set(found.transports.values()) == {"lane"} else None
+            Path(began).touch() if set(found.transports.values()) == {"shm"} else None
 
     def pid(self) -> int:
         return os.getpid()
@@ -193,10 +195,10 @@ class Nested:
         return are_right
 
 
-def test_a_driver_in_an_actor_has_lanes(group: WorkerGroup) -> None:
+def test_a_driver_in_an_actor_has_channels(group: WorkerGroup) -> None:
     nested = ray.remote(num_cpus=0)(Nested).remote()
     ways, value = ray.get(nested.rounds.remote(list(group.actors().values())), timeout=120)
-    assert ways == {0: "lane", 1: "lane"}
+    assert ways == {0: "shm", 1: "shm"}
     expected = fw.average([trained(weights_of(3.0, SIZE), rank) for rank in range(2)])
     assert value == np.asarray(expected["w"])[0]
     ray.kill(nested)
@@ -221,7 +223,7 @@ def test_two_drivers_share_actors(group: WorkerGroup, tmp_path: Path) -> None:
 
 
 def memory_files(pid: int) -> tuple[int, int]:
-    """Return how many memory files of lanes a process maps, and how many it has open."""
+    """Return how many memory files of channels a process maps, and how many it has open."""
     maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:flatweights")
     names = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -242,13 +244,13 @@ class Puzzling(PlainWorker):
         return Unreadable()
 
 
-def test_lanes_whose_answers_cannot_be_read_do_not_pile_up(lend: Lend) -> None:
+def test_channels_whose_answers_cannot_be_read_do_not_pile_up(lend: Lend) -> None:
     group = lend(Puzzling, 1, SIZE)
     start = weights_of(3.0, SIZE)
 
-    def lose_a_lane() -> tuple[int, int]:
+    def lose_a_channel() -> tuple[int, int]:
         group.broadcast(start)
-        while group.average("train").transports[0] != "lane":
+        while group.average("train").transports[0] != "shm":
             pass
         with pytest.raises(WorkerError, match="rank 0: LostResultError: TypeError: expected str"):
             group.step("puzzle")
@@ -256,10 +258,10 @@ def test_lanes_whose_answers_cannot_be_read_do_not_pile_up(lend: Lend) -> None:
         maps = [memory_files(pid)[0] for pid in (os.getpid(), *group.step("pid").values())]
         return maps[0], maps[1]
 
-    before = lose_a_lane()
+    before = lose_a_channel()
     for _ in range(6):
-        after = lose_a_lane()
-    assert after[0] < before[0] + 6, "a mailbox and a window for each lane"
+        after = lose_a_channel()
+    assert after[0] < before[0] + 6, "a mailbox and a window for each channel"
     assert after[1] < before[1] + 6
 
 
@@ -284,15 +286,15 @@ def test_a_driver_and_a_worker_killed_at_one_moment_leave_nothing(
         process.wait(60)
     del group
     gc.collect()
-    again = WorkerGroup(actors)  # those that survive attach, and drop the lanes of the dead
+    again = WorkerGroup(actors)  # those that survive attach, and drop the channels of the dead
     start = weights_of(3.0, SIZE)
     found = again.average("train", broadcast=start, min_results=1)
-    while found.transports[1] != "lane":
+    while found.transports[1] != "shm":
         found = again.average("train", broadcast=start, min_results=1)
     expected = fw.average([trained(start, rank) for rank in found.used])
     assert same_bits(found.weights.buffer, expected.buffer)
     after = memory_files(pids[1])
-    assert after[0] < before[0] + 2, "a lane has a mailbox, a doorbell, and a window or more"
+    assert after[0] < before[0] + 2, "a channel has a mailbox, a doorbell, and a window or more"
     assert after[1] == before[1] == 0
     assert {*Path("/dev/shm").glob("*flatweights*")} <= shared
     ray.kill(nested)

@@ -1,4 +1,4 @@
-"""Workers of lanes in processes of their own, without Ray: a pipe replaces Ray's calls."""
+"""Workers of channels in processes of their own, without Ray: a pipe replaces Ray's calls."""
 
 import contextlib
 import multiprocessing
@@ -19,10 +19,10 @@ import pytest
 
 import flatweights as fw
 from flatweights.ray import _failpoints
-from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
-from flatweights.ray.lanes._message import Message, make_message
-from flatweights.ray.lanes._protocol import COMMAND, WEIGHTS
-from flatweights.ray.lanes._worker_lane import WorkerLanes
+from flatweights.ray.channels._driver_channel import Channels, DriverChannel
+from flatweights.ray.channels._message import Message, make_message
+from flatweights.ray.channels._protocol import COMMAND, WEIGHTS
+from flatweights.ray.channels._worker_channel import WorkerChannels
 
 # A worker is a fork of a server that has imported everything, once.
 _processes = multiprocessing.get_context("forkserver")
@@ -128,13 +128,13 @@ def _mapped() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def command_of(lanes: Lanes, method: str, *args: Any) -> Message | None:
+def command_of(channels: Channels, method: str, *args: Any) -> Message | None:
     """Return a command for workers; None if it has to go through Ray."""
-    return make_message(COMMAND, [(method, args, {})], lanes.windows, frozen=True)
+    return make_message(COMMAND, [(method, args, {})], channels.windows, frozen=True)
 
 
 def _work(pipe: Connection, rank: int, size: int) -> None:
-    model, lanes = Model(rank, size), WorkerLanes()
+    model, channels = Model(rank, size), WorkerChannels()
     while True:
         try:
             kind, *given = pipe.recv()
@@ -142,12 +142,12 @@ def _work(pipe: Connection, rank: int, size: int) -> None:
             return
         try:
             if kind == "serve":
-                pipe.send(("value", lanes[given[0]].serve(model, given[1])))
+                pipe.send(("value", channels[given[0]].serve(model, given[1])))
             elif kind == "attach":
-                pipe.send(("value", lanes.attach(*given)))
+                pipe.send(("value", channels.attach(*given)))
             elif kind == "attach in a thread":
                 with ThreadPoolExecutor(1) as threads:
-                    pipe.send(("value", threads.submit(lanes.attach, *given).result()))
+                    pipe.send(("value", threads.submit(channels.attach, *given).result()))
         except BaseException as error:
             pipe.send(("raised", repr(error)))
 
@@ -157,12 +157,12 @@ def _start_server() -> None:
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as inherited:
         inherited.setenv("PYTHONPATH", os.pathsep.join(folders))
-        _processes.set_forkserver_preload(["lane_processes"])
+        _processes.set_forkserver_preload(["channel_processes"])
         forkserver.ensure_running()
 
 
 class WorkerProcess:
-    """A process, and the driver's end of the lane to it.
+    """A process, and the driver's end of the channel to it.
 
     Args:
         pid: The process.
@@ -173,23 +173,23 @@ class WorkerProcess:
         self.process = psutil.Process(pid)
         self.pipe = pipe
         self.called = 0
-        self.lane: DriverLane
+        self.channel: DriverChannel
         self.token = b""
 
-    def attach(self, lanes: Lanes) -> None:
-        self.token = lanes.new_token()
-        self.pipe.send(("attach", lanes.address, self.token))
+    def attach(self, channels: Channels) -> None:
+        self.token = channels.new_token()
+        self.pipe.send(("attach", channels.address, self.token))
         kind, nonce = self.pipe.recv()
         assert kind == "value"
         assert isinstance(nonce, bytes), nonce
-        self.lane = lanes.connect(self.token, nonce)
+        self.channel = channels.connect(self.token, nonce)
 
-    def post(self, command: Message, lanes: Lanes) -> None:
-        if not self.lane.post(command, lanes.windows):
+    def post(self, command: Message, channels: Channels) -> None:
+        if not self.channel.post(command, channels.windows):
             self.serve()
 
     def serve(self) -> None:
-        self.lane.serve(self._call)
+        self.channel.serve(self._call)
 
     def _call(self, number: int) -> None:
         self.called += 1
@@ -197,7 +197,7 @@ class WorkerProcess:
 
     @property
     def calls(self) -> int:
-        return max(self.lane.calls, default=0)
+        return max(self.channel.calls, default=0)
 
     def outcomes(self, count: int) -> list[Any]:
         """Return the outcomes of ``count`` calls."""
@@ -226,55 +226,55 @@ def start_worker(rank: int, size: int) -> tuple[int, Connection]:
 
 
 class Driver:
-    """Lanes to some workers, and calls over them."""
+    """Channels to some workers, and calls over them."""
 
     def __init__(
         self, count: int, size: int = LARGE, *, workers: Sequence[WorkerProcess] | None = None
     ) -> None:
-        self.lanes = Lanes()
+        self.channels = Channels()
         self.workers = [
             *(workers or (WorkerProcess(*start_worker(rank, size)) for rank in range(count)))
         ]
         for worker in self.workers:
-            worker.attach(self.lanes)
+            worker.attach(self.channels)
 
     def command(self, method: str, *args: Any) -> Message:
-        found = command_of(self.lanes, method, *args)
+        found = command_of(self.channels, method, *args)
         assert found is not None
         return found
 
     def post(self, method: str, *args: Any) -> None:
         command = self.command(method, *args)
         for worker in self.workers:
-            worker.post(command, self.lanes)
+            worker.post(command, self.channels)
 
     def wait(self, workers: Sequence[WorkerProcess] | None = None, seconds: float = 60) -> bool:
         """Wait for the answers of ``workers`` (all, if None); return whether they have arrived."""
         end = time.monotonic() + seconds
-        missing = [worker.lane for worker in (self.workers if workers is None else workers)]
+        missing = [worker.channel for worker in (self.workers if workers is None else workers)]
         # Look once per turn: nothing would wake a wait without missing answers.
-        while missing := [lane for lane in missing if not lane.is_answered]:
+        while missing := [channel for channel in missing if not channel.is_answered]:
             if time.monotonic() > end:
                 return False
-            self.lanes.wait(missing, max(0.0, end - time.monotonic()), len(missing))
+            self.channels.wait(missing, max(0.0, end - time.monotonic()), len(missing))
         return True
 
     def answers(self, method: str, *args: Any) -> list[tuple[int, Any]]:
         self.post(method, *args)
         assert self.wait()
-        return [worker.lane.take() for worker in self.workers]
+        return [worker.channel.take() for worker in self.workers]
 
     def values(self, method: str, *args: Any) -> list[Any]:
         return [value_of(one) for one in self.answers(method, *args)]
 
     def is_held(self, index: int) -> bool:
         """Whether a worker holds a view of the driver's window ``index``."""
-        return any(worker.lane.is_holding(index) for worker in self.workers)
+        return any(worker.channel.is_holding(index) for worker in self.workers)
 
     def close(self) -> None:
         for worker in self.workers:
             worker.end()
-        self.lanes.close()
+        self.channels.close()
 
 
 def value_of(answer: tuple[int, Any]) -> Any:
@@ -310,7 +310,7 @@ def _drive(point: str, action: str, pipe: Connection, worker: tuple[int, Connect
             _failpoints.hook = fail
         _failpoints.reach("averaging")
         _failpoints.reach("sending")
-        driver.lanes.wait([], 0.0)  # a worker that has answered already is not waited for
+        driver.channels.wait([], 0.0)  # a worker that has answered already is not waited for
         driver.values("set", mean)
         for weights in driver.values("get"):
             assert (weights["w"] == mean["w"]).all()

@@ -1,4 +1,4 @@
-"""The worker's end of lanes: it attaches to drivers, and serves their commands.
+"""The worker's end of channels: it attaches to drivers, and serves their commands.
 
 A worker serves inside a call of Ray's, in the actor's own main thread: `serve` takes the
 command in the mailbox, runs it, answers, and sleeps on the mailbox for the next one. It returns
@@ -19,9 +19,9 @@ from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
 from flatweights.ray import _failpoints as failpoints
 from flatweights.ray._listener import kept
-from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, is_shortage
-from flatweights.ray.lanes._message import Message, join_message, make_message
-from flatweights.ray.lanes._protocol import (
+from flatweights.ray.channels._end import ChannelEnd, ChannelError, check_user, is_shortage
+from flatweights.ray.channels._message import Message, join_message, make_message
+from flatweights.ray.channels._protocol import (
     BROKEN,
     BY_CALL,
     NUMBER,
@@ -31,7 +31,7 @@ from flatweights.ray.lanes._protocol import (
     WEIGHTS,
     WELCOME,
 )
-from flatweights.ray.lanes._windows import Windows
+from flatweights.ray.channels._windows import Windows
 
 LINGER = 0.01
 """Seconds for which a worker waits for the next command."""
@@ -50,8 +50,8 @@ _MOST_WINDOWS = 4
 _PAUSE = 0.001  # seconds until the next attempt to connect, at first; twice as long each time
 
 
-class NoLane(NamedTuple):
-    """The reason for which a worker has made no lane.
+class NoChannel(NamedTuple):
+    """The reason for which a worker has made no channel.
 
     Attributes:
         reason: The reason.
@@ -64,8 +64,8 @@ class NoLane(NamedTuple):
     node: str = ""
 
 
-class WorkerLane(LaneEnd):
-    """This worker's end of the lane to one driver."""
+class WorkerChannel(ChannelEnd):
+    """This worker's end of the channel to one driver."""
 
     _doorbell: _core.Doorbell | None = None
     _last_nbytes = 0  # of the last result
@@ -86,7 +86,7 @@ class WorkerLane(LaneEnd):
         Raises:
             OSError: If there is no such socket here, or no memory.
             TimeoutError: If the driver does not accept the connection in time.
-            LaneError: If the driver belongs to another user, or does not expect this worker.
+            ChannelError: If the driver belongs to another user, or does not expect this worker.
         """
         mailbox = _core.Mailbox()
         connection = _connect(address, b"H" + token + mailbox.nonce, mailbox.descriptor, patience)
@@ -158,7 +158,7 @@ class WorkerLane(LaneEnd):
             _, buffers, body = self.read()
             if self._doorbell is None:  # checked after `read`, so that no window stays held
                 raise self._missing("expected a doorbell, got none")
-        except (LaneError, OSError, ValueError, MemoryError) as error:
+        except (ChannelError, OSError, ValueError, MemoryError) as error:
             self._is_broken = True
             return join_message(BROKEN, f"{type(error).__name__}: {error}".encode())
         try:
@@ -258,7 +258,7 @@ def _connect(address: bytes, hello: bytes, descriptor: int, patience: float) -> 
             if answer == WELCOME:
                 return connection
             if answer == REFUSAL:
-                raise LaneError("the driver does not expect this worker any more")
+                raise ChannelError("the driver does not expect this worker any more")
         except (BlockingIOError, BrokenPipeError, ConnectionResetError, TimeoutError):
             pass
         except BaseException:
@@ -270,30 +270,30 @@ def _connect(address: bytes, hello: bytes, descriptor: int, patience: float) -> 
     raise TimeoutError(f"the driver has not taken the connection in {patience:g} s")
 
 
-class WorkerLanes(dict[bytes, WorkerLane]):
-    """The lanes of one worker, by token: one for each group that it belongs to."""
+class WorkerChannels(dict[bytes, WorkerChannel]):
+    """The channels of one worker, by token: one for each group that it belongs to."""
 
-    def __init__(self, connect: Callable[[bytes, bytes], WorkerLane] = WorkerLane) -> None:
-        """Begin without lanes; ``connect`` makes one, as the constructor of `WorkerLane`."""
+    def __init__(self, connect: Callable[[bytes, bytes], WorkerChannel] = WorkerChannel) -> None:
+        """Begin without channels; ``connect`` makes one, as the constructor of `WorkerChannel`."""
         super().__init__()
         self._connect = connect
 
-    def attach(self, address: bytes, token: bytes) -> bytes | NoLane:
-        """Make a lane; return the nonce of its mailbox, or the reason for which there is no lane.
+    def attach(self, address: bytes, token: bytes) -> bytes | NoChannel:
+        """Make a channel; return the nonce of its mailbox, or the reason for which there is none.
 
         Args:
             address: The address of the driver's socket.
-            token: The token of the lane.
+            token: The token of the channel.
         """
-        for known, lane in list(self.items()):
-            lane.receive()
-            if lane.is_closed:
+        for known, channel in list(self.items()):
+            channel.receive()
+            if channel.is_closed:
                 del self[known]
         if threading.current_thread() is not threading.main_thread():
-            return NoLane("the actor is async or has max_concurrency above 1", may_pass=False)
+            return NoChannel("the actor is async or has max_concurrency above 1", may_pass=False)
         try:
             made = self._connect(address, token)
-        except (OSError, LaneError, ValueError, MemoryError) as error:
-            return NoLane(f"{type(error).__name__}: {error}", is_shortage(error))
+        except (OSError, ChannelError, ValueError, MemoryError) as error:
+            return NoChannel(f"{type(error).__name__}: {error}", is_shortage(error))
         self[token] = made
         return made.mailbox.nonce

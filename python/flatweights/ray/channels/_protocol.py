@@ -1,4 +1,4 @@
-"""The protocol of a lane: the first packets, the kinds of commands and answers."""
+"""The protocol of a channel: the first packets, the kinds of commands and answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUE = 0  # a pickled result
 BY_CALL = 1  # a Ray call returns the result; holds its number, a `NUMBER`
 REFUSED = 2  # the command cannot be unpickled, and was not run; holds the reason
 WEIGHTS = 3  # the buffer of `FlatWeights`, in the layout of the last ones sent as a VALUE
-BROKEN = 4  # the lane cannot be used, and the command was not run; holds the reason
+BROKEN = 4  # the channel cannot be used, and the command was not run; holds the reason
 ASK = 5  # a member's ask; holds a body and at most one buffer
 REDUCED = 6  # the result of REDUCE; holds a body
 REPEAT = 7  # a member's ask, as before; holds an `ASKED_AGAIN` and at most one buffer

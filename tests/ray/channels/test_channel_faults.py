@@ -1,4 +1,4 @@
-"""Workers and drivers that die, stop or sleep at every point of the protocol of lanes."""
+"""Workers and drivers that die, stop or sleep at every point of the protocol of channels."""
 
 import contextlib
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lane_processes import Driver, WorkerProcess, start_driver, value_of, weights_of
+from channel_processes import Driver, WorkerProcess, start_driver, value_of, weights_of
 
 from flatweights.ray._failpoints import DRIVER, WORKER
 
-pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="lanes are Linux's")
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="channels are Linux's")
 
 ACTIONS = ("die", "stop", "sleep")
 
@@ -35,18 +35,18 @@ def check_late(driver: Driver, late: WorkerProcess, other: WorkerProcess) -> Non
     while state_of(late) != "T":
         assert time.monotonic() < end
         time.sleep(0.001)
-    is_answered = late.lane.is_answered
-    kept = value_of(late.lane.take()) if is_answered else None
+    is_answered = late.channel.is_answered
+    kept = value_of(late.channel.take()) if is_answered else None
     for value in (7.0, 8.0):
-        other.post(driver.command("get", value), driver.lanes)
+        other.post(driver.command("get", value), driver.channels)
         assert driver.wait([other])
-        assert (value_of(other.lane.take())["w"] == value).all()
+        assert (value_of(other.channel.take())["w"] == value).all()
     if kept is not None:
         assert (kept["w"] == 2.0).all()
     late.signal(signal.SIGCONT)
     assert driver.wait([late])
     if kept is None:
-        assert (value_of(late.lane.take())["w"] == 2.0).all()
+        assert (value_of(late.channel.take())["w"] == 2.0).all()
 
 
 def come_to_wait(driver: Driver, worker: WorkerProcess) -> None:
@@ -61,8 +61,8 @@ def come_to_wait(driver: Driver, worker: WorkerProcess) -> None:
                 worker.outcomes(1)
                 outcomes += 1
                 if outcomes == worker.called:
-                    assert (value_of(worker.lane.take())["w"] == 2.0).all()
-                    worker.post(driver.command("get", 2.0), driver.lanes)
+                    assert (value_of(worker.channel.take())["w"] == 2.0).all()
+                    worker.post(driver.command("get", 2.0), driver.channels)
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -72,27 +72,27 @@ def test_a_worker_fails_at_a_point(driver: Driver, point: str, action: str) -> N
     driver.values("get", 1.0)
     if point == "called":  # the next command finds it outside of its call
         assert first.outcomes(1) == [("value", None)]
-    first.post(driver.command("fail_at", point, action), driver.lanes)
+    first.post(driver.command("fail_at", point, action), driver.channels)
     assert driver.wait([first])
-    assert value_of(first.lane.take()) is None
+    assert value_of(first.channel.take()) is None
     if point == "called":
-        first.lane.dismiss()
+        first.channel.dismiss()
         assert first.outcomes(1) == [("value", None)]
     driver.post("get", 2.0)
     assert driver.wait([second])
-    assert (value_of(second.lane.take())["w"] == 2.0).all()
+    assert (value_of(second.channel.take())["w"] == 2.0).all()
     if point == "waited" and action != "sleep":
         come_to_wait(driver, first)
     if action == "stop":
         check_late(driver, first, second)
     elif action == "sleep":
         assert driver.wait([first])
-        assert (value_of(first.lane.take())["w"] == 2.0).all()
+        assert (value_of(first.channel.take())["w"] == 2.0).all()
     else:
-        while not first.lane.is_closed:
-            driver.lanes.wait([], 60)
-        if first.lane.is_answered:  # it died afterwards
-            assert (value_of(first.lane.take())["w"] == 2.0).all()
+        while not first.channel.is_closed:
+            driver.channels.wait([], 60)
+        if first.channel.is_answered:  # it died afterwards
+            assert (value_of(first.channel.take())["w"] == 2.0).all()
         driver.workers = [second]
     for value in (3.0, 4.0):
         assert all((w["w"] == value).all() for w in driver.values("get", value))
@@ -103,13 +103,13 @@ def test_a_worker_fails_between_the_halves_of_a_set(driver: Driver, action: str)
     first, second = driver.workers
     driver.values("set", weights_of(1.0))
     new = weights_of(5.0)
-    first.post(driver.command("set_by_halves", new, action), driver.lanes)
-    second.post(driver.command("set", new), driver.lanes)
+    first.post(driver.command("set_by_halves", new, action), driver.channels)
+    second.post(driver.command("set", new), driver.channels)
     assert driver.wait([second])
     if action == "die":
-        while not first.lane.is_closed:
-            driver.lanes.wait([], 60)
-        assert not first.lane.is_answered
+        while not first.channel.is_closed:
+            driver.channels.wait([], 60)
+        assert not first.channel.is_answered
         driver.workers = [second]
     else:
         if action == "stop":

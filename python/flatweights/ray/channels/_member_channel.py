@@ -1,4 +1,4 @@
-"""A member's end of a lane to its host: it asks when it is ready, and waits for the outcome.
+"""A member's end of a channel to its host: it asks when it is ready, and waits for the outcome.
 
 The host posts each outcome as a command, and the member's next ask is the answer to it. So
 between two calls the mailbox is BUSY: the member works, and the host waits for its answer.
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights.ray import _clock
 from flatweights.ray._failpoints import reach
-from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._message import buffer_message
-from flatweights.ray.lanes._protocol import ASK
-from flatweights.ray.lanes._windows import Windows
-from flatweights.ray.lanes._worker_lane import WorkerLane
+from flatweights.ray.channels._end import ChannelError
+from flatweights.ray.channels._message import buffer_message
+from flatweights.ray.channels._protocol import ASK
+from flatweights.ray.channels._windows import Windows
+from flatweights.ray.channels._worker_channel import WorkerChannel
 
 SLICE = 0.25  # seconds between two checks that the host is alive
 _STAY = 1  # a member is in one call of the mailbox's protocol for ever: its number
@@ -34,9 +34,9 @@ class Shortcut(NamedTuple):
 
     Attributes:
         exchange: Asks and waits; see `_core.RepeatedAsk.exchange`. If it returns a truth value,
-            that is to become `MemberLane.pending`.
+            that is to become `MemberChannel.pending`.
         memory: The memory in a window from which the host reads the weights.
-        windows: The windows of the lane.
+        windows: The windows of the channel.
         changes: How often they had changed.
     """
 
@@ -46,8 +46,8 @@ class Shortcut(NamedTuple):
     changes: int
 
 
-class MemberLane(WorkerLane):
-    """A member's end of the lane to its host.
+class MemberChannel(WorkerChannel):
+    """A member's end of the channel to its host.
 
     Attributes:
         pending: If a `Shortcut` has asked, and could not read the outcome: whether it has come. The
@@ -144,7 +144,7 @@ class MemberLane(WorkerLane):
                 raise TimeoutError(f"no answer of the host within {seconds} s")
         try:
             kind, buffers, body = self.read()
-        except (LaneError, ValueError) as error:
+        except (ChannelError, ValueError) as error:
             raise HostDiedError(f"the outcome could not be read: {error}") from error
         reach("told")
         return body, buffers, kind

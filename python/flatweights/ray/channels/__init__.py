@@ -2,7 +2,8 @@
 
 - `_windows` is the memory that one process writes and others read, and the check for free memory.
 - `_message` packs a value into a message: a pickle whose large buffers lie in windows.
-- `_end` has the parts that both ends of a lane share: the mailbox, the socket, the peer's windows.
+- `_end` has the parts that both ends of a channel share: the mailbox, the socket, the peer's
+  windows.
 - `_protocol` has the kinds of messages that both ends know.
-- `_driver_lane` is the driver's end, `_worker_lane` a worker's, `_member_lane` a member's.
+- `_driver_channel` is the driver's end, `_worker_channel` a worker's, `_member_channel` a member's.
 """

@@ -1,4 +1,4 @@
-// The parts of lanes for Python; see lanes.hpp.
+// The parts of channels for Python; see channels.hpp.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "channels.hpp"
 #include "flatweights/message.hpp"
 #include "flatweights/window.hpp"
-#include "lanes.hpp"
 #include "offered_window.hpp"
 #include "without_gil.hpp"
 
@@ -68,7 +68,7 @@ py::ssize_t offset_of(const Window& window, const py::buffer& buffer) {
 
 }  // namespace
 
-void bind_lanes(py::module_& m) {
+void bind_channels(py::module_& m) {
   py::class_<BoundMailbox>(m, "Mailbox")
       .def(py::init(&BoundMailbox::create))
       .def_static("open", &BoundMailbox::open, py::arg("descriptor"), py::arg("nonce"))

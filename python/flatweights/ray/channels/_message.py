@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights
-from flatweights.ray.lanes._windows import Extent, Windows
+from flatweights.ray.channels._windows import Extent, Windows
 
 # The core reads headers; both ends are on one machine, so the byte order is native.
 _HEADER = struct.Struct("=II")  # kind, number of buffers
@@ -46,7 +46,7 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         """Refuse objects of Ray, which counts the references to them."""
         if isinstance(value, (ray.ObjectRef, ray.actor.ActorHandle)):
-            raise TypeError(f"{type(value).__name__} is not for lanes")
+            raise TypeError(f"{type(value).__name__} is not for channels")
         return super().reducer_override(value)
 
 
@@ -150,7 +150,7 @@ def make_message(
         is_known_plain: See `pickled`.
 
     Returns:
-        None if the value is too large, no window is free, or it cannot be pickled for a lane.
+        None if the value is too large, no window is free, or it cannot be pickled for a channel.
     """
     try:
         body, buffers = pickled(box[0], is_known_plain=is_known_plain)

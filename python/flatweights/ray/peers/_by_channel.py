@@ -1,13 +1,13 @@
-"""Calls to workers: through lanes if driver and worker share a machine, else through Ray.
+"""Calls to workers: through channels if driver and worker share a machine, else through Ray.
 
 The first call of a group goes through Ray, and asks the worker to attach. From then on, commands
-go into the worker's mailbox. If the worker is in no call of `FlatWorker.serve_lane`, the driver
+go into the worker's mailbox. If the worker is in no call of `FlatWorker.serve_channel`, the driver
 makes one, through Ray, so that the command is taken. That call also returns errors, and results
-that are too large for the lane or refer to objects of Ray. References, messages of the wire
+that are too large for the channel or refer to objects of Ray. References, messages of the wire
 and large arguments go through Ray's calls from the start. A worker that died counts as having
 answered: its Ray call raises the error that describes the death. For an actor that Ray restarts,
-that takes a second or more, and the error says no more than what the lane shows at once; so nobody
-waits for it longer than for the death of any other actor.
+that takes a second or more, and the error says no more than what the channel shows at once; so
+nobody waits for it longer than for the death of any other actor.
 """
 
 import logging
@@ -25,11 +25,11 @@ from flatweights._settings import RAY, ray_setting
 from flatweights._weights import FlatWeights, frozen
 from flatweights.ray import _clock
 from flatweights.ray._result import is_arrays, may_change
-from flatweights.ray.lanes._driver_lane import DriverLane, Lanes
-from flatweights.ray.lanes._end import LaneError, is_shortage
-from flatweights.ray.lanes._message import Message, make_message
-from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, COMMAND, VALUE, WEIGHTS
-from flatweights.ray.lanes._worker_lane import NoLane
+from flatweights.ray.channels._driver_channel import Channels, DriverChannel
+from flatweights.ray.channels._end import ChannelError, is_shortage
+from flatweights.ray.channels._message import Message, make_message
+from flatweights.ray.channels._protocol import BROKEN, BY_CALL, COMMAND, VALUE, WEIGHTS
+from flatweights.ray.channels._worker_channel import NoChannel
 from flatweights.ray.peers._contract import Answer, Call, Payload, plain_weights
 from flatweights.ray.peers._order import CallLog
 from flatweights.ray.peers._platform import PLATFORM, Platform
@@ -37,9 +37,9 @@ from flatweights.ray.peers._setback import Setback
 from flatweights.ray.peers._store import RayAnswer, argument_of, call_actor, sent_weights
 
 _MOST_OFFERED = 3  # windows for averages that the user keeps
-_INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=lanes
+_INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=channels
 _DEATH = 0.5  # seconds in which Ray has to say why a worker died
-_SLICE = 1.0  # seconds between two checks of the Ray calls that serve lanes
+_SLICE = 1.0  # seconds between two checks of the Ray calls that serve channels
 _MISSING: Any = object()  # a placeholder for a value
 
 _log = logging.getLogger("flatweights")
@@ -49,38 +49,38 @@ class LostResultError(ray.exceptions.RayError):  # type: ignore[misc]
     """A worker has answered, but its answer cannot be mapped or unpickled."""
 
 
-class GroupLanes:
-    """The lanes of a group.
+class GroupChannels:
+    """The channels of a group.
 
     Attributes:
-        platform: What the group uses of Ray and lanes.
-        setback: The reason for which the group has no lanes.
-        made: The lanes of this process, once they are made; `lanes` makes them.
+        platform: What the group uses of Ray and channels.
+        setback: The reason for which the group has no channels.
+        made: The channels of this process, once they are made; `channels` makes them.
         last: The last call, and its command; None between rounds.
         asleep: The mailboxes whose workers `wake` is to wake; None if they are woken at once.
     """
 
     def __init__(self, platform: Platform = PLATFORM) -> None:
-        """Make no lanes yet.
+        """Make no channels yet.
 
         Raises:
             ValueError: If the environment variable is malformed.
         """
         self.platform = platform
         setting = ray_setting()
-        self.insists = setting == "lanes"
+        self.insists = setting == "shm"
         self.setback = Setback("workers are", f"{RAY}=store" if setting == "store" else "")
-        self.made: Lanes | None = None
+        self.made: Channels | None = None
         self._close: Callable[[], object] = lambda: None
         self.last: tuple[Call, Message | None] | None = None
         self.asleep: list[_core.Mailbox] | None = None
 
     @property
-    def lanes(self) -> Lanes | None:
-        """The lanes of this process, made on first use; None if there can be none now."""
+    def channels(self) -> Channels | None:
+        """The channels of this process, made on first use; None if there can be none now."""
         if self.made is None and self.setback.is_over:
             try:
-                self.made = self.platform.lanes()
+                self.made = self.platform.channels()
             except (OSError, MemoryError, AttributeError) as error:  # AttributeError: other systems
                 self.setback.note(_text_of(error), may_pass=is_shortage(error))
             else:
@@ -88,7 +88,7 @@ class GroupLanes:
         return self.made
 
     def close(self) -> None:
-        """Close all lanes, and release the memory of windows without a live view."""
+        """Close all channels, and release the memory of windows without a live view."""
         self.done()
         self._close()
         self.made = None
@@ -159,22 +159,24 @@ class GroupLanes:
         self.last = None
 
 
-class LaneAnswer(Answer):
+class ChannelAnswer(Answer):
     """The answer to a command, or to the Ray call that brings it."""
 
-    def __init__(self, worker: "Worker", lanes: Lanes, lane: DriverLane, call: Call) -> None:
+    def __init__(
+        self, worker: "Worker", channels: Channels, channel: DriverChannel, call: Call
+    ) -> None:
         """Wait for the worker's answer to the command that was just posted.
 
         Args:
             worker: The worker.
-            lanes: Those of its group.
-            lane: Its own.
+            channels: Those of its group.
+            channel: Its own.
             call: The call, which is made through Ray if the worker refuses the command.
         """
         self._worker = worker
         self._platform = worker.platform
-        self._lanes = lanes
-        self._lane = lane
+        self._channels = channels
+        self._channel = channel
         self._call = call
         self._by_ray: RayAnswer | None = None  # the Ray call's answer, to wait for instead
         self._until: float | None = None  # the end of that wait, since the worker died
@@ -188,21 +190,21 @@ class LaneAnswer(Answer):
 
     @classmethod
     def wait(
-        cls, answers: Sequence["LaneAnswer"], timeout: float | None, enough: int = 1
+        cls, answers: Sequence["ChannelAnswer"], timeout: float | None, enough: int = 1
     ) -> list[Answer]:
         """Return the answers that have arrived."""
         begin = now = _clock.now()
         end = None if timeout is None else begin + timeout
         if timeout is not None and timeout <= 0:  # no sleep will learn of deaths
-            answers[0]._lanes.look()
+            answers[0]._channels.look()
         there: dict[Answer, None] = {}
         while True:
-            by_ray: dict[ray.ObjectRef, list[LaneAnswer]] = {}
+            by_ray: dict[ray.ObjectRef, list[ChannelAnswer]] = {}
             is_enough = False  # an answer has failed, or come through Ray
             for answer in answers:
-                lane = answer._lane
+                channel = answer._channel
                 is_known = answer._value is not _MISSING or answer._error is not None
-                is_silent = not (lane.mailbox.is_answered or lane.is_closed or is_known)
+                is_silent = not (channel.mailbox.is_answered or channel.is_closed or is_known)
                 if answer in there or (is_silent and answer._by_ray is None):
                     continue
                 if is_known or answer._is_there():
@@ -230,24 +232,24 @@ class LaneAnswer(Answer):
             patience = min(_SLICE, max(5e-4, (now - begin) / 8)) if by_ray else _SLICE
             if end is not None:
                 patience = min(patience, end - now)
-            lanes = [a._lane for a in answers if a not in there and a._by_ray is None]
+            channels = [a._channel for a in answers if a not in there and a._by_ray is None]
             # All answers except the last are read while that worker still runs.
-            seconds = answers[0]._lanes.wait(lanes, patience, more - 1 if more > 1 else 1)
+            seconds = answers[0]._channels.wait(channels, patience, more - 1 if more > 1 else 1)
             if seconds >= _SLICE and not by_ray:
                 for answer in answers:
                     if answer not in there:
                         answer.look_at_call()
 
     def _is_there(self) -> bool:
-        """Whether the answer has come through the lane; if it cannot, wait for the Ray call."""
+        """Whether the answer has come through the channel; if it cannot, wait for the Ray call."""
         if self._error is not None:
             return True
         if self._by_ray is not None:
             return False
-        lane = self._lane
-        if lane.mailbox.is_answered:
+        channel = self._channel
+        if channel.mailbox.is_answered:
             try:
-                kind, value = lane.take()
+                kind, value = channel.take()
                 if kind == WEIGHTS:
                     self._value = self.packed = value
                 elif kind == VALUE:
@@ -255,14 +257,14 @@ class LaneAnswer(Answer):
                 else:
                     self._ask_ray(kind, value)
             except BaseException as error:  # after an interrupt, it may be half read
-                self._worker.give_up(lane, "its answer could not be read")
+                self._worker.give_up(channel, "its answer could not be read")
                 if not isinstance(error, Exception):
                     raise
                 self._error = LostResultError(_text_of(error))
             return self._by_ray is None
-        if lane.is_closed:
-            self._worker.give_up(lane, "the worker died")
-            self._by_ray = RayAnswer(lane.latest_call(), self._platform)
+        if channel.is_closed:
+            self._worker.give_up(channel, "the worker died")
+            self._by_ray = RayAnswer(channel.latest_call(), self._platform)
             self._until = _clock.now() + _DEATH
         return False
 
@@ -271,7 +273,7 @@ class LaneAnswer(Answer):
         return self._until is not None and _clock.now() >= self._until
 
     def _count_as_dead(self) -> None:
-        """Wait for Ray's news of the worker no longer: its lane has shown that it died."""
+        """Wait for Ray's news of the worker no longer: its channel has shown that it died."""
         why = "its process has ended; Ray may be starting it again"
         actor = self._worker.handle._actor_id.binary()
         self._error, self._by_ray = ray.exceptions.ActorUnavailableError(why, actor), None
@@ -279,22 +281,22 @@ class LaneAnswer(Answer):
     def _ask_ray(self, kind: int, value: Any) -> None:
         """Wait for a Ray call, since the answer in the mailbox is not the result."""
         if kind == BY_CALL:
-            self._by_ray = RayAnswer(self._lane.calls[value], self._platform)
+            self._by_ray = RayAnswer(self._channel.calls[value], self._platform)
             return
         if kind == BROKEN:
-            self._worker.note_broken(self._lane, value)
+            self._worker.note_broken(self._channel, value)
         else:
             _log.info("rank %d refused a command: %s", self._worker.rank, value)
         self._by_ray = self._worker.call_by_ray(self._call, value)
 
     def look_at_call(self) -> None:
         """Wait for the Ray call instead, if it has ended without an answer in the mailbox."""
-        ref = self._lane.latest_call()
+        ref = self._channel.latest_call()
         if self._by_ray is not None or not self._platform.wait([ref]):
             return
         if self._is_there() or self._by_ray is not None:
             return
-        self._worker.give_up(self._lane, "its call failed")
+        self._worker.give_up(self._channel, "its call failed")
         self._by_ray = RayAnswer(ref, self._platform)
 
     def take(self) -> Any:
@@ -309,7 +311,7 @@ class LaneAnswer(Answer):
 
     def may_be_kept(self) -> bool:
         """Whether this process has no other view of the worker's windows."""
-        return self._lane.count_views() == 1
+        return self._channel.count_views() == 1
 
     def let_go(self) -> None:
         """Drop the value."""
@@ -319,24 +321,24 @@ class LaneAnswer(Answer):
 
 
 class Worker:
-    """The driver's end of one worker: a lane, once it has attached; before that, an actor.
+    """The driver's end of one worker: a channel, once it has attached; before that, an actor.
 
     Attributes:
         handle: The actor.
         rank: Its rank in the group.
         platform: What it uses of Ray.
-        transport: The way to it: ``"lane"``, or ``"store"`` with the reason.
+        transport: The way to it: ``"shm"``, or ``"store"`` with the reason.
         far_node: Its node, if that is known, and is not the driver's.
-        log: The log of the calls on the actor's handles, if there is a lane or an agent.
+        log: The log of the calls on the actor's handles, if there is a channel or an agent.
     """
 
-    def __init__(self, handle: ray.actor.ActorHandle, rank: int, lanes: GroupLanes) -> None:
-        """Take the handle of an actor, its rank, and the lanes of its group."""
+    def __init__(self, handle: ray.actor.ActorHandle, rank: int, channels: GroupChannels) -> None:
+        """Take the handle of an actor, its rank, and the channels of its group."""
         self.handle = handle
         self.rank = rank
-        self.platform = lanes.platform
-        self._group = lanes
-        self._lane: DriverLane | None = None
+        self.platform = channels.platform
+        self._group = channels
+        self._channel: DriverChannel | None = None
         self._attaching: ray.ObjectRef | None = (
             None  # the call that asks the worker to attach, with the token
         )
@@ -344,14 +346,14 @@ class Worker:
         self.log: CallLog | None = None
         self.far_node = ""
         self._setback = Setback(f"rank {rank} is")
-        self.transport = f"store: {lanes.setback.reason}" if lanes.setback.reason else ""
+        self.transport = f"store: {channels.setback.reason}" if channels.setback.reason else ""
 
     def call(self, call: Call) -> Answer:
-        """Post the call to the lane, or make it through Ray."""
-        lane = self._lane
-        if lane is None or lane.is_closed or lane.is_given_up:
-            lane = self._ready()
-        if lane is None:
+        """Post the call to the channel, or make it through Ray."""
+        channel = self._channel
+        if channel is None or channel.is_closed or channel.is_given_up:
+            channel = self._ready()
+        if channel is None:
             return call_actor(self.handle, call, self.platform)
         if call.head[2] is not None:
             return self.call_by_ray(call, "the result is encoded")
@@ -363,32 +365,32 @@ class Worker:
         if command is None:
             why = "the arguments are large, or objects of Ray, or no window is free"
             return self.call_by_ray(call, why)
-        lanes = group.made
+        channels = group.made
         assert log is not None
-        assert lanes is not None
+        assert channels is not None
         try:
             if log.last != self._token:  # the command must not overtake other calls
-                lane.dismiss()
-            is_there = lane.post(command, lanes.windows, group.asleep)
+                channel.dismiss()
+            is_there = channel.post(command, channels.windows, group.asleep)
         except Exception as error:
-            self.give_up(lane, _text_of(error))
+            self.give_up(channel, _text_of(error))
             return call_actor(self.handle, call, self.platform)
         if not is_there:
-            lane.serve(self._serve)
-        self.transport = "lane"
-        return LaneAnswer(self, lanes, lane, call)
+            channel.serve(self._serve)
+        self.transport = "shm"
+        return ChannelAnswer(self, channels, channel, call)
 
     def call_by_ray(self, call: Call, why: str) -> RayAnswer:
         """Make the call through Ray; dismiss a worker that waits at its mailbox."""
         self.transport = f"store: {why}"
-        if self._lane is not None and self._lane.is_answered:
-            self._lane.dismiss()
+        if self._channel is not None and self._channel.is_answered:
+            self._channel.dismiss()
         return call_actor(self.handle, call, self.platform)
 
     def prepare(self, payload: Payload) -> None:
         """Bring ``payload`` within reach of this worker, unless it already is; send nothing.
 
-        For a lane, the weights must not change: workers read them in place.
+        For a channel, the weights must not change: workers read them in place.
 
         Raises:
             RayError: If the object store has no room for it.
@@ -408,8 +410,8 @@ class Worker:
     def prepare_for(workers: Iterable["Worker"], payload: Payload) -> None:
         """Bring ``payload`` within reach of ``workers``; see `prepare`."""
         for worker in workers:
-            lane = worker._lane
-            is_usable = not (lane is None or lane.is_closed or lane.is_given_up)
+            channel = worker._channel
+            is_usable = not (channel is None or channel.is_closed or channel.is_given_up)
             if not (payload.is_frozen and is_usable):
                 worker.prepare(payload)
 
@@ -419,55 +421,57 @@ class Worker:
         self._setback = Setback(f"rank {self.rank} is")
 
     def part(self) -> None:
-        """Give up the lane of a worker that has left and serves no more calls."""
-        if self._lane is not None:
-            if self._lane.is_answered and not self._lane.is_given_up:
-                self._lane.dismiss()
-            self.give_up(self._lane, "it has left")
+        """Give up the channel of a worker that has left and serves no more calls."""
+        if self._channel is not None:
+            if self._channel.is_answered and not self._channel.is_given_up:
+                self._channel.dismiss()
+            self.give_up(self._channel, "it has left")
 
-    def give_up(self, lane: DriverLane, why: str) -> None:
-        """Give up ``lane``; the next call asks the worker to attach anew."""
-        if self._lane is lane:
+    def give_up(self, channel: DriverChannel, why: str) -> None:
+        """Give up ``channel``; the next call asks the worker to attach anew."""
+        if self._channel is channel:
             if self._group.made is not None:  # another thread may have shut the group down
-                self._group.made.give_up(lane)
-            self._lane = None
+                self._group.made.give_up(channel)
+            self._channel = None
             self.transport = f"store: {why}"
 
-    def note_broken(self, lane: DriverLane, reason: str) -> None:
-        """Give up ``lane``, which the worker cannot use any more; try a new one later."""
-        self.give_up(lane, reason)
+    def note_broken(self, channel: DriverChannel, reason: str) -> None:
+        """Give up ``channel``, which the worker cannot use any more; try a new one later."""
+        self.give_up(channel, reason)
         self._setback.note(reason, may_pass=True)
 
     def _serve(self, number: int) -> Any:
-        return self.handle.serve_lane.remote(self._token, number)
+        return self.handle.serve_channel.remote(self._token, number)
 
-    def _ready(self) -> DriverLane | None:
-        """Return the lane if the worker has attached; otherwise ask it to attach."""
-        lane = self._lane
-        if lane is not None:
-            if not (lane.is_closed or lane.is_given_up):
-                return lane
-            self.give_up(lane, "the worker died" if lane.is_closed else "a call was broken off")
-        lanes = self._group.lanes
-        if lanes is None:
+    def _ready(self) -> DriverChannel | None:
+        """Return the channel if the worker has attached; otherwise ask it to attach."""
+        channel = self._channel
+        if channel is not None:
+            if not (channel.is_closed or channel.is_given_up):
+                return channel
+            self.give_up(
+                channel, "the worker died" if channel.is_closed else "a call was broken off"
+            )
+        channels = self._group.channels
+        if channels is None:
             self.transport = f"store: {self._group.setback.reason}"
         elif self._attaching is not None or self._setback.is_over:
-            self._attach(lanes)
-        if self._lane is None and self._group.insists:
+            self._attach(channels)
+        if self._channel is None and self._group.insists:
             self._insist()
-        return self._lane
+        return self._channel
 
-    def _attach(self, lanes: Lanes) -> None:
+    def _attach(self, channels: Channels) -> None:
         """Ask the worker to attach, or check whether it has attached."""
         if self._attaching is None:
             try:
                 self.log = CallLog.of(self.handle)
-            except LaneError as error:
+            except ChannelError as error:
                 self._fail(str(error), may_pass=False)
                 return
-            self._token = lanes.new_token()
+            self._token = channels.new_token()
             node = self.platform.node()
-            self._attaching = self.handle.attach_lane.remote(lanes.address, self._token, node)
+            self._attaching = self.handle.attach_channel.remote(channels.address, self._token, node)
             self.transport = "store: it attaches"
         timeout = _INSIST if self._group.insists else 0
         if not self.platform.wait([self._attaching], timeout):
@@ -475,16 +479,16 @@ class Worker:
         attached, self._attaching = self._attaching, None
         try:
             made = self.platform.get(attached)
-            if isinstance(made, NoLane):
+            if isinstance(made, NoChannel):
                 self._fail(made.reason, made.may_pass)
                 self.far_node = made.node
             else:
-                self._lane = lanes.connect(self._token, made)
-        except (LaneError, OSError) as error:
+                self._channel = channels.connect(self._token, made)
+        except (ChannelError, OSError) as error:
             self._fail(_text_of(error), may_pass=True)
         except ray.exceptions.RayError as error:  # it died: the next call asks again
             self.transport = f"store: {type(error).__name__} when it was asked to attach"
-        lanes.forget(self._token)
+        channels.forget(self._token)
 
     def _fail(self, reason: str, may_pass: bool) -> None:
         """Note the reason for which the worker has not attached."""
@@ -492,11 +496,11 @@ class Worker:
         self.transport = f"store: {reason}"
 
     def _insist(self) -> None:
-        """Raise if there can be no lane now."""
+        """Raise if there can be no channel now."""
         for setback in (self._group.setback, self._setback):
             if not setback.is_over:
-                where = f"there is no lane to rank {self.rank}"
-                raise RuntimeError(f"{RAY}=lanes: {where}: {setback.reason}")
+                where = f"there is no channel to rank {self.rank}"
+                raise RuntimeError(f"{RAY}=channels: {where}: {setback.reason}")
 
     @staticmethod
     def _replace(payload: Payload, made: Any) -> None:

@@ -1,4 +1,4 @@
-"""Lanes that cannot be made or used for a while: rounds go on through Ray, with the reason."""
+"""Channels that cannot be made or used for a while: rounds go on through Ray, with the reason."""
 
 import errno
 import logging
@@ -13,7 +13,7 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import Round, WorkerGroup
-from flatweights.ray.peers import _by_lane, _platform, _setback
+from flatweights.ray.peers import _by_channel, _platform, _setback
 from flatweights.ray.peers._setback import Setback
 
 pytestmark = pytest.mark.ray
@@ -54,16 +54,16 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture(autouse=True)
 def slowly(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The driver sleeps until it is woken, and tries nothing again before `try_again`."""
-    monkeypatch.setattr(_by_lane, "_SLICE", 3600.0)
+    monkeypatch.setattr(_by_channel, "_SLICE", 3600.0)
     monkeypatch.setattr(_setback, "_PAUSE", 3600.0)
     monkeypatch.setattr(_setback, "_MOST_PAUSE", 3600.0)
     caplog.set_level(logging.INFO, "flatweights")
 
 
 def try_again(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make rounds until all workers have lanes."""
+    """Make rounds until all workers have channels."""
     monkeypatch.setattr(Setback, "is_over", True)
-    while check_round(group).transports != {0: "lane", 1: "lane"}:
+    while check_round(group).transports != {0: "shm", 1: "shm"}:
         pass
 
 
@@ -72,7 +72,7 @@ def test_a_worker_that_cannot_take_its_doorbell_is_called_through_ray(
 ) -> None:
     group = lend(Poor, 2)
     rank = group.actors()[1]
-    group.step("ping")  # asks for lanes
+    group.step("ping")  # asks for channels
     rank.take_descriptors.remote(2)
     for _ in range(3):
         ways = check_round(group).transports
@@ -82,7 +82,7 @@ def test_a_worker_that_cannot_take_its_doorbell_is_called_through_ray(
     assert len({*messages(caplog)}) == len(messages(caplog)), "each reason is logged once"
 
 
-def test_a_driver_that_cannot_make_lanes_says_so_and_tries_again(
+def test_a_driver_that_cannot_make_channels_says_so_and_tries_again(
     lend: Lend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = lend(PlainWorker, 2)
@@ -91,7 +91,7 @@ def test_a_driver_that_cannot_make_lanes_says_so_and_tries_again(
         raise OSError(errno.EMFILE, TOO_MANY)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_platform, "Lanes", fail)
+        patched.setattr(_platform, "Channels", fail)
         reason = f"OSError: [Errno {errno.EMFILE}] {TOO_MANY}"
         for _ in range(3):
             assert check_round(group).transports == dict.fromkeys((0, 1), f"store: {reason}")
@@ -99,7 +99,7 @@ def test_a_driver_that_cannot_make_lanes_says_so_and_tries_again(
     try_again(group, monkeypatch)
 
 
-def test_lanes_that_there_can_never_be_are_not_tried_again(
+def test_channels_that_there_can_never_be_are_not_tried_again(
     lend: Lend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = lend(PlainWorker, 2)
@@ -108,7 +108,7 @@ def test_lanes_that_there_can_never_be_are_not_tried_again(
         raise AttributeError("no AF_UNIX")
 
     with monkeypatch.context() as patched:
-        patched.setattr(_platform, "Lanes", fail)
+        patched.setattr(_platform, "Channels", fail)
         group.step("ping")
     for _ in range(2):
         assert check_round(group).transports == dict.fromkeys(

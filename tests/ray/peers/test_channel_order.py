@@ -37,7 +37,7 @@ class Ordered(PlainWorker):
 def group(lend: Lend) -> WorkerGroup:
     made = lend(Ordered, 2)
     made.broadcast(weights_of(0.0))
-    while set(made.average("train").transports.values()) != {"lane"}:
+    while set(made.average("train").transports.values()) != {"shm"}:
         pass
     return made
 
@@ -80,10 +80,10 @@ def test_a_group_call_comes_after_the_raw_calls_before_it(group: WorkerGroup, wa
             group.step("ping")
 
 
-def test_lanes_are_used_again_after_raw_calls(group: WorkerGroup) -> None:
+def test_channels_are_used_again_after_raw_calls(group: WorkerGroup) -> None:
     for handle in group.actors().values():
         handle.keep.remote(1)
-    assert group.average("train").transports == {0: "lane", 1: "lane"}
+    assert group.average("train").transports == {0: "shm", 1: "shm"}
 
 
 def test_a_command_waits_for_the_call_of_a_round_that_was_broken_off(lend: Lend) -> None:
@@ -92,7 +92,7 @@ def test_a_command_waits_for_the_call_of_a_round_that_was_broken_off(lend: Lend)
     start = weights_of(3.0)
     for _ in range(3):
         group.broadcast(start)
-        while set(group.average("train").transports.values()) != {"lane"}:
+        while set(group.average("train").transports.values()) != {"shm"}:
             pass
         process = group.step("pid")[1]
         os.kill(process, signal.SIGSTOP)  # most likely at its mailbox

@@ -1,6 +1,6 @@
-"""The parts that both ends of a lane share: the mailbox, the socket, the peer's windows.
+"""The parts that both ends of a channel share: the mailbox, the socket, the peer's windows.
 
-A lane leads from a driver to one worker on the same machine. The worker connects to an
+A channel leads from a driver to one worker on the same machine. The worker connects to an
 abstract Unix socket of the driver and hands over its mailbox; windows follow over the socket
 as they are made, before a message mentions them. The socket stays open, and its end of file
 tells each side that the other is dead. Both check that the peer belongs to the same user.
@@ -14,9 +14,9 @@ import struct
 from typing import Any
 
 from flatweights import _core
+from flatweights.ray.channels._gpu_windows import Handle
+from flatweights.ray.channels._windows import Extent, Windows
 from flatweights.ray.core._asks import Placed
-from flatweights.ray.lanes._gpu_windows import Handle
-from flatweights.ray.lanes._windows import Extent, Windows
 
 _WINDOW = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
 _OWNER = struct.Struct("<I")
@@ -27,8 +27,8 @@ _MOST = 512  # bytes of a packet
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
 
 
-class LaneError(RuntimeError):
-    """A lane cannot be made, or a message cannot pass through it."""
+class ChannelError(RuntimeError):
+    """A channel cannot be made, or a message cannot pass through it."""
 
 
 def is_shortage(error: Exception) -> bool:
@@ -44,18 +44,19 @@ def receive_packet(connection: socket.socket) -> tuple[bytes, list[int]]:
     Raises:
         BlockingIOError: If there is no packet.
         OSError: If the connection is broken.
-        LaneError: If this process had no free descriptors for those of the packet, which are lost.
+        ChannelError: If this process had no free descriptors for those of the packet, which are
+            lost.
     """
     packet, descriptors, flags, _ = socket.recv_fds(connection, _MOST, 4)
     if flags & socket.MSG_CTRUNC:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise LaneError(os.strerror(errno.EMFILE))
+        raise ChannelError(os.strerror(errno.EMFILE))
     return packet, descriptors
 
 
-class LaneEnd:
-    """One end of a lane.
+class ChannelEnd:
+    """One end of a channel.
 
     Attributes:
         mailbox: The mailbox that both sides map.
@@ -158,7 +159,7 @@ class LaneEnd:
         """Return the handle of a window that the peer has told of.
 
         Raises:
-            LaneError: If it has not.
+            ChannelError: If it has not.
         """
         for is_last in (False, True):
             handle = self._handles.get(placed[:2])
@@ -175,7 +176,7 @@ class LaneEnd:
         exists.
 
         Raises:
-            LaneError: If the peer has not sent a window of the message, or it cannot be mapped.
+            ChannelError: If the peer has not sent a window of the message, or it cannot be mapped.
             ValueError: If the message is malformed.
         """
         try:
@@ -213,7 +214,7 @@ class LaneEnd:
                 packet = b""
             except OSError:
                 packet = b""
-            except LaneError as error:
+            except ChannelError as error:
                 self._refused = error.with_traceback(None)
                 continue
             if not packet:
@@ -222,17 +223,17 @@ class LaneEnd:
             try:
                 self._take(packet[:1], packet[1:], descriptors)
                 self._refused = None
-            except (LaneError, OSError, ValueError, struct.error) as error:
+            except (ChannelError, OSError, ValueError, struct.error) as error:
                 self._refused = error.with_traceback(None)
             finally:
                 for descriptor in descriptors:
                     with contextlib.suppress(OSError):
                         os.close(descriptor)
 
-    def _missing(self, text: str) -> LaneError:
+    def _missing(self, text: str) -> ChannelError:
         """Return the error about a packet that the peer should have sent."""
         refused = self._refused
-        return LaneError(text + (f" ({type(refused).__name__}: {refused})" if refused else ""))
+        return ChannelError(text + (f" ({type(refused).__name__}: {refused})" if refused else ""))
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
         if kind == b"P" and not descriptors:
@@ -246,11 +247,11 @@ class LaneEnd:
             self.forget_handles(*_OWNER.unpack(body))
             return
         if kind != b"W" or len(body) != _WINDOW.size or len(descriptors) != 1:
-            raise LaneError(f"expected a window, got a packet {kind!r} of {len(body)} bytes")
+            raise ChannelError(f"expected a window, got a packet {kind!r} of {len(body)} bytes")
         index, generation, nbytes, nonce = _WINDOW.unpack(body)
         window = _core.PeerWindow(descriptors[0], nonce)
         if window.nbytes != nbytes:
-            raise LaneError(f"window {index}: expected {nbytes} bytes, got {window.nbytes}")
+            raise ChannelError(f"window {index}: expected {nbytes} bytes, got {window.nbytes}")
         self._of_peer[index] = generation, window
 
 
@@ -258,8 +259,8 @@ _PEER = struct.Struct("3i")  # process, user, group
 
 
 def check_user(connection: socket.socket) -> None:
-    """Raise `LaneError` unless the peer belongs to the user of this process."""
+    """Raise `ChannelError` unless the peer belongs to the user of this process."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     _, user, _ = _PEER.unpack(credentials)
     if user != os.geteuid():
-        raise LaneError(f"the peer belongs to user {user}, and this process to {os.geteuid()}")
+        raise ChannelError(f"the peer belongs to user {user}, and this process to {os.geteuid()}")

@@ -1,4 +1,4 @@
-"""Lanes between processes: messages stay whole under kept views, deaths, stops and refusals."""
+"""Channels between processes: messages stay whole under kept views, deaths, stops and refusals."""
 
 import contextlib
 import functools
@@ -17,20 +17,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from channel_processes import LARGE, Driver, Model, command_of, sealed, value_of, weights_of
 from interrupts import Interrupts
-from lane_processes import LARGE, Driver, Model, command_of, sealed, value_of, weights_of
 from reference import same_bits
 
 import flatweights as fw
 from flatweights import _core
-from flatweights.ray.lanes._driver_lane import Lanes
-from flatweights.ray.lanes._end import LaneError
-from flatweights.ray.lanes._message import Message, join_message
-from flatweights.ray.lanes._protocol import BROKEN, BY_CALL, REFUSED, VALUE, WEIGHTS, WELCOME
-from flatweights.ray.lanes._windows import Extent, Windows
-from flatweights.ray.lanes._worker_lane import NoLane, WorkerLane, WorkerLanes
+from flatweights.ray.channels._driver_channel import Channels
+from flatweights.ray.channels._end import ChannelError
+from flatweights.ray.channels._message import Message, join_message
+from flatweights.ray.channels._protocol import BROKEN, BY_CALL, REFUSED, VALUE, WEIGHTS, WELCOME
+from flatweights.ray.channels._windows import Extent, Windows
+from flatweights.ray.channels._worker_channel import NoChannel, WorkerChannel, WorkerChannels
 
-pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="lanes are Linux's")
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="channels are Linux's")
 
 
 @pytest.fixture
@@ -58,12 +58,12 @@ def view_of(window: _core.Window, mailbox: _core.Mailbox, offset: int, nbytes: i
 
 
 def attach_anew(driver: Driver) -> None:
-    """Give up the lane of the only worker, and make another lane to it."""
+    """Give up the channel of the only worker, and make another channel to it."""
     (worker,) = driver.workers
-    driver.lanes.give_up(worker.lane)
+    driver.channels.give_up(worker.channel)
     if worker.calls:
         worker.outcomes(worker.calls)  # they have ended
-    worker.attach(driver.lanes)
+    worker.attach(driver.channels)
 
 
 def are_two(windows: Windows) -> bool:
@@ -261,7 +261,7 @@ def test_models_of_two_sizes_take_turns_without_new_windows() -> None:
     assert len({places[0][:2] for places in files if places is not None}) == 2
 
 
-# Lanes
+# Channels
 
 
 def test_results_are_whole_and_are_not_moved_twice(driver: Driver) -> None:
@@ -310,7 +310,7 @@ def test_a_result_that_the_driver_keeps_is_not_overwritten(one: Driver) -> None:
     # No window is left: the result goes through the call.
     one.post("get", 4.0)
     assert one.wait()
-    assert worker.lane.take()[0] == BY_CALL
+    assert worker.channel.take()[0] == BY_CALL
     (_, value) = worker.outcomes(worker.calls)[-1]
     assert (value["w"] == 4.0).all()
     assert [weights["w"][-1] for weights in kept] == [0, 1, 2, 3]
@@ -322,12 +322,12 @@ def test_the_average_goes_out_from_where_it_was_made(driver: Driver) -> None:
     nbytes = driver.values("get", 1.0)[0].buffer.nbytes
     for value in (3.0, 4.0, 5.0):
         sources = driver.values("get", value)
-        driver.lanes.windows.offer(nbytes)
+        driver.channels.windows.offer(nbytes)
         mean = sealed(fw.average(sources))
         del sources
         assert driver.values("set", mean) == [None, None]
         assert [w["w"][7] for w in driver.values("get")] == [value, value]
-    assert are_two(driver.lanes.windows)
+    assert are_two(driver.channels.windows)
 
 
 def test_weights_that_a_worker_keeps_stay_as_they_were(driver: Driver) -> None:
@@ -337,14 +337,14 @@ def test_weights_that_a_worker_keeps_stay_as_they_were(driver: Driver) -> None:
         other = fw.FlatWeights({"w": np.full(LARGE, value)})
         driver.values("set", other)
     assert driver.values("total") == [LARGE, LARGE]
-    assert are_two(driver.lanes.windows)
+    assert are_two(driver.channels.windows)
     driver.values("forget")
     assert [driver.is_held(index) for index in range(2)] == [False, False]
 
 
 def test_weights_that_can_still_be_written_are_copied(one: Driver) -> None:
     nbytes = one.values("get", 1.0)[0].buffer.nbytes
-    one.lanes.windows.offer(nbytes)
+    one.channels.windows.offer(nbytes)
     weights = fw.average(one.values("get", 2.0))
     one.values("set_and_keep", weights)
     weights["w"] += 1.0
@@ -365,7 +365,7 @@ def test_extras_lists_and_dicts_pass(one: Driver) -> None:
 
 
 def test_what_is_too_large_goes_through_the_call(one: Driver) -> None:
-    assert command_of(one.lanes, "echo", "x" * 200_000) is None
+    assert command_of(one.channels, "echo", "x" * 200_000) is None
     (answer,) = one.answers("repeat", "x", 200_000)
     assert answer == (BY_CALL, 1)
     assert one.workers[0].outcomes(1) == [("value", "x" * 200_000)]
@@ -376,19 +376,19 @@ def test_what_a_method_raises_goes_through_the_call(one: Driver, method: str, sa
     (answer,) = one.answers(method)
     assert answer == (BY_CALL, 1)
     assert said in one.workers[0].outcomes(1)[0][1]
-    assert one.values("echo", 7) == [7], "and the lane goes on"
+    assert one.values("echo", 7) == [7], "and the channel goes on"
 
 
 def test_a_command_that_cannot_be_read_is_refused(one: Driver) -> None:
     (worker,) = one.workers
     command = one.command("echo", 1)
-    worker.post(command._replace(content=command.content[:-5]), one.lanes)
+    worker.post(command._replace(content=command.content[:-5]), one.channels)
     assert one.wait()
-    assert worker.lane.take()[0] == REFUSED
+    assert worker.channel.take()[0] == REFUSED
     assert one.answers("echo", 2)[0] == (VALUE, 2)
 
 
-def test_an_idle_lane_costs_nothing(one: Driver) -> None:
+def test_an_idle_channel_costs_nothing(one: Driver) -> None:
     one.values("echo", 1)
     (worker,) = one.workers
     assert worker.outcomes(1) == [("value", None)], "it has returned to Ray"
@@ -409,7 +409,7 @@ def test_the_call_returns_though_commands_keep_coming(one: Driver) -> None:
 def test_a_worker_is_dismissed_at_once(one: Driver) -> None:
     (worker,) = one.workers
     one.values("echo", 1)
-    worker.lane.dismiss()
+    worker.channel.dismiss()
     assert worker.outcomes(1) == [("value", None)]
     assert one.values("echo", 3) == [3]
 
@@ -419,17 +419,17 @@ def test_a_command_after_a_dismissal_waits_for_a_later_call(one: Driver) -> None
     (worker,) = one.workers
     one.values("echo", 1)
     worker.signal(signal.SIGSTOP)
-    worker.lane.dismiss()
-    assert not worker.lane.post(one.command("echo", 2), one.lanes.windows)
+    worker.channel.dismiss()
+    assert not worker.channel.post(one.command("echo", 2), one.channels.windows)
     worker.signal(signal.SIGCONT)
     assert worker.outcomes(1) == [("value", None)], "the call that was dismissed has ended"
-    assert not worker.lane.is_answered
+    assert not worker.channel.is_answered
     worker.serve()
     assert one.wait()
-    assert worker.lane.take() == (VALUE, 2)
+    assert worker.channel.take() == (VALUE, 2)
 
 
-def test_a_call_ahead_that_is_interrupted_ends_the_lane(one: Driver) -> None:
+def test_a_call_ahead_that_is_interrupted_ends_the_channel(one: Driver) -> None:
     """A command would wait for a call that may never have been made."""
     (worker,) = one.workers
     one.values("echo", 1)
@@ -438,25 +438,25 @@ def test_a_call_ahead_that_is_interrupted_ends_the_lane(one: Driver) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        worker.lane.serve(interrupt)
-    assert worker.lane.is_given_up
-    assert worker.lane.latest_call() is worker.lane.calls[1]
+        worker.channel.serve(interrupt)
+    assert worker.channel.is_given_up
+    assert worker.channel.latest_call() is worker.channel.calls[1]
     worker.outcomes(1)
-    worker.attach(one.lanes)
+    worker.attach(one.channels)
     assert one.values("echo", 2) == [2]
 
 
 def test_a_command_that_is_withdrawn_is_not_run(one: Driver) -> None:
     (worker,) = one.workers
     weights = fw.FlatWeights({"w": np.ones(LARGE)})
-    lane = worker.lane
-    assert not lane.post(one.command("set_and_keep", weights), one.lanes.windows)
+    channel = worker.channel
+    assert not channel.post(one.command("set_and_keep", weights), one.channels.windows)
     assert one.is_held(0)
-    with pytest.raises(LaneError, match="was not answered"):
-        lane.post(one.command("echo", 1), one.lanes.windows)
+    with pytest.raises(ChannelError, match="was not answered"):
+        channel.post(one.command("echo", 1), one.channels.windows)
     for _ in range(2):
-        lane.withdraw()
-    assert lane.is_answered
+        channel.withdraw()
+    assert channel.is_answered
     assert not one.is_held(0)
     assert one.values("echo", 4) == [4]
 
@@ -486,17 +486,17 @@ def test_weights_of_the_layout_that_came_last_are_a_buffer_alone(one: Driver) ->
 def test_a_death_is_known_at_once_and_gives_back_what_was_held(driver: Driver) -> None:
     driver.values("set_and_keep", fw.FlatWeights({"w": np.ones(LARGE)}))
     first, second = driver.workers
-    second.post(driver.command("get", 9.0), driver.lanes)
+    second.post(driver.command("get", 9.0), driver.channels)
     assert driver.wait([second])
-    first.post(driver.command("sleep", 60.0), driver.lanes)
+    first.post(driver.command("sleep", 60.0), driver.channels)
     first.signal(signal.SIGKILL)
-    while not first.lane.is_closed:
-        driver.lanes.wait([first.lane], 60)
-    assert not first.lane.is_answered
-    assert (value_of(second.lane.take())["w"] == 9.0).all()
-    second.post(driver.command("forget"), driver.lanes)
+    while not first.channel.is_closed:
+        driver.channels.wait([first.channel], 60)
+    assert not first.channel.is_answered
+    assert (value_of(second.channel.take())["w"] == 9.0).all()
+    second.post(driver.command("forget"), driver.channels)
     assert driver.wait([second])
-    extents = driver.lanes.windows.copy_in([memoryview(bytes(8 * LARGE))])
+    extents = driver.channels.windows.copy_in([memoryview(bytes(8 * LARGE))])
     assert [extent.window for extent in extents or ()] == [0], "it is free"
 
 
@@ -507,77 +507,79 @@ def test_a_stopped_worker_is_late_and_writes_only_its_own(driver: Driver) -> Non
     driver.post("get", 2.0)
     assert driver.wait([second])
     assert not driver.wait([first], seconds=0.05)
-    value = value_of(second.lane.take())
+    value = value_of(second.channel.take())
     for step in (3.0, 4.0):
-        second.post(driver.command("get", step), driver.lanes)
+        second.post(driver.command("get", step), driver.channels)
         assert driver.wait([second])
-        assert (value_of(second.lane.take())["w"] == step).all()
+        assert (value_of(second.channel.take())["w"] == step).all()
     assert (value["w"] == 2.0).all()
     first.signal(signal.SIGCONT)
     assert driver.wait([first])
-    assert (value_of(first.lane.take())["w"] == 2.0).all()
+    assert (value_of(first.channel.take())["w"] == 2.0).all()
 
 
 def test_a_worker_may_still_be_about_to_say_who_it_is_when_another_is_met() -> None:
-    lanes = Lanes()
-    first, second = lanes.new_token(), lanes.new_token()
+    channels = Channels()
+    first, second = channels.new_token(), channels.new_token()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as slow:
-        slow.connect(lanes.address)
-        quick = WorkerLane(lanes.address, first)
-        lanes.connect(first, quick.mailbox.nonce)
+        slow.connect(channels.address)
+        quick = WorkerChannel(channels.address, first)
+        channels.connect(first, quick.mailbox.nonce)
         mailbox = _core.Mailbox()
         socket.send_fds(slow, [b"H" + second + mailbox.nonce], [mailbox.descriptor])
         assert slow.recv(1) == WELCOME
-        assert not lanes.connect(second, mailbox.nonce).is_closed
+        assert not channels.connect(second, mailbox.nonce).is_closed
     quick.close()
-    lanes.close()
+    channels.close()
 
 
 def test_a_worker_that_dies_before_it_is_met_leaves_no_socket() -> None:
-    lanes = Lanes()
+    channels = Channels()
     gc.collect()  # what other tests have left
     before = len(list(Path("/proc/self/fd").iterdir()))
-    token = lanes.new_token()
-    worker = WorkerLane(lanes.address, token)
+    token = channels.new_token()
+    worker = WorkerChannel(channels.address, token)
     worker.close()
     with pytest.raises(OSError, match="Broken pipe"):
-        lanes.connect(token, worker.mailbox.nonce)
+        channels.connect(token, worker.mailbox.nonce)
     assert len(list(Path("/proc/self/fd").iterdir())) <= before  # theirs may still close
-    # A lane that nobody takes: another one is taken first, and then everything is closed.
-    known, unknown = (WorkerLane(lanes.address, lanes.new_token()) for _ in range(2))
-    with pytest.raises(LaneError, match="has not connected"):
-        lanes.connect(lanes.new_token(), bytes(16))
-    lanes.close()
+    # A channel that nobody takes: another one is taken first, and then everything is closed.
+    known, unknown = (WorkerChannel(channels.address, channels.new_token()) for _ in range(2))
+    with pytest.raises(ChannelError, match="has not connected"):
+        channels.connect(channels.new_token(), bytes(16))
+    channels.close()
     assert known.connection.recv(10) == unknown.connection.recv(10) == b""
     for one in (known, unknown):
         one.close()
 
 
 def test_a_stranger_is_no_worker(one: Driver) -> None:
-    lanes = one.lanes
+    channels = one.channels
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(lanes.address)
+        stranger.connect(channels.address)
         stranger.send(b"H" + bytes(32))
         assert stranger.recv(10) == b""
-        with pytest.raises(LaneError, match="has not connected"):
-            lanes.connect(lanes.new_token(), bytes(16))
-    token = lanes.new_token()
+        with pytest.raises(ChannelError, match="has not connected"):
+            channels.connect(channels.new_token(), bytes(16))
+    token = channels.new_token()
     (worker,) = one.workers
-    worker.pipe.send(("attach", lanes.address, token))
+    worker.pipe.send(("attach", channels.address, token))
     worker.outcomes(1)
-    with pytest.raises(LaneError, match="not that of the worker"):
-        lanes.connect(token, bytes(16))
+    with pytest.raises(ChannelError, match="not that of the worker"):
+        channels.connect(token, bytes(16))
     assert one.values("echo", 5) == [5]
 
 
-def test_there_is_no_lane_to_elsewhere_or_to_other_threads(one: Driver) -> None:
+def test_there_is_no_channel_to_elsewhere_or_to_other_threads(one: Driver) -> None:
     (worker,) = one.workers
     worker.pipe.send(("attach", b"\0flatweights-nowhere", b"t" * 16))
     ((_, why),) = worker.outcomes(1)
-    assert why == NoLane("ConnectionRefusedError: [Errno 111] Connection refused", may_pass=False)
-    worker.pipe.send(("attach in a thread", one.lanes.address, b"t" * 16))
+    assert why == NoChannel(
+        "ConnectionRefusedError: [Errno 111] Connection refused", may_pass=False
+    )
+    worker.pipe.send(("attach in a thread", one.channels.address, b"t" * 16))
     ((_, why),) = worker.outcomes(1)
-    assert why == NoLane("the actor is async or has max_concurrency above 1", may_pass=False)
+    assert why == NoChannel("the actor is async or has max_concurrency above 1", may_pass=False)
 
 
 def test_where_there_is_no_memory_results_go_through_the_call(one: Driver) -> None:
@@ -586,7 +588,7 @@ def test_where_there_is_no_memory_results_go_through_the_call(one: Driver) -> No
     assert answer[0] == BY_CALL
 
 
-def test_a_lane_whose_windows_cannot_be_mapped_is_broken_and_holds_none(one: Driver) -> None:
+def test_a_channel_whose_windows_cannot_be_mapped_is_broken_and_holds_none(one: Driver) -> None:
     (worker,) = one.workers
     one.values("limit_memory", 100_000)
     weights = fw.FlatWeights({"w": np.ones(LARGE)})
@@ -594,11 +596,11 @@ def test_a_lane_whose_windows_cannot_be_mapped_is_broken_and_holds_none(one: Dri
     assert answer[0] == BROKEN
     assert "Cannot allocate memory" in answer[1]
     assert not one.is_held(0)
-    while not worker.lane.is_closed:
-        one.lanes.wait([], 60)
+    while not worker.channel.is_closed:
+        one.channels.wait([], 60)
     worker.outcomes(worker.called)
     worker.process.rlimit(resource.RLIMIT_AS, (-1, -1))
-    worker.attach(one.lanes)
+    worker.attach(one.channels)
     assert one.answers("set_and_keep", weights)[0][0] == VALUE
 
 
@@ -619,26 +621,26 @@ def test_descriptors_and_windows_stay_few(one: Driver) -> None:
 
 
 def test_two_drivers_share_a_worker(one: Driver) -> None:
-    other = Lanes()
+    other = Channels()
     (worker,) = one.workers
-    mine = worker.lane, worker.token
+    mine = worker.channel, worker.token
     worker.attach(other)
-    theirs = worker.lane, worker.token
+    theirs = worker.channel, worker.token
     for k in range(4):
-        for lanes, (lane, token) in ((one.lanes, mine), (other, theirs)):
-            worker.lane, worker.token = lane, token
-            command = command_of(lanes, "get", float(k))
+        for channels, (channel, token) in ((one.channels, mine), (other, theirs)):
+            worker.channel, worker.token = channel, token
+            command = command_of(channels, "get", float(k))
             assert command is not None
-            worker.post(command, lanes)
-            while not lane.is_answered:
-                lanes.wait([lane], 60)
-            assert (value_of(lane.take())["w"] == k).all()
+            worker.post(command, channels)
+            while not channel.is_answered:
+                channels.wait([channel], 60)
+            assert (value_of(channel.take())["w"] == k).all()
     other.close()
 
 
-def test_a_lane_that_is_given_up_is_kept_while_its_worker_reads_windows(one: Driver) -> None:
+def test_a_channel_that_is_given_up_is_kept_while_its_worker_reads_windows(one: Driver) -> None:
     (worker,) = one.workers
-    first = worker.lane
+    first = worker.channel
 
     def descriptors() -> tuple[int, int]:
         (theirs,) = one.values("descriptors")
@@ -661,22 +663,23 @@ def test_a_lane_that_is_given_up_is_kept_while_its_worker_reads_windows(one: Dri
     assert ours <= before[1] + 1, "a window more, as the first was held"
 
 
-def test_a_lane_that_is_given_up_takes_its_command_back(one: Driver) -> None:
-    lane = one.workers[0].lane
-    lane.post(one.command("set_and_keep", weights_of(1.0)), one.lanes.windows)
-    one.lanes.give_up(lane)
-    assert lane.is_closed
+def test_a_channel_that_is_given_up_takes_its_command_back(one: Driver) -> None:
+    channel = one.workers[0].channel
+    channel.post(one.command("set_and_keep", weights_of(1.0)), one.channels.windows)
+    one.channels.give_up(channel)
+    assert channel.is_closed
 
 
-def test_a_lane_whose_post_was_interrupted_works_or_is_given_up(one: Driver) -> None:
+def test_a_channel_whose_post_was_interrupted_works_or_is_given_up(one: Driver) -> None:
     (worker,) = one.workers
     command = one.command("set", weights_of(1.0))
     interrupts = Interrupts()
     for step in itertools.count():
         attach_anew(one)  # a mailbox that has had no answer
-        post = functools.partial(worker.lane.post, command, one.lanes.windows)
+        post = functools.partial(worker.channel.post, command, one.channels.windows)
         was_interrupted = interrupts.hit(post)
-        if worker.lane.is_given_up or not worker.lane.is_answered:  # it takes no other command
+        # it takes no other command
+        if worker.channel.is_given_up or not worker.channel.is_answered:
             attach_anew(one)
         assert one.values("echo", step) == [step]
         if not was_interrupted:
@@ -704,39 +707,39 @@ def no_descriptors() -> Iterator[None]:
 
 def test_a_worker_that_cannot_take_its_doorbell_wakes_the_driver() -> None:
     """The worker closes its end, which holds no window: it has no other way to wake the driver."""
-    lanes = Lanes()
-    token = lanes.new_token()
-    worker = WorkerLane(lanes.address, token)
-    lane = lanes.connect(token, worker.mailbox.nonce)
-    command = command_of(lanes, "echo", weights_of(1.0))
+    channels = Channels()
+    token = channels.new_token()
+    worker = WorkerChannel(channels.address, token)
+    channel = channels.connect(token, worker.mailbox.nonce)
+    command = command_of(channels, "echo", weights_of(1.0))
     assert command is not None
-    assert not lane.post(command, lanes.windows)
-    assert lane.is_holding(0)
+    assert not channel.post(command, channels.windows)
+    assert channel.is_holding(0)
     with no_descriptors():
-        lane.serve(lambda number: worker.serve(None, number))
-    lanes.wait([], 60)
-    assert lane.is_closed
-    lost = "(LaneError: Too many open files)"
-    reason = f"LaneError: window 0: expected generation 1, got none {lost}"
-    assert lane.take() == (BROKEN, reason)
-    assert not lane.is_holding(0)
-    lanes.close()
+        channel.serve(lambda number: worker.serve(None, number))
+    channels.wait([], 60)
+    assert channel.is_closed
+    lost = "(ChannelError: Too many open files)"
+    reason = f"ChannelError: window 0: expected generation 1, got none {lost}"
+    assert channel.take() == (BROKEN, reason)
+    assert not channel.is_holding(0)
+    channels.close()
 
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_a_result_whose_window_cannot_be_sent_goes_through_the_call(calls: int) -> None:
     """The second result of one layout has a message of another kind."""
-    lanes = Lanes()
-    token = lanes.new_token()
-    worker, model = WorkerLane(lanes.address, token), Model(0, LARGE)
-    lane = lanes.connect(token, worker.mailbox.nonce)
+    channels = Channels()
+    token = channels.new_token()
+    worker, model = WorkerChannel(channels.address, token), Model(0, LARGE)
+    channel = channels.connect(token, worker.mailbox.nonce)
 
     def get(value: float) -> Any:
-        command = command_of(lanes, "get", value)
+        command = command_of(channels, "get", value)
         assert command is not None
-        if not lane.post(command, lanes.windows):
-            lane.serve(lambda number: worker.serve(model, number))
-        return lane.take()
+        if not channel.post(command, channels.windows):
+            channel.serve(lambda number: worker.serve(model, number))
+        return channel.take()
 
     for _ in range(calls - 1):
         assert get(1.0)[0] == VALUE
@@ -746,35 +749,35 @@ def test_a_result_whose_window_cannot_be_sent_goes_through_the_call(calls: int) 
             worker.connection.send(b"full")
     kind, number = get(2.0)
     assert kind == BY_CALL
-    assert same_bits(lane.calls[number].buffer, model.get(2.0).buffer)
+    assert same_bits(channel.calls[number].buffer, model.get(2.0).buffer)
     worker.close()
-    lanes.close()
+    channels.close()
 
 
 def test_a_driver_without_descriptors_meets_the_worker_later(
     one: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     (worker,) = one.workers
-    token = one.lanes.new_token()
+    token = one.channels.new_token()
     with no_descriptors():
-        worker.pipe.send(("attach", one.lanes.address, token))
+        worker.pipe.send(("attach", one.channels.address, token))
         while "Too many open files" not in caplog.text:
             time.sleep(0.01)
     ((_, nonce),) = worker.outcomes(1)
-    assert not one.lanes.connect(token, nonce).is_closed
+    assert not one.channels.connect(token, nonce).is_closed
 
 
-def test_a_lane_that_is_forgotten_is_closed() -> None:
-    lanes = Lanes()
-    token = lanes.new_token()
-    worker = WorkerLane(lanes.address, token)
-    lanes.forget(token)
+def test_a_channel_that_is_forgotten_is_closed() -> None:
+    channels = Channels()
+    token = channels.new_token()
+    worker = WorkerChannel(channels.address, token)
+    channels.forget(token)
     worker.receive()
     assert worker.is_closed, "nobody waits for it any more"
-    with pytest.raises(LaneError, match="does not expect this worker"):
-        WorkerLane(lanes.address, token)
+    with pytest.raises(ChannelError, match="does not expect this worker"):
+        WorkerChannel(channels.address, token)
     worker.close()
-    lanes.close()
+    channels.close()
 
 
 @contextlib.contextmanager
@@ -826,17 +829,17 @@ ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anoth
 def test_strangers_do_not_keep_a_worker_out(
     user: int, say: bytes, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lanes = Lanes()
+    channels = Channels()
     before = len([*Path("/proc/self/fd").iterdir()])
-    with stranger(lanes.address, user, 600, say):
-        token = lanes.new_token()
-        worker = WorkerLane(lanes.address, token)
-        assert not lanes.connect(token, worker.mailbox.nonce).is_closed
+    with stranger(channels.address, user, 600, say):
+        token = channels.new_token()
+        worker = WorkerChannel(channels.address, token)
+        assert not channels.connect(token, worker.mailbox.nonce).is_closed
         assert len([*Path("/proc/self/fd").iterdir()]) < before + 100
         worker.close()
     assert [record for record in caplog.records if told in record.getMessage()]
     assert len(caplog.records) < 4, caplog.text
-    lanes.close()
+    channels.close()
 
 
 def test_a_worker_gives_up_on_a_driver_that_takes_no_connection() -> None:
@@ -850,12 +853,12 @@ def test_a_worker_gives_up_on_a_driver_that_takes_no_connection() -> None:
                 with contextlib.suppress(BlockingIOError):
                     one.connect(stuck.getsockname())
             with pytest.raises(TimeoutError, match="not taken the connection"):
-                WorkerLane(stuck.getsockname(), b"t" * 16, 0.1)
+                WorkerChannel(stuck.getsockname(), b"t" * 16, 0.1)
         for one in queued:
             one.close()
 
 
-def test_closed_lanes_give_their_memory_back() -> None:
+def test_closed_channels_give_their_memory_back() -> None:
     def mapped() -> int:
         """Return the number of mapped windows that hold weights."""
         lines = [one.split() for one in Path("/proc/self/maps").read_text().splitlines()]
@@ -875,8 +878,8 @@ def test_closed_lanes_give_their_memory_back() -> None:
 
 def test_a_worker_without_descriptors_says_that_this_may_pass() -> None:
     with no_descriptors():
-        found = WorkerLanes().attach(b"\0flatweights-nowhere", b"t" * 16)
-    assert found == NoLane("OSError: [Errno 24] memfd_create: Too many open files", True)
+        found = WorkerChannels().attach(b"\0flatweights-nowhere", b"t" * 16)
+    assert found == NoChannel("OSError: [Errno 24] memfd_create: Too many open files", True)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -892,19 +895,19 @@ def test_a_window_is_not_offered_to_a_fork() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_of_the_driver_leaves_its_lanes_alone(driver: Driver) -> None:
+def test_a_fork_of_the_driver_leaves_its_channels_alone(driver: Driver) -> None:
     child = os.fork()
     if child == 0:
-        driver.lanes.close()
+        driver.channels.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert driver.values("echo", 1) == [1, 1]
     first, second = driver.workers
     first.signal(signal.SIGKILL)
     end = time.monotonic() + 60
-    while not first.lane.is_closed:
+    while not first.channel.is_closed:
         assert time.monotonic() < end, "nobody has heard of its death"
-        driver.lanes.wait([], 60)
+        driver.channels.wait([], 60)
     driver.workers = [second]
     assert driver.values("echo", 2) == [2]
 
@@ -912,10 +915,10 @@ def test_a_fork_of_the_driver_leaves_its_lanes_alone(driver: Driver) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_the_end_of_a_worker_is_seen_although_a_fork_of_it_lives_on() -> None:
     """Such as a process that loads its data: the others would wait for the worker as long."""
-    lanes = Lanes()
-    token = lanes.new_token()
-    worker = WorkerLane(lanes.address, token)
-    lane = lanes.connect(token, worker.mailbox.nonce)
+    channels = Channels()
+    token = channels.new_token()
+    worker = WorkerChannel(channels.address, token)
+    channel = channels.connect(token, worker.mailbox.nonce)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -924,38 +927,40 @@ def test_the_end_of_a_worker_is_seen_although_a_fork_of_it_lives_on() -> None:
         os._exit(0)
     try:
         worker.close()
-        lanes.wait([], 10)
-        assert lane.is_closed
+        channels.wait([], 10)
+        assert channel.is_closed
     finally:
         os.close(write)
         os.waitpid(child, 0)
         os.close(read)
-        lanes.close()
+        channels.close()
 
 
 def test_a_packet_that_cannot_be_read_breaks_no_wait_and_is_named_later() -> None:
-    lanes = Lanes()
-    token = lanes.new_token()
-    worker = WorkerLane(lanes.address, token)
-    lane = lanes.connect(token, worker.mailbox.nonce)
+    channels = Channels()
+    token = channels.new_token()
+    worker = WorkerChannel(channels.address, token)
+    channel = channels.connect(token, worker.mailbox.nonce)
     worker.connection.send(b"Wxy")
-    lanes.wait([], 60)
-    lane.post(Message(join_message(0, b""), []), lanes.windows)
+    channels.wait([], 60)
+    channel.post(Message(join_message(0, b""), []), channels.windows)
     assert worker.mailbox.wait(0.0, 1)
     worker.mailbox.answer_with(join_message(VALUE, b"", [Extent(3, 2, 0, 1)]), 0)
-    error = r"^window 3: expected generation 2, got none \(LaneError: expected a window, got a pac"
-    with pytest.raises(LaneError, match=error):
-        lane.take()
+    error = (
+        r"^window 3: expected generation 2, got none \(ChannelError: expected a window, got a pac"
+    )
+    with pytest.raises(ChannelError, match=error):
+        channel.take()
     worker.close()
-    lanes.close()
+    channels.close()
 
 
 def test_a_forked_child_drops_no_hold(one: Driver) -> None:
     (weights,) = one.values("get", 1.0)
-    held = one.workers[0].lane.mailbox.holds(False, 0)
+    held = one.workers[0].channel.mailbox.holds(False, 0)
     child = os.fork()
     if child == 0:
         del weights
         os._exit(0)
     os.waitpid(child, 0)
-    assert held == one.workers[0].lane.mailbox.holds(False, 0) == 1
+    assert held == one.workers[0].channel.mailbox.holds(False, 0) == 1

@@ -30,7 +30,7 @@ SERVE, DISMISSED, RAW = "s", "d", "r"
 MOST_CALLS = 3
 
 
-class Lane(NamedTuple):
+class Channel(NamedTuple):
     word: str = AWAY
     worker: str = OUT
     driver: str = IDLE
@@ -45,7 +45,7 @@ class Lane(NamedTuple):
 
 
 class State(NamedTuple):
-    lane: Lane = Lane()
+    channel: Channel = Channel()
     writes: bool = False  # whether the driver writes its window
 
 
@@ -55,154 +55,165 @@ class ViolationError(AssertionError):
 
 def steps(state: State, variant: str) -> Iterator[State]:
     """Yield the states after each step that can be taken."""
-    lane = state.lane
+    channel = state.channel
     if state.writes:
         yield state._replace(writes=False)
-    elif not lane.holds or lane.worker == DEAD or variant == "holds are not looked at":
+    elif not channel.holds or channel.worker == DEAD or variant == "holds are not looked at":
         yield state._replace(writes=True)
-    for after in lane_steps(lane, state.writes, variant):
-        yield state._replace(lane=after)
+    for after in channel_steps(channel, state.writes, variant):
+        yield state._replace(channel=after)
 
 
-def lane_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
-    yield from driver_steps(lane, writes, variant)
-    if lane.worker != DEAD:
-        yield from worker_steps(lane, variant)
-        yield lane._replace(worker=DEAD, queue="", is_dismissed=False, ends=True)
+def channel_steps(channel: Channel, writes: bool, variant: str) -> Iterator[Channel]:
+    yield from driver_steps(channel, writes, variant)
+    if channel.worker != DEAD:
+        yield from worker_steps(channel, variant)
+        yield channel._replace(worker=DEAD, queue="", is_dismissed=False, ends=True)
 
 
-def driver_steps(lane: Lane, writes: bool, variant: str) -> Iterator[Lane]:
-    answered = lane.word in (AWAY, WAITING)
+def driver_steps(channel: Channel, writes: bool, variant: str) -> Iterator[Channel]:
+    answered = channel.word in (AWAY, WAITING)
     if variant == "posts while one is late":
         answered = True
-        if lane.driver == WAITS:
-            yield lane._replace(driver=IDLE)
-    in_order = not lane.is_behind or variant == "does not dismiss after a raw call"
-    has_room = len(lane.queue) < MOST_CALLS
-    if lane.driver == IDLE and answered and in_order and has_room and not (lane.ended or writes):
+        if channel.driver == WAITS:
+            yield channel._replace(driver=IDLE)
+    in_order = not channel.is_behind or variant == "does not dismiss after a raw call"
+    has_room = len(channel.queue) < MOST_CALLS
+    if (
+        channel.driver == IDLE
+        and answered
+        and in_order
+        and has_room
+        and not (channel.ended or writes)
+    ):
         # The command mentions the driver's window: held from before it is posted.
-        posted = lane._replace(word=COMMAND, owed=lane.owed + 1, holds=True)
-        if lane.is_member or variant == "never calls":
+        posted = channel._replace(word=COMMAND, owed=channel.owed + 1, holds=True)
+        if channel.is_member or variant == "never calls":
             yield posted._replace(driver=WAITS)
-        elif lane.word == AWAY or not _may_serve(lane):
+        elif channel.word == AWAY or not _may_serve(channel):
             yield posted._replace(driver=ASKS)
         else:
             yield posted._replace(driver=WAITS)
-    if lane.driver == ASKS:
-        has_ended = lane.ends and SERVE not in lane.queue and DISMISSED not in lane.queue
-        needs_call = has_ended or not _may_serve(lane)
+    if channel.driver == ASKS:
+        has_ended = channel.ends and SERVE not in channel.queue and DISMISSED not in channel.queue
+        needs_call = has_ended or not _may_serve(channel)
         if variant == "counts on a call that was dismissed":
             needs_call = has_ended
-        yield lane._replace(driver=CALLS if needs_call else WAITS)
-    if lane.is_member:
+        yield channel._replace(driver=CALLS if needs_call else WAITS)
+    if channel.is_member:
         has_room = False  # the driver does not call or dismiss it
-    elif lane.driver == IDLE and answered and lane.worker != DEAD:  # dismiss: a store, then a swap
-        queue = lane.queue.replace(SERVE, DISMISSED)
-        in_call = lane.worker != OUT
-        yield lane._replace(driver=DISMISSES, queue=queue, is_dismissed=in_call, is_behind=False)
-    if lane.driver == DISMISSES:
-        yield lane._replace(driver=IDLE, word=AWAY if lane.word == WAITING else lane.word)
-    if lane.driver == CALLS:
-        yield _called(lane, SERVE)._replace(driver=WAITS)
-    if lane.driver == IDLE and has_room and lane.worker != DEAD and answered:
-        yield _called(lane, SERVE)  # ahead of time
-        yield _called(lane, RAW)
-    if lane.driver == WAITS and lane.word == COMMAND:  # withdraw
-        yield lane._replace(word=AWAY, driver=IDLE, owed=lane.owed - 1, holds=False)
-    if lane.driver == WAITS and lane.word in (AWAY, WAITING):
-        yield lane._replace(driver=READS)
-    if lane.driver == WAITS and variant == "reads when it is late":
-        yield lane._replace(driver=READS)
-    if lane.driver == WAITS and lane.worker == DEAD:  # the end of the socket
-        yield lane._replace(driver=IDLE, ended=True)
-    if lane.driver == READS:
-        yield lane._replace(driver=IDLE)
+    # dismiss: a store, then a swap
+    elif channel.driver == IDLE and answered and channel.worker != DEAD:
+        queue = channel.queue.replace(SERVE, DISMISSED)
+        in_call = channel.worker != OUT
+        yield channel._replace(driver=DISMISSES, queue=queue, is_dismissed=in_call, is_behind=False)
+    if channel.driver == DISMISSES:
+        yield channel._replace(driver=IDLE, word=AWAY if channel.word == WAITING else channel.word)
+    if channel.driver == CALLS:
+        yield _called(channel, SERVE)._replace(driver=WAITS)
+    if channel.driver == IDLE and has_room and channel.worker != DEAD and answered:
+        yield _called(channel, SERVE)  # ahead of time
+        yield _called(channel, RAW)
+    if channel.driver == WAITS and channel.word == COMMAND:  # withdraw
+        yield channel._replace(word=AWAY, driver=IDLE, owed=channel.owed - 1, holds=False)
+    if channel.driver == WAITS and channel.word in (AWAY, WAITING):
+        yield channel._replace(driver=READS)
+    if channel.driver == WAITS and variant == "reads when it is late":
+        yield channel._replace(driver=READS)
+    if channel.driver == WAITS and channel.worker == DEAD:  # the end of the socket
+        yield channel._replace(driver=IDLE, ended=True)
+    if channel.driver == READS:
+        yield channel._replace(driver=IDLE)
 
 
-def _may_serve(lane: Lane) -> bool:
+def _may_serve(channel: Channel) -> bool:
     """Whether a call of the driver was not dismissed, even if it has ended."""
-    in_call = lane.worker not in (OUT, DEAD)
-    return SERVE in lane.queue or (in_call and not lane.is_dismissed)
+    in_call = channel.worker not in (OUT, DEAD)
+    return SERVE in channel.queue or (in_call and not channel.is_dismissed)
 
 
-def _called(lane: Lane, call: str) -> Lane:
-    queue = lane.queue if lane.worker == DEAD else lane.queue + call
-    return lane._replace(queue=queue, is_behind=lane.is_behind or call == RAW)
+def _called(channel: Channel, call: str) -> Channel:
+    queue = channel.queue if channel.worker == DEAD else channel.queue + call
+    return channel._replace(queue=queue, is_behind=channel.is_behind or call == RAW)
 
 
-def worker_steps(lane: Lane, variant: str) -> Iterator[Lane]:
-    if lane.worker == OUT and lane.queue:
-        left = lane._replace(queue=lane.queue[1:])
-        if lane.queue[0] == RAW:
+def worker_steps(channel: Channel, variant: str) -> Iterator[Channel]:
+    if channel.worker == OUT and channel.queue:
+        left = channel._replace(queue=channel.queue[1:])
+        if channel.queue[0] == RAW:
             yield left
         else:
-            is_dismissed = lane.queue[0] == DISMISSED
+            is_dismissed = channel.queue[0] == DISMISSED
             enters = LOOKS if is_dismissed else ENTERS
             yield left._replace(worker=enters, ends=False, is_dismissed=is_dismissed)
-    if lane.worker == OUT and lane.is_member:
-        yield lane._replace(worker=ENTERS, ends=False)
-    if lane.worker == ENTERS:
-        yield lane._replace(worker=LOOKS, word=WAITING if lane.word == AWAY else lane.word)
+    if channel.worker == OUT and channel.is_member:
+        yield channel._replace(worker=ENTERS, ends=False)
+    if channel.worker == ENTERS:
+        yield channel._replace(worker=LOOKS, word=WAITING if channel.word == AWAY else channel.word)
     says_so = variant != "leaves and says so later"
-    out = lane._replace(worker=OUT, is_dismissed=False)
-    if lane.worker == LOOKS:
-        if lane.word == COMMAND and lane.is_dismissed and variant != "takes it though dismissed":
+    out = channel._replace(worker=OUT, is_dismissed=False)
+    if channel.worker == LOOKS:
+        if (
+            channel.word == COMMAND
+            and channel.is_dismissed
+            and variant != "takes it though dismissed"
+        ):
             yield out._replace(ends=True)
-        elif lane.word == COMMAND:
-            yield lane._replace(worker=RUNS, word=BUSY, owed=lane.owed - 1)
-        if lane.word == WAITING:  # its time is up
-            yield lane._replace(worker=LEAVES, ends=says_so or lane.ends)
-        if lane.word == AWAY:
-            yield lane._replace(worker=GOES)
-    if lane.worker == LEAVES:
-        if lane.word == WAITING or variant == "leaves by a plain store":
+        elif channel.word == COMMAND:
+            yield channel._replace(worker=RUNS, word=BUSY, owed=channel.owed - 1)
+        if channel.word == WAITING:  # its time is up
+            yield channel._replace(worker=LEAVES, ends=says_so or channel.ends)
+        if channel.word == AWAY:
+            yield channel._replace(worker=GOES)
+    if channel.worker == LEAVES:
+        if channel.word == WAITING or variant == "leaves by a plain store":
             if says_so:
                 yield out._replace(word=AWAY)
             else:
-                yield lane._replace(worker=GOES, word=AWAY)
+                yield channel._replace(worker=GOES, word=AWAY)
         else:
-            yield lane._replace(worker=LOOKS)
-    if lane.worker == GOES and not lane.ends:
-        yield lane._replace(ends=True)
-    if lane.worker == GOES and lane.ends:
+            yield channel._replace(worker=LOOKS)
+    if channel.worker == GOES and not channel.ends:
+        yield channel._replace(ends=True)
+    if channel.worker == GOES and channel.ends:
         looks_again = says_so and variant != "is dismissed and does not look again"
-        yield lane._replace(worker=LOOKS) if looks_again and lane.word == COMMAND else out
-    if lane.worker == RUNS and variant == "answers before it writes":
-        yield lane._replace(word=WAITING)
-    if lane.worker == RUNS:
-        if not lane.ends:
-            yield lane._replace(ends=True)
-        for after in (lane._replace(word=WAITING, worker=LOOKS), out._replace(word=AWAY)):
-            if after.worker == LOOKS or lane.ends:
+        yield channel._replace(worker=LOOKS) if looks_again and channel.word == COMMAND else out
+    if channel.worker == RUNS and variant == "answers before it writes":
+        yield channel._replace(word=WAITING)
+    if channel.worker == RUNS:
+        if not channel.ends:
+            yield channel._replace(ends=True)
+        for after in (channel._replace(word=WAITING, worker=LOOKS), out._replace(word=AWAY)):
+            if after.worker == LOOKS or channel.ends:
                 yield after._replace(holds=False)
                 yield after  # it keeps a view
-    if lane.worker not in (RUNS, DEAD) and lane.holds and lane.word in (AWAY, WAITING):
-        yield lane._replace(holds=False)
+    if channel.worker not in (RUNS, DEAD) and channel.holds and channel.word in (AWAY, WAITING):
+        yield channel._replace(holds=False)
 
 
 def check(state: State) -> None:
-    lane = state.lane
-    if lane.driver == READS and lane.worker == RUNS:
+    channel = state.channel
+    if channel.driver == READS and channel.worker == RUNS:
         raise ViolationError("a window is read while it is written")
-    if lane.driver == READS and lane.word in (COMMAND, BUSY):
+    if channel.driver == READS and channel.word in (COMMAND, BUSY):
         raise ViolationError("a window is read that may be half written")
-    if state.writes and lane.holds and lane.worker != DEAD:
+    if state.writes and channel.holds and channel.worker != DEAD:
         raise ViolationError("the driver writes what a worker may read")
-    if lane.worker == RUNS and RAW in lane.queue and lane.owed == 0:
+    if channel.worker == RUNS and RAW in channel.queue and channel.owed == 0:
         raise ViolationError("a raw call is overtaken")
-    is_called = lane.is_member or SERVE in lane.queue or lane.driver in (ASKS, CALLS)
-    if lane.word == COMMAND and lane.worker == OUT and not is_called:
+    is_called = channel.is_member or SERVE in channel.queue or channel.driver in (ASKS, CALLS)
+    if channel.word == COMMAND and channel.worker == OUT and not is_called:
         raise ViolationError("a command is lost")
-    is_answered = lane.word in (AWAY, WAITING)
-    if lane.driver in (WAITS, READS) and is_answered and lane.owed:
+    is_answered = channel.word in (AWAY, WAITING)
+    if channel.driver in (WAITS, READS) and is_answered and channel.owed:
         raise ViolationError("a command is answered that was not run")
-    if lane.owed not in (0, 1):
+    if channel.owed not in (0, 1):
         raise ViolationError("a command is posted over another, or run twice")
 
 
 def explore(variant: str = "", *, is_member: bool = False) -> set[State]:
     """Return all states that can be reached."""
-    begin = State(Lane(is_member=is_member))
+    begin = State(Channel(is_member=is_member))
     seen, left = {begin}, [begin]
     graph: dict[State, list[State]] = {}
     while left:
@@ -223,7 +234,7 @@ def _check_progress(graph: dict[State, list[State]]) -> None:
     for state, after in graph.items():
         for one in after:
             before.setdefault(one, []).append(state)
-    left = [s for s in graph if s.lane.driver == IDLE]
+    left = [s for s in graph if s.channel.driver == IDLE]
     good = set(left)
     while left:
         for state in before.get(left.pop(), ()):
@@ -236,14 +247,19 @@ def _check_progress(graph: dict[State, list[State]]) -> None:
 
 def test_nothing_is_torn_lost_or_stuck_in_any_interleaving() -> None:
     states = explore()
-    words = {state.lane.word for state in states}
-    workers = {state.lane.worker for state in states}
+    words = {state.channel.word for state in states}
+    workers = {state.channel.worker for state in states}
     assert words == {AWAY, WAITING, COMMAND, BUSY}
     assert workers == {OUT, ENTERS, LOOKS, RUNS, LEAVES, GOES, DEAD}
 
 
 def test_nothing_is_torn_lost_or_stuck_between_a_host_and_a_member() -> None:
-    assert {state.lane.word for state in explore(is_member=True)} == {AWAY, WAITING, COMMAND, BUSY}
+    assert {state.channel.word for state in explore(is_member=True)} == {
+        AWAY,
+        WAITING,
+        COMMAND,
+        BUSY,
+    }
     for variant, found in (
         ("leaves by a plain store", "not run|posted over"),
         ("posts while one is late", "posted over another"),

@@ -1,4 +1,4 @@
-"""The driver's end of lanes: it posts commands, and waits for answers of any of its workers."""
+"""The driver's end of channels: it posts commands, and waits for answers of any of its workers."""
 
 import functools
 import os
@@ -18,9 +18,9 @@ from flatweights.ray import _clock
 from flatweights.ray import _failpoints as failpoints
 from flatweights.ray._listener import Listener, RefusedError, Stranger
 from flatweights.ray._result import Packed
-from flatweights.ray.lanes._end import LaneEnd, LaneError, check_user, receive_packet
-from flatweights.ray.lanes._message import Message, join_message
-from flatweights.ray.lanes._protocol import (
+from flatweights.ray.channels._end import ChannelEnd, ChannelError, check_user, receive_packet
+from flatweights.ray.channels._message import Message, join_message
+from flatweights.ray.channels._protocol import (
     ASK,
     BY_CALL,
     NUMBER,
@@ -31,7 +31,7 @@ from flatweights.ray.lanes._protocol import (
     WEIGHTS,
     WELCOME,
 )
-from flatweights.ray.lanes._windows import Extent, Windows
+from flatweights.ray.channels._windows import Extent, Windows
 
 _MOST_WINDOWS = 64  # the number of counts in a mailbox; windows are made when they are needed
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
@@ -41,11 +41,11 @@ _WATCH = 150e-6  # seconds that a driver polls mailboxes before it sleeps
 _SOON = 2 * _WATCH  # if a wait, including waking, took no longer, polling was enough
 
 
-class DriverLane(LaneEnd):
-    """The lane to one worker.
+class DriverChannel(ChannelEnd):
+    """The channel to one worker.
 
     Attributes:
-        calls: References to the results of the last `FlatWorker.serve_lane` calls, by number.
+        calls: References to the results of the last `FlatWorker.serve_channel` calls, by number.
         is_given_up: Whether no command is posted any more, although the worker may be alive.
     """
 
@@ -81,12 +81,12 @@ class DriverLane(LaneEnd):
                 worker with others. If None, this wakes the worker.
 
         Raises:
-            LaneError: If the worker has not answered the last command.
+            ChannelError: If the worker has not answered the last command.
             OSError: If the worker is dead, or does not take new windows.
             Exception: If the last answer was not read before, and cannot be read now.
         """
         if not self.mailbox.is_answered:
-            raise LaneError("the last command was not answered")
+            raise ChannelError("the last command was not answered")
         try:
             if not self._is_read:  # once it is read, the worker reuses its window
                 self.take()
@@ -154,10 +154,10 @@ class DriverLane(LaneEnd):
         A view may be kept longer: as long as it exists, its window is not written.
 
         Returns:
-            One of the kinds in `flatweights.ray.lanes._protocol`; and, for ``VALUE``, the result;
-            for ``WEIGHTS``, the result as `Packed`; for ``BY_CALL``, the number of the Ray call
-            that returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK``, ``REDUCED``
-            and ``REPEAT``, body and buffers.
+            One of the kinds in `flatweights.ray.channels._protocol`; and, for ``VALUE``, the
+            result; for ``WEIGHTS``, the result as `Packed`; for ``BY_CALL``, the number of the Ray
+            call that returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK``,
+            ``REDUCED`` and ``REPEAT``, body and buffers.
         """
         self._is_read = True
         try:
@@ -169,10 +169,10 @@ class DriverLane(LaneEnd):
         if kind == WEIGHTS:
             (buffer,) = buffers
             if self._layout is None or self._digest != body:
-                raise LaneError("the layout of the weights is not known")
+                raise ChannelError("the layout of the weights is not known")
             if buffer.nbytes != self._layout.nbytes:
                 expected = f"{self._layout.nbytes:,} bytes of weights"
-                raise LaneError(f"expected {expected}, got {buffer.nbytes:,}")
+                raise ChannelError(f"expected {expected}, got {buffer.nbytes:,}")
             return kind, Packed(buffer, self._layout)
         if kind == VALUE and body == _NOTHING:
             return kind, None
@@ -193,8 +193,8 @@ class DriverLane(LaneEnd):
             self.release(self._sent)
 
 
-class Lanes:
-    """The lanes of one driver: its socket, its doorbell, and its windows.
+class Channels:
+    """The channels of one driver: its socket, its doorbell, and its windows.
 
     Attributes:
         address: The address at which workers connect.
@@ -213,17 +213,17 @@ class Lanes:
         listening.bind(self.address)
         listening.listen(512)
         self._met = _Met()
-        self._listener = Listener(listening, "lanes", self._met.greet)
+        self._listener = Listener(listening, "channels", self._met.greet)
         weakref.finalize(self, self._listener.close)
         self._doorbell = _core.Doorbell()
         self._poll = select.epoll()
         self._bell = self._doorbell.fileno()
         self._poll.register(self._bell, select.EPOLLIN)
-        self._lanes: dict[int, DriverLane] = {}  # by descriptor
+        self._channels: dict[int, DriverChannel] = {}  # by descriptor
         self._process = os.getpid()
         self._waits: dict[int, float] = {}  # by missing answers, seconds of the last wait
         # A bound method would be a cycle, and keep the windows until the next collection.
-        self.windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self._lanes))
+        self.windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self._channels))
 
     def new_token(self) -> bytes:
         """Return a token by which the driver recognises a worker."""
@@ -236,44 +236,48 @@ class Lanes:
         self._met.expect(token)
 
     def forget(self, token: bytes) -> None:
-        """Admit no worker with ``token`` any more: it has made no lane."""
-        lane = self._met.take(token)
-        if lane is not None:
-            lane.close()
+        """Admit no worker with ``token`` any more: it has made no channel."""
+        channel = self._met.take(token)
+        if channel is not None:
+            channel.close()
 
-    def connect(self, token: bytes, nonce: bytes) -> DriverLane:
-        """Return the lane to a worker that has attached; its token is invalid afterwards.
+    def connect(self, token: bytes, nonce: bytes) -> DriverChannel:
+        """Return the channel to a worker that has attached; its token is invalid afterwards.
 
         Args:
             token: The token that the worker was given.
             nonce: The nonce of its mailbox, which it has returned through Ray.
 
         Raises:
-            LaneError: If it has not connected, or its mailbox has another nonce.
+            ChannelError: If it has not connected, or its mailbox has another nonce.
             OSError: If it has died since.
         """
         self._drop_given_up()
-        lane = self._met.take(token)
-        if lane is None:
-            raise LaneError("the worker has not connected")
+        channel = self._met.take(token)
+        if channel is None:
+            raise ChannelError("the worker has not connected")
         bell = self._doorbell
         try:
-            if lane.mailbox.nonce != nonce:
-                raise LaneError("the mailbox is not that of the worker")
-            socket.send_fds(lane.connection, [b"D" + bell.nonce], [bell.descriptor, bell.fileno()])
-        except (OSError, LaneError):  # it is already dead, or a wrong process
-            lane.close()
+            if channel.mailbox.nonce != nonce:
+                raise ChannelError("the mailbox is not that of the worker")
+            socket.send_fds(
+                channel.connection, [b"D" + bell.nonce], [bell.descriptor, bell.fileno()]
+            )
+        except (OSError, ChannelError):  # it is already dead, or a wrong process
+            channel.close()
             raise
-        descriptor = lane.connection.fileno()
-        self._lanes[descriptor] = lane
+        descriptor = channel.connection.fileno()
+        self._channels[descriptor] = channel
         self._poll.register(descriptor, select.EPOLLIN | select.EPOLLRDHUP)
-        return lane
+        return channel
 
-    def wait(self, lanes: Sequence[DriverLane], seconds: float | None, enough: int = 1) -> float:
+    def wait(
+        self, channels: Sequence[DriverChannel], seconds: float | None, enough: int = 1
+    ) -> float:
         """Sleep until there are answers, a worker has died or the time is up; or wake early.
 
         Args:
-            lanes: The lanes whose answers are missing.
+            channels: The channels whose answers are missing.
             seconds: The longest sleep; for ever, if None.
             enough: The number of answers that ends the sleep. An answer whose result a Ray call
                 returns ends it at once, and so does a death.
@@ -282,7 +286,7 @@ class Lanes:
             The seconds that it took.
         """
         begin = _clock.now()
-        boxes = [lane.mailbox for lane in lanes]
+        boxes = [channel.mailbox for channel in channels]
         count, waits = len(boxes), self._waits
         span = _WATCH if seconds is None or seconds > _WATCH else seconds
         # If the last answers took longer, polling would take processors from the workers.
@@ -309,15 +313,15 @@ class Lanes:
             if descriptor == self._bell:
                 self._doorbell.hear()
                 continue
-            lane = self._lanes[descriptor]
-            lane.receive()
-            if lane.is_closed:
-                self._drop(lane)
+            channel = self._channels[descriptor]
+            channel.receive()
+            if channel.is_closed:
+                self._drop(channel)
 
-    def repeated_calls(self, lanes: Sequence[DriverLane]) -> _core.RepeatedCalls:
-        """Return calls that the workers at the other ends of ``lanes`` may repeat: none so far."""
-        boxes = [lane.mailbox for lane in lanes]
-        return _core.RepeatedCalls(boxes, [lane.peer_windows for lane in lanes])
+    def repeated_calls(self, channels: Sequence[DriverChannel]) -> _core.RepeatedCalls:
+        """Return calls that the workers at the ends of ``channels`` may repeat: none so far."""
+        boxes = [channel.mailbox for channel in channels]
+        return _core.RepeatedCalls(boxes, [channel.peer_windows for channel in channels])
 
     def run_repeated(
         self, calls: _core.RepeatedCalls, number: int, seconds: float, seen: list[float]
@@ -330,42 +334,42 @@ class Lanes:
         return ended
 
     wake = staticmethod(_core.Mailbox.wake)
-    """Wake the workers that sleep at mailboxes, after `DriverLane.post` with a list of them."""
+    """Wake the workers that sleep at mailboxes, after `DriverChannel.post` with a list of them."""
 
     def ring(self) -> None:
         """End `wait`, from any thread."""
         self._doorbell.ring()
 
-    def give_up(self, lane: DriverLane) -> None:
-        """Post nothing to ``lane`` any more; close it once its worker holds none of `windows`.
+    def give_up(self, channel: DriverChannel) -> None:
+        """Post nothing to ``channel`` any more; close it once its worker holds none of `windows`.
 
-        Until then the lane stays open, since its counts protect windows that the worker may still
-        read. The worker drops its own end when it attaches anew.
+        Until then the channel stays open, since its counts protect windows that the worker may
+        still read. The worker drops its own end when it attaches anew.
         """
-        lane.is_given_up = True
-        lane.withdraw()
+        channel.is_given_up = True
+        channel.withdraw()
         self._drop_given_up()
 
     def _drop_given_up(self) -> None:
-        for lane in [*self._lanes.values()]:
-            if lane.is_given_up and not any(map(lane.is_holding, range(_MOST_WINDOWS))):
-                self._drop(lane)
+        for channel in [*self._channels.values()]:
+            if channel.is_given_up and not any(map(channel.is_holding, range(_MOST_WINDOWS))):
+                self._drop(channel)
 
-    def _drop(self, lane: DriverLane) -> None:
-        """Close the lane of a worker that is dead, or no longer reads any window."""
-        descriptor = next((d for d, known in self._lanes.items() if known is lane), None)
+    def _drop(self, channel: DriverChannel) -> None:
+        """Close the channel of a worker that is dead, or no longer reads any window."""
+        descriptor = next((d for d, known in self._channels.items() if known is channel), None)
         if descriptor is not None:
-            del self._lanes[descriptor]
+            del self._channels[descriptor]
             if os.getpid() == self._process:  # a forked process shares the epoll with its parent
                 self._poll.unregister(descriptor)
-        lane.close()
+        channel.close()
 
     def close(self) -> None:
         """Close everything, and release all windows; views of them stay valid."""
         self._listener.close()
-        for lane in [*self._lanes.values(), *self._met.all()]:
-            self._drop(lane)
-            lane.forget_windows()
+        for channel in [*self._channels.values(), *self._met.all()]:
+            self._drop(channel)
+            channel.forget_windows()
         self.windows.clear()
         self._poll.close()
 
@@ -375,23 +379,23 @@ class _Met:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._lanes: dict[bytes, DriverLane | None] = {}  # by token
+        self._channels: dict[bytes, DriverChannel | None] = {}  # by token
 
     def expect(self, token: bytes) -> None:
         """Expect a worker with ``token``."""
-        self._lanes[token] = None
+        self._channels[token] = None
 
-    def take(self, token: bytes) -> DriverLane | None:
-        """Return the lane to a worker, if it has connected; expect it no longer."""
+    def take(self, token: bytes) -> DriverChannel | None:
+        """Return the channel to a worker, if it has connected; expect it no longer."""
         with self._lock:
-            return self._lanes.pop(token, None)
+            return self._channels.pop(token, None)
 
-    def all(self) -> list[DriverLane]:
-        """Return the lanes that nobody has taken."""
-        return [lane for lane in self._lanes.values() if lane is not None]
+    def all(self) -> list[DriverChannel]:
+        """Return the channels that nobody has taken."""
+        return [channel for channel in self._channels.values() if channel is not None]
 
     def greet(self, stranger: Stranger) -> Iterator[int]:
-        """Make the lane to a worker once it has sent its token and its mailbox; welcome it."""
+        """Make the channel to a worker once it has sent its token and its mailbox; welcome it."""
         connection = stranger.connection
         try:
             check_user(connection)
@@ -401,27 +405,27 @@ class _Met:
                     break
                 except BlockingIOError:
                     yield select.POLLIN
-        except LaneError as error:
+        except ChannelError as error:
             raise RefusedError(str(error)) from None
         try:
             token, nonce = packet[1 : 1 + _TOKEN], packet[1 + _TOKEN :]
             if packet[:1] != b"H" or len(descriptors) != 1:
                 raise RefusedError("closed before a hello" if not packet else "no hello")
-            lane = DriverLane(connection, _core.Mailbox.open(descriptors[0], nonce))
-        except (OSError, LaneError, ValueError, MemoryError) as error:
+            channel = DriverChannel(connection, _core.Mailbox.open(descriptors[0], nonce))
+        except (OSError, ChannelError, ValueError, MemoryError) as error:
             raise RefusedError(f"{type(error).__name__}: {error}") from None
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         with self._lock:
-            is_expected = self._lanes.get(token, lane) is None
+            is_expected = self._channels.get(token, channel) is None
             if is_expected:
-                self._lanes[token] = lane
+                self._channels[token] = channel
         connection.send(WELCOME if is_expected else REFUSAL)
         if not is_expected:
             raise RefusedError("no such worker is expected")
 
 
-def _is_held(lanes: Mapping[int, DriverLane], index: int) -> bool:
+def _is_held(channels: Mapping[int, DriverChannel], index: int) -> bool:
     """Whether a worker holds a view of the driver's window ``index``."""
-    return bool([True for lane in lanes.values() if lane.mailbox.holds(True, index)])
+    return bool([True for channel in channels.values() if channel.mailbox.holds(True, index)])

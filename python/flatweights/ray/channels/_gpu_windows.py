@@ -1,7 +1,7 @@
 """Windows in the memory of a GPU: this process's own, and those that others have told it of.
 
-A window of the host is read through the lane that it belongs to. A GPU's window is also read by
-other members, to which its owner has no lane. So the owner sends a descriptor of it to the host,
+A window of the host is read through the channel that it belongs to. A GPU's window is also read by
+other members, to which its owner has no channel. So the owner sends a descriptor of it to the host,
 which sends that on to those who need it. How often the window is held is counted in the mailbox of
 its owner, as for windows in memory of the host; the indices of the two kinds differ.
 """
