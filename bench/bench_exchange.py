@@ -15,8 +15,8 @@ sets: it has no driver, and no worker may be missing. If Open MPI and mpi4py are
 rival is ``Allreduce``, which neither sets nor gets variables. "memory traffic" makes the copies of
 a round (get, average, set) in the driver only: its ratio is the share of memory traffic in a round.
 
-The limit counts the bytes that a round must move: each worker's variables and window are read
-and written, the average reads all windows and writes one, and each worker reads that one.
+The limit counts the bytes that a round must move: each worker's variables and segment are read
+and written, the average reads all segments and writes one, and each worker reads that one.
 """
 
 import json
@@ -270,13 +270,13 @@ def traffic_of(shapes: models.Shapes, count: int) -> Callable[[], Any]:
         )
         for k in range(count)
     ]
-    windows = [model.copy() for model in replicas]
-    mean, taken = windows[0].copy(), [model.copy() for model in replicas]
+    segments = [model.copy() for model in replicas]
+    mean, taken = segments[0].copy(), [model.copy() for model in replicas]
 
     def move() -> Any:
-        for model, window in zip(replicas, windows, strict=True):
-            np.copyto(window.buffer, model.buffer)
-        fw.average(windows, out=mean)
+        for model, segment in zip(replicas, segments, strict=True):
+            np.copyto(segment.buffer, model.buffer)
+        fw.average(segments, out=mean)
         for one in taken:
             np.copyto(one.buffer, mean.buffer)
         return np.concatenate([part.reshape(-1) for part in mean.values()])

@@ -32,7 +32,7 @@ DEVICE = "GPU:0"
 
 LIMIT = "one cudaMemcpy, pinned memory"
 
-WINDOW = f"{runner.OURS}, a window of a channel"
+SEGMENT = f"{runner.OURS}, a segment of a channel"
 
 COLUMNS = ("case", "contender", "time", "±%", "GB/s", "% of limit", "vs. ours")
 
@@ -129,7 +129,7 @@ class Subject:
             self._ours = TensorFlowVariables(self._variables)
         assert all(DEVICE in variable.device for variable in self._variables)
         self.flat = np.concatenate([value.ravel() for value in values])
-        self._window = _core.Window(self._ours.layout.nbytes)  # as channels have it
+        self._segment = _core.Segment(self._ours.layout.nbytes)  # as channels have it
         self._there, self._pinned = driver.allocate(self.flat)
         sizes = [int(np.prod(shape)) for shape in shapes]
         ends = np.cumsum(sizes).tolist()
@@ -183,16 +183,16 @@ class Subject:
     def getters(self) -> Contenders:
         """Return all ways to read the variables into host memory, and the limit."""
         out, pageable = np.zeros_like(self.flat), np.zeros_like(self.flat)
-        window = self._window.memory()
-        views = self._ours.layout.packed_views(window)
+        segment = self._segment.memory()
+        views = self._ours.layout.packed_views(segment)
 
-        def get_window() -> list[NDArray[Any]]:
-            self._ours.gather_into(window)
+        def get_segment() -> list[NDArray[Any]]:
+            self._ours.gather_into(segment)
             return views
 
         return {
             runner.OURS: lambda: self._ours.get_flat(out),
-            WINDOW: get_window,
+            SEGMENT: get_segment,
             f"{runner.OURS}, fresh result": self._ours.get_flat,
             LIMIT: lambda: self._driver.get(self._pinned, self._there),
             "one cudaMemcpy, ordinary memory": lambda: self._driver.get(pageable, self._there),
@@ -215,12 +215,12 @@ class Subject:
             for variable, (where, shape) in zip(self._variables, self._slices, strict=True):
                 variable.assign(np.reshape(self.flat[where], shape))
 
-        window = self._window.memory()
-        for view, part in zip(self._ours.layout.packed_views(window), parts, strict=True):
+        segment = self._segment.memory()
+        for view, part in zip(self._ours.layout.packed_views(segment), parts, strict=True):
             view[...] = part
         return {
             runner.OURS: lambda: self._ours.set_flat(self.flat),
-            WINDOW: lambda: self._ours.scatter(window),
+            SEGMENT: lambda: self._ours.scatter(segment),
             LIMIT: lambda: self._driver.set(self._there, self._pinned),
             "one cudaMemcpy, ordinary memory": lambda: self._driver.set(self._there, self.flat),
             "tf.function of tf.split, assign": lambda: self._split(self.flat),

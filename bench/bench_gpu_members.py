@@ -208,7 +208,7 @@ def run(options: Namespace) -> list[runner.Row]:
     sizes = (2,) if options.quick else (2, 4, 8)
     for kind in ("policy", "resnet20", "resnet50"):
         for size in sizes:
-            jobs += [partial(time_rounds, kind, size, gpu, budget) for gpu in ("host", "windows")]
+            jobs += [partial(time_rounds, kind, size, gpu, budget) for gpu in ("host", "device")]
     for job in jobs:
         try:
             these = job()

@@ -7,7 +7,7 @@ the driver. The driver calls `WorkerGroup.average` with ``broadcast=`` in a loop
 variables of all actors, average them and set them. Both take turns; the first rounds of a turn,
 which bring the actors back from other calls, are not timed. "arrays" is `Member.average` of a
 `FlatWeights` into itself, without TensorFlow. The limit counts the bytes that must move: each
-member's variables and window are read and written, the average reads all windows and writes one,
+member's variables and segment are read and written, the average reads all segments and writes one,
 and each member reads that one.
 """
 

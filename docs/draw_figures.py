@@ -20,7 +20,11 @@ FOLDER = Path(__file__).with_name("figures")
 WORKERS = 4
 NODES = 4
 STORE = "flatweights, object store"
-NAMES = {"dict of arrays": "the guide's loop", STORE: "object store", "flatweights": "shared memory"}
+NAMES = {
+    "dict of arrays": "the guide's loop",
+    STORE: "object store",
+    "flatweights": "shared memory",
+}
 
 # Bytes that each step of a round reads and writes, in models: variables to arrays, results into
 # the store, the average, the average into the store, arrays to variables. The guide's loop sums

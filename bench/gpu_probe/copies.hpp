@@ -364,12 +364,12 @@ inline void probe_calls(const Report& report) {
 }
 
 // A file in memory, mapped.
-struct Window {
+struct Segment {
   int fd = -1;
   std::size_t nbytes;
   void* memory = nullptr;
 
-  explicit Window(std::size_t size) : nbytes(size) {
+  explicit Segment(std::size_t size) : nbytes(size) {
     fd = memfd_create("probe", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, static_cast<off_t>(size)) != 0)
       throw std::runtime_error("memfd_create");
@@ -411,12 +411,12 @@ inline void rates_of(const Report& report, const std::string& name, const Gpu& g
                 took(gpu, 7, [&] { CALL(cuMemcpyDtoHAsync, host, memory, nbytes, gpu.stream()); }));
 }
 
-// h. Windows of the host that the GPU reaches.
+// h. Segments of the host that the GPU reaches.
 inline void probe_registers(const Report& report) {
   constexpr unsigned kReadOnly = 0x08;  // CU_MEMHOSTREGISTER_READ_ONLY
   constexpr unsigned kBoth = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
-  const Window large(std::size_t{100} << 20);
-  // Another process that registers the same window, before this one calls the driver.
+  const Segment large(std::size_t{100} << 20);
+  // Another process that registers the same segment, before this one calls the driver.
   auto [here, there] = Channel::pair();
   const Channel end = there;
   const pid_t other = start([&] {
@@ -448,14 +448,14 @@ inline void probe_registers(const Report& report) {
     Message reply{'r'};
     try {
       Gpu gpu;
-      const Window window(std::size_t{2} << 20);
-      CALL(cuMemHostRegister, window.memory, window.nbytes, kBoth);
-      munmap(window.memory, window.nbytes);
+      const Segment segment(std::size_t{2} << 20);
+      CALL(cuMemHostRegister, segment.memory, segment.nbytes, kBoth);
+      munmap(segment.memory, segment.nbytes);
       std::string text = "cuCtxSynchronize: " + name_of(TRY(cuCtxSynchronize));
-      void* const again = mmap(window.memory, window.nbytes, PROT_READ | PROT_WRITE,
-                               MAP_SHARED | MAP_FIXED, window.fd, 0);
+      void* const again = mmap(segment.memory, segment.nbytes, PROT_READ | PROT_WRITE,
+                               MAP_SHARED | MAP_FIXED, segment.fd, 0);
       text += "; registered again at the same address: " +
-              name_of(TRY(cuMemHostRegister, again, window.nbytes, kBoth));
+              name_of(TRY(cuMemHostRegister, again, segment.nbytes, kBoth));
       text += "; unregistered: " + name_of(TRY(cuMemHostUnregister, again));
       std::snprintf(reply.text, sizeof(reply.text), "%s", text.c_str());
     } catch (const std::exception& error) {
@@ -468,19 +468,19 @@ inline void probe_registers(const Report& report) {
   gpu.warm_up();
   const CUfunction copy = gpu.function(flatweights::kDeviceCopyPtx, "flatweights_copy");
   const CUdeviceptr memory = gpu.allocate(large.nbytes);
-  const Window small(std::size_t{2} << 20);
-  for (const Window* window : {&small, &large}) {
-    const std::string size = window == &small ? "2 MiB" : "104.9 MB";
+  const Segment small(std::size_t{2} << 20);
+  for (const Segment* segment : {&small, &large}) {
+    const std::string size = segment == &small ? "2 MiB" : "104.9 MB";
     std::vector<double> on, off, allocate, release;
     for (int i = 0; i < 5; ++i) {
       double begin = now();
-      CALL(cuMemHostRegister, window->memory, window->nbytes, kBoth);
+      CALL(cuMemHostRegister, segment->memory, segment->nbytes, kBoth);
       on.push_back(now() - begin);
       begin = now();
-      CALL(cuMemHostUnregister, window->memory);
+      CALL(cuMemHostUnregister, segment->memory);
       off.push_back(now() - begin);
       begin = now();
-      void* const pinned = gpu.pinned(window->nbytes);
+      void* const pinned = gpu.pinned(segment->nbytes);
       allocate.push_back(now() - begin);
       begin = now();
       CALL(cuMemFreeHost, pinned);
@@ -609,10 +609,10 @@ inline void probe_host(const Report& report) {
                       1e-6 * static_cast<double>(size)),
                1e-9 * static_cast<double>(size) / median(times), "GB/s");
   }
-  const Window window(nbytes);
-  CALL(cuMemHostRegister, window.memory, window.nbytes, 0u);
-  rates("memcpy from a registered memfd", static_cast<const char*>(window.memory));
-  CALL(cuMemHostUnregister, window.memory);
+  const Segment segment(nbytes);
+  CALL(cuMemHostRegister, segment.memory, segment.nbytes, 0u);
+  rates("memcpy from a registered memfd", static_cast<const char*>(segment.memory));
+  CALL(cuMemHostUnregister, segment.memory);
 }
 
 }  // namespace probe

@@ -16,7 +16,7 @@ inline constexpr std::size_t kLarge = std::size_t{100} << 20;  // 104.9 MB
 inline constexpr std::uint32_t kSeed = 12345;
 inline constexpr std::uint32_t kWritten = 1u << 20;  // words that probe_write writes
 
-inline CUmemAllocationProp window_properties(CUdevice device) {
+inline CUmemAllocationProp segment_properties(CUdevice device) {
   CUmemAllocationProp properties{};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -25,7 +25,7 @@ inline CUmemAllocationProp window_properties(CUdevice device) {
   return properties;
 }
 
-// A process that creates windows, or maps those of others.
+// A process that creates segments, or maps those of others.
 class Role {
  public:
   explicit Role(Channel channel) : channel_(channel) {}
@@ -65,7 +65,7 @@ class Role {
         break;
       case 'c': {  // create value[0] bytes
         nbytes_ = static_cast<std::size_t>(request.value[0]);
-        const CUmemAllocationProp properties = window_properties(device_);
+        const CUmemAllocationProp properties = segment_properties(device_);
         CALL(cuMemCreate, &handle_, nbytes_, &properties, 0ull);
         reply.value[0] = now() - begin;
         int exported = -1;
@@ -262,7 +262,7 @@ class Worker {
   pid_t pid_;
 };
 
-inline void time_windows(const Report& report, const Worker& creator, const Worker& importer,
+inline void time_segments(const Report& report, const Worker& creator, const Worker& importer,
                          std::size_t nbytes, const std::string& size, int rounds) {
   std::map<std::string, std::vector<double>> times;
   const auto map_all = [&](const Worker& worker, const std::string& who, int access) {
@@ -273,14 +273,14 @@ inline void time_windows(const Report& report, const Worker& creator, const Work
         .push_back(mapped.value[2]);
   };
   for (int i = 0; i < rounds; ++i) {
-    int window = -1;
-    const Message made = creator.ask('c', static_cast<double>(nbytes), 0, -1, &window);
+    int segment = -1;
+    const Message made = creator.ask('c', static_cast<double>(nbytes), 0, -1, &segment);
     times["creator, cuMemCreate"].push_back(made.value[0]);
     times["creator, cuMemExportToShareableHandle"].push_back(made.value[1]);
     map_all(creator, "creator", 3);
     creator.ask('f');
     for (const int access : {1, 3}) {
-      const Message imported = importer.ask('i', static_cast<double>(nbytes), 0, window);
+      const Message imported = importer.ask('i', static_cast<double>(nbytes), 0, segment);
       times["importer, cuMemImportFromShareableHandle"].push_back(imported.value[0]);
       map_all(importer, "importer", access);
       const Message checked = importer.ask('v');
@@ -294,14 +294,14 @@ inline void time_windows(const Report& report, const Worker& creator, const Work
     const Message left = creator.ask('u');
     times["creator, cuMemUnmap"].push_back(left.value[0]);
     times["creator, cuMemRelease"].push_back(left.value[1]);
-    close(window);
+    close(segment);
   }
   for (const auto& [name, values] : times)
     report.add(size + ", " + name, 1e6 * median(values), "us");
 }
 
 // b. What shared memory of the GPU costs, and whether a process without a context may hold it.
-inline void probe_windows(const Report& report) {
+inline void probe_segments(const Report& report) {
   std::vector<Worker*> all;
   Worker creator(all), importer(all), bare(all);
   report.add("cuInit", 1e3 * creator.ask('n').value[5], "ms");
@@ -323,13 +323,13 @@ inline void probe_windows(const Report& report) {
   }
   report.add("a context, after cuInit", 1e3 * creator.ask('g').value[5], "ms");
   report.add("cuInit and a context", 1e3 * importer.ask('g').value[5], "ms");
-  time_windows(report, creator, importer, kSmall, "2 MiB", 9);
-  time_windows(report, creator, importer, kLarge, "104.9 MB", 5);
+  time_segments(report, creator, importer, kSmall, "2 MiB", 9);
+  time_segments(report, creator, importer, kLarge, "104.9 MB", 5);
   report.text("the hub, without a driver, forwards descriptors", "ok");
   for (Worker* worker : all) worker->stop();
 }
 
-// The life of one window whose creator is killed: while it is idle, or while it writes.
+// The life of one segment whose creator is killed: while it is idle, or while it writes.
 inline void kill_creator(const Report& report, bool writing) {
   const std::string label = writing ? "killed while it writes: " : "killed idle: ";
   std::vector<Worker*> all;
@@ -340,11 +340,11 @@ inline void kill_creator(const Report& report, bool writing) {
   creator.ask('g');
   const double with_context = importer.ask('F').value[0];
   report.add(label + "memory of the creator's context", 1e-6 * (before - with_context), "MB");
-  int window = -1;
-  creator.ask('c', kLarge, 0, -1, &window);
+  int segment = -1;
+  creator.ask('c', kLarge, 0, -1, &segment);
   creator.ask('m', 3);
   creator.ask('f');
-  importer.ask('i', kLarge, 0, window);
+  importer.ask('i', kLarge, 0, segment);
   importer.ask('m', 1);
   report.add(label + "wrong words before", importer.ask('v').value[0], "words");
   if (writing) {
@@ -377,7 +377,7 @@ inline void kill_creator(const Report& report, bool writing) {
   const double after = importer.ask('F').value[0];
   report.add(label + "memory that came back at once", 1e-6 * (after - (with_context - kLarge)),
              "MB");
-  const std::string imported = late.outcome('i', kLarge, 0, window);
+  const std::string imported = late.outcome('i', kLarge, 0, segment);
   report.text(label + "import of the hub's descriptor afterwards", imported);
   if (imported == "ok") {
     report.text(label + "map of it", late.outcome('m', 1));
@@ -392,7 +392,7 @@ inline void kill_creator(const Report& report, bool writing) {
   free_after("the importer let go", [&] { importer.ask('u'); });
   if (imported == "ok") free_after("the late importer let go", [&] { late.ask('u'); });
   const double closing = now();
-  close(window);
+  close(segment);
   const Message back = importer.ask('W', before - 16e6, 5);
   report.add(label + "until all memory was back, after the hub closed the last descriptor",
              1e3 * (back.value[0] - closing), "ms");
@@ -419,12 +419,12 @@ inline void probe_poison(const Report& report) {
   std::vector<Worker*> all;
   Worker creator(all), reader(all), writer(all);
   for (Worker* worker : all) worker->ask('g');
-  int window = -1;
-  creator.ask('c', kLarge, 0, -1, &window);
+  int segment = -1;
+  creator.ask('c', kLarge, 0, -1, &segment);
   creator.ask('m', 3);
   creator.ask('f');
   for (Worker* worker : {&reader, &writer}) {
-    worker->ask('i', kLarge, 0, window);
+    worker->ask('i', kLarge, 0, segment);
     worker->ask('m', 1);
     report.add("wrong words before", worker->ask('v').value[0], "words");
   }
@@ -445,7 +445,7 @@ inline void probe_poison(const Report& report) {
   state("another reader, after the writer's end", reader);
   creator.stop();
   reader.stop();
-  close(window);
+  close(segment);
 }
 
 }  // namespace probe

@@ -90,7 +90,7 @@ void probe_attributes(const Report& report) {
   };
   for (const auto& [what, number] : attributes)
     report.add(what, attribute(device, static_cast<CUdevice_attribute>(number)), "");
-  const CUmemAllocationProp properties = window_properties(device);
+  const CUmemAllocationProp properties = segment_properties(device);
   for (const bool recommended : {false, true}) {
     std::size_t granularity = 0;
     CALL(cuMemGetAllocationGranularity, &granularity, &properties,
@@ -229,10 +229,10 @@ int main(int argc, char** argv) {
   const std::string wanted = argc > 5 ? argv[5] : "";
   const Section sections[] = {
       {'a', "attributes", 15, probe_attributes},
-      {'b', "windows on the GPU", 20, probe_windows},
+      {'b', "segments on the GPU", 20, probe_segments},
       {'g', "calls", 10, probe_calls},
       {'e', "copies of many variables", 15, probe_copies},
-      {'h', "registered windows", 20, probe_registers},
+      {'h', "registered segments", 20, probe_registers},
       {'f', "averages", 30, [patterns](const Report& report) { probe_averages(report, patterns); }},
       {'j', "the host's memory", 10, probe_host},
       {'d', "hops between processes", 35, probe_hops},

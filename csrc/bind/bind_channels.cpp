@@ -11,8 +11,8 @@
 #include "bindings.hpp"
 #include "channels.hpp"
 #include "flatweights/message.hpp"
-#include "flatweights/window.hpp"
-#include "offered_window.hpp"
+#include "flatweights/segment.hpp"
+#include "offered_segment.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {
@@ -22,33 +22,33 @@ namespace py = pybind11;
 namespace {
 
 void release(const BoundMailbox& mailbox, Side holder, std::span<const Extent> extents) {
-  for (const Extent& extent : extents) mailbox.box().drop_hold(holder, extent.window);
+  for (const Extent& extent : extents) mailbox.box().drop_hold(holder, extent.segment);
 }
 
-// Returns a message's kind, views of its buffers, and its body. `windows` has generation and
-// `PeerWindow` by index. An IndexError names a window of the message that is not among them; then
+// Returns a message's kind, views of its buffers, and its body. `segments` has generation and
+// `PeerSegment` by index. An IndexError names a segment of the message that is not among them; then
 // the message's extents stay held, since it may be read again. If a view cannot be made, nothing is
 // held.
-py::tuple read_message(const BoundMailbox& mailbox, bool of_worker, const py::dict& windows) {
+py::tuple read_message(const BoundMailbox& mailbox, bool of_worker, const py::dict& segments) {
   const Side reader = side_of(of_worker);
   const Message message(mailbox.box(), reader);
   const std::span<const Extent> extents = message.extents();
-  std::vector<PeerWindow> memory;
+  std::vector<PeerSegment> memory;
   for (const Extent& extent : extents) {
-    const py::int_ index(extent.window);
+    const py::int_ index(extent.segment);
     std::pair<std::uint32_t, py::object> known;
-    if (windows.contains(index)) known = py::cast<decltype(known)>(windows[index]);
+    if (segments.contains(index)) known = py::cast<decltype(known)>(segments[index]);
     if (!known.second || known.first != extent.generation)
-      throw py::index_error("window " + std::to_string(extent.window) + ": expected generation " +
+      throw py::index_error("segment " + std::to_string(extent.segment) + ": expected generation " +
                             std::to_string(extent.generation) + ", got " +
                             (known.second ? std::to_string(known.first) : "none"));
-    memory.push_back(py::cast<const PeerWindow&>(known.second));
+    memory.push_back(py::cast<const PeerSegment&>(known.second));
   }
   py::list views(extents.size());
   for (std::size_t k = 0; k < extents.size(); ++k) {
     const Extent& extent = extents[k];
     try {
-      views[k] = memory[k].view(mailbox, of_worker, extent.window, extent.offset, extent.nbytes);
+      views[k] = memory[k].view(mailbox, of_worker, extent.segment, extent.offset, extent.nbytes);
     } catch (...) {
       release(mailbox, reader, extents.subspan(k));
       throw;
@@ -57,12 +57,12 @@ py::tuple read_message(const BoundMailbox& mailbox, bool of_worker, const py::di
   return py::make_tuple(message.kind(), views, as_bytes(message.body()));
 }
 
-// The offset of `buffer` in the window; -1 if it lies elsewhere.
-py::ssize_t offset_of(const Window& window, const py::buffer& buffer) {
+// The offset of `buffer` in the segment; -1 if it lies elsewhere.
+py::ssize_t offset_of(const Segment& segment, const py::buffer& buffer) {
   const py::buffer_info info = buffer.request();
-  const auto begin = reinterpret_cast<std::uintptr_t>(window.file().data());
+  const auto begin = reinterpret_cast<std::uintptr_t>(segment.file().data());
   const auto at = reinterpret_cast<std::uintptr_t>(info.ptr);
-  if (at < begin || at >= begin + window.file().size()) return -1;
+  if (at < begin || at >= begin + segment.file().size()) return -1;
   return static_cast<py::ssize_t>(at - begin);
 }
 
@@ -92,7 +92,7 @@ void bind_channels(py::module_& m) {
           "enter", [](const BoundMailbox& s, std::uint32_t call) { s.box().enter(call); },
           py::arg("call"))
       .def("wait", &BoundMailbox::await, py::arg("seconds"), py::arg("call"))
-      .def("read_message", &read_message, py::arg("of_worker"), py::arg("windows"))
+      .def("read_message", &read_message, py::arg("of_worker"), py::arg("segments"))
       .def(
           "release_message",
           [](const BoundMailbox& s, bool of_worker) {
@@ -142,45 +142,45 @@ void bind_channels(py::module_& m) {
       .def("ring", &BoundDoorbell::ring)
       .def("hear", &BoundDoorbell::hear);
 
-  py::class_<Window, std::shared_ptr<Window>>(m, "Window")
+  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
       .def(py::init([](std::size_t nbytes) {
              return with_os_errors([nbytes] {
                const WithoutGil nogil;
-               return std::make_shared<Window>(nbytes);
+               return std::make_shared<Segment>(nbytes);
              });
            }),
            py::arg("nbytes"))
-      .def_property_readonly("nbytes", [](const Window& s) { return s.file().size(); })
-      .def_property_readonly("nonce", [](const Window& s) { return as_bytes(s.file().nonce()); })
-      .def_property_readonly("descriptor", [](const Window& s) { return s.file().descriptor(); })
-      .def("close_descriptor", [](const Window& s) { s.file().close_descriptor(); })
-      .def_property_readonly("is_taken", &Window::is_taken)
+      .def_property_readonly("nbytes", [](const Segment& s) { return s.file().size(); })
+      .def_property_readonly("nonce", [](const Segment& s) { return as_bytes(s.file().nonce()); })
+      .def_property_readonly("descriptor", [](const Segment& s) { return s.file().descriptor(); })
+      .def("close_descriptor", [](const Segment& s) { s.file().close_descriptor(); })
+      .def_property_readonly("is_taken", &Segment::is_taken)
       .def(
           "offer",
-          [](const std::shared_ptr<Window>& self, std::size_t nbytes) {
+          [](const std::shared_ptr<Segment>& self, std::size_t nbytes) {
             if (nbytes > self->file().size())
               throw py::value_error("offer: expected at most " +
                                     std::to_string(self->file().size()) + " bytes, got " +
                                     std::to_string(nbytes));
-            offer_window(self, nbytes);
+            offer_segment(self, nbytes);
           },
           py::arg("nbytes"))
-      // Leaves the window free: for copies into a free window, and out of one that is taken.
+      // Leaves the segment free: for copies into a free segment, and out of one that is taken.
       .def("memory",
-           [](const std::shared_ptr<Window>& self) {
-             auto* const kept = new std::shared_ptr<Window>(self);
+           [](const std::shared_ptr<Segment>& self) {
+             auto* const kept = new std::shared_ptr<Segment>(self);
              const py::capsule owner(
-                 kept, [](void* object) { delete static_cast<std::shared_ptr<Window>*>(object); });
+                 kept, [](void* object) { delete static_cast<std::shared_ptr<Segment>*>(object); });
              return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(self->file().size()),
                                               reinterpret_cast<std::uint8_t*>(self->file().data()),
                                               owner);
            })
       .def("offset_of", &offset_of, py::arg("buffer"));
-  m.def("withdraw_offer", [] { offer_window(nullptr, 0); });
+  m.def("withdraw_offer", [] { offer_segment(nullptr, 0); });
 
-  py::class_<PeerWindow>(m, "PeerWindow")
-      .def(py::init(&PeerWindow::open), py::arg("descriptor"), py::arg("nonce"))
-      .def_property_readonly("nbytes", [](const PeerWindow& s) { return s.file->size(); });
+  py::class_<PeerSegment>(m, "PeerSegment")
+      .def(py::init(&PeerSegment::open), py::arg("descriptor"), py::arg("nonce"))
+      .def_property_readonly("nbytes", [](const PeerSegment& s) { return s.file->size(); });
 
   m.attr("MAILBOX_BYTES") = Mailbox::kBytes;
 }

@@ -32,28 +32,28 @@ namespace {
 // A member's end of a call that it repeats.
 class BoundRepeatedAsk {
  public:
-  // `windows`: as in `read_message`. `extent`: where the member's model is, in a window of its own;
-  // none, if it sends none.
+  // `segments`: as in `read_message`. `extent`: where the member's model is, in a segment of its
+  // own; none, if it sends none.
   using Position = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>;
-  BoundRepeatedAsk(BoundMailbox mailbox, std::shared_ptr<BoundDoorbell> bell, py::dict windows,
+  BoundRepeatedAsk(BoundMailbox mailbox, std::shared_ptr<BoundDoorbell> bell, py::dict segments,
                    std::uint64_t call, const std::optional<Position>& extent)
       : mailbox_(std::move(mailbox)),
         bell_(std::move(bell)),
-        windows_(std::move(windows)),
+        segments_(std::move(segments)),
         call_(call) {
     if (!extent) return;
-    const auto [window, generation, offset, nbytes] = *extent;
-    check_index(window);
-    extent_ = Extent{window, generation, offset, nbytes};
+    const auto [segment, generation, offset, nbytes] = *extent;
+    check_index(segment);
+    extent_ = Extent{segment, generation, offset, nbytes};
   }
 
   // Asks, and waits for at most `seconds`. Returns number and seconds of the outcome, and its
-  // weights; None, if nothing was sent, since the host still holds the window; True, if the host
+  // weights; None, if nothing was sent, since the host still holds the segment; True, if the host
   // has told something else, which is to be read; False, if it has told nothing.
   [[nodiscard]] py::object exchange(double weight, double seconds) const {
     Mailbox& box = mailbox_.box();
     if (box.state() != Mailbox::State::kBusy) throw std::runtime_error("mailbox: no command");
-    if (extent_ && box.holds(Side::kDriver, extent_->window) != 0) return py::none();
+    if (extent_ && box.holds(Side::kDriver, extent_->segment) != 0) return py::none();
     send(weight);
     box.enter(kStay);
     if (!mailbox_.await(seconds, kStay)) return py::bool_(false);
@@ -85,30 +85,30 @@ class BoundRepeatedAsk {
     if (extent_) {
       message.count = 1;
       add(*extent_);
-      mailbox_.box().add_hold(Side::kDriver, extent_->window);
+      mailbox_.box().add_hold(Side::kDriver, extent_->segment);
     }
     add(Repeat{call_, weight});
     mailbox_.box().answer_and_stay(std::as_bytes(std::span(&message, 1)).first(size));
     if (bell_->door().count_down()) bell_->ring_bell();
   }
 
-  // The weights of an outcome; nothing, if it is of another kind, or its window is not known yet.
+  // The weights of an outcome; nothing, if it is of another kind, or its segment is not known yet.
   [[nodiscard]] std::optional<py::array> view_of(const Message& message) const {
     const bool is_outcome = message.kind() == kRepeated && message.extents().size() == 1 &&
                             message.body().size() == sizeof(Repeated);
     if (!is_outcome) return {};
     const Extent& extent = message.extents().front();
-    const py::int_ index(extent.window);
-    if (!windows_.contains(index)) return {};
-    const auto [generation, window] =
-        py::cast<std::pair<std::uint32_t, PeerWindow>>(windows_[index]);
+    const py::int_ index(extent.segment);
+    if (!segments_.contains(index)) return {};
+    const auto [generation, segment] =
+        py::cast<std::pair<std::uint32_t, PeerSegment>>(segments_[index]);
     if (generation != extent.generation) return {};
-    return window.view(mailbox_, true, extent.window, extent.offset, extent.nbytes);
+    return segment.view(mailbox_, true, extent.segment, extent.offset, extent.nbytes);
   }
 
   BoundMailbox mailbox_;
   std::shared_ptr<BoundDoorbell> bell_;
-  py::dict windows_;
+  py::dict segments_;
   std::uint64_t call_;
   std::optional<Extent> extent_;
 };
@@ -116,14 +116,14 @@ class BoundRepeatedAsk {
 // Calls that the members of a meeting repeat, with what keeps their memory alive.
 class BoundRepeatedCalls {
  public:
-  // `windows`: by member, generation and `PeerWindow` by index, as in `read_message`.
-  BoundRepeatedCalls(const py::list& mailboxes, py::list windows)
-      : calls_(BoundMailbox::boxes_of(mailboxes)), mailboxes_(mailboxes), windows_(windows) {
-    if (mailboxes.empty() || mailboxes.size() != windows.size())
-      throw py::value_error("expected the windows of at least one mailbox");
+  // `segments`: by member, generation and `PeerSegment` by index, as in `read_message`.
+  BoundRepeatedCalls(const py::list& mailboxes, py::list segments)
+      : calls_(BoundMailbox::boxes_of(mailboxes)), mailboxes_(mailboxes), segments_(segments) {
+    if (mailboxes.empty() || mailboxes.size() != segments.size())
+      throw py::value_error("expected the segments of at least one mailbox");
   }
 
-  // `results`: two tuples of index and generation of a window, offset in it, and array over it.
+  // `results`: two tuples of index and generation of a segment, offset in it, and array over it.
   void prepare(std::uint64_t call, const BoundLayout& bound, const py::list& results,
                std::optional<std::size_t> root, bool takes_nonfinite,
                const std::vector<std::optional<double>>& timeouts) {
@@ -135,10 +135,10 @@ class BoundRepeatedCalls {
     py::list arrays;
     for (std::size_t k = 0; k < 2; ++k) {
       using Item = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, py::array>;
-      const auto [window, generation, offset, array] = py::cast<Item>(results[k]);
-      check_index(window);
+      const auto [segment, generation, offset, array] = py::cast<Item>(results[k]);
+      check_index(segment);
       std::byte* const memory = check_packed(array, bound, "result", Access::kWrite);
-      prepared.results[k] = {memory, {window, generation, offset, bound.layout.nbytes()}};
+      prepared.results[k] = {memory, {segment, generation, offset, bound.layout.nbytes()}};
       arrays.append(array);
     }
     calls_.prepare(std::move(prepared));
@@ -156,7 +156,7 @@ class BoundRepeatedCalls {
   // was made, the seconds waited and averaged the last time, and these in all.
   py::tuple run(std::int64_t number, double seconds, const BoundDoorbell& bell, int poll,
                 std::vector<double> seen_before) {
-    know_windows();
+    know_segments();
     const Sleep sleep{&bell.door(), bell.bell.number(), poll, bell.news.get()};
     RepeatedCalls::Ended ended;
     {
@@ -176,12 +176,12 @@ class BoundRepeatedCalls {
   }
 
  private:
-  // A member's windows are few, and seldom new.
-  void know_windows() {
-    for (std::size_t k = 0; k < windows_.size(); ++k) {
-      std::vector<RepeatedCalls::Window> known;
-      for (const auto& [index, window] : windows_[k].cast<py::dict>()) {
-        const auto [generation, memory] = py::cast<std::pair<std::uint32_t, PeerWindow>>(window);
+  // A member's segments are few, and seldom new.
+  void know_segments() {
+    for (std::size_t k = 0; k < segments_.size(); ++k) {
+      std::vector<RepeatedCalls::Segment> known;
+      for (const auto& [index, segment] : segments_[k].cast<py::dict>()) {
+        const auto [generation, memory] = py::cast<std::pair<std::uint32_t, PeerSegment>>(segment);
         known.push_back({py::cast<std::uint32_t>(index), generation, memory.file});
       }
       calls_.know(k, std::move(known));
@@ -189,7 +189,7 @@ class BoundRepeatedCalls {
   }
 
   RepeatedCalls calls_;
-  py::list mailboxes_, windows_;
+  py::list mailboxes_, segments_;
   py::dict arrays_;
 };
 
@@ -199,12 +199,12 @@ void bind_repeated_calls(py::module_& m) {
   py::class_<BoundRepeatedAsk>(m, "RepeatedAsk")
       .def(py::init<BoundMailbox, std::shared_ptr<BoundDoorbell>, py::dict, std::uint64_t,
                     const std::optional<BoundRepeatedAsk::Position>&>(),
-           py::arg("mailbox"), py::arg("doorbell"), py::arg("windows"), py::arg("call"),
+           py::arg("mailbox"), py::arg("doorbell"), py::arg("segments"), py::arg("call"),
            py::arg("extent"))
       .def("exchange", &BoundRepeatedAsk::exchange, py::arg("weight"), py::arg("seconds"));
 
   py::class_<BoundRepeatedCalls>(m, "RepeatedCalls")
-      .def(py::init<const py::list&, py::list>(), py::arg("mailboxes"), py::arg("windows"))
+      .def(py::init<const py::list&, py::list>(), py::arg("mailboxes"), py::arg("segments"))
       .def("prepare", &BoundRepeatedCalls::prepare, py::arg("call"), py::arg("layout"),
            py::arg("results"), py::arg("root"), py::arg("takes_nonfinite"), py::arg("timeouts"))
       .def("forget", &BoundRepeatedCalls::forget, py::arg("call"))

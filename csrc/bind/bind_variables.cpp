@@ -37,9 +37,10 @@ void bind_variables(py::module_& m) {
            py::arg("buffer").noconvert())
       .def("scatter", &CalledTensors::scatter, py::arg("layout"), py::arg("buffer").noconvert())
       .def_property_readonly("gpu", &CalledTensors::gpu)
-      .def("gather_into_window", &CalledTensors::gather_into_window, py::arg("layout"),
-           py::arg("window"))
-      .def("scatter_window", &CalledTensors::scatter_window, py::arg("layout"), py::arg("window"))
+      .def("gather_into_segment", &CalledTensors::gather_into_segment, py::arg("layout"),
+           py::arg("segment"))
+      .def("scatter_segment", &CalledTensors::scatter_segment, py::arg("layout"),
+           py::arg("segment"))
       .def("pass_on", &CalledTensors::pass_on, py::arg("layout"));
   py::class_<BoundVariables>(m, "BoundVariables")
       .def(py::init<const VariablesLibrary&, const BoundLayout&, std::vector<std::size_t>,
@@ -51,8 +52,8 @@ void bind_variables(py::module_& m) {
       .def("get_vector", &BoundVariables::get_vector, py::arg("out"))
       .def("get_packed", &BoundVariables::get_packed, py::arg("buffer"))
       .def_property_readonly("gpu", &BoundVariables::gpu)
-      .def("get_window", &BoundVariables::get_window, py::arg("window"))
-      .def("set_window", &BoundVariables::set_window, py::arg("window"), py::arg("positions"))
+      .def("get_segment", &BoundVariables::get_segment, py::arg("segment"))
+      .def("set_segment", &BoundVariables::set_segment, py::arg("segment"), py::arg("positions"))
       .def("get_parts", &BoundVariables::get_parts, py::arg("targets"))
       .def("set_vector", &BoundVariables::set_vector, py::arg("flat"), py::arg("share"))
       .def("set_packed", &BoundVariables::set_packed, py::arg("buffer"), py::arg("share"))

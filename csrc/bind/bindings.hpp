@@ -9,7 +9,7 @@ void bind_adaptive(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
 void bind_flatten(pybind11::module_& m);
 void bind_buffer_pool(pybind11::module_& m);
-void bind_device_windows(pybind11::module_& m);
+void bind_device_segments(pybind11::module_& m);
 void bind_difference(pybind11::module_& m);
 void bind_average(pybind11::module_& m);
 void bind_inplace(pybind11::module_& m);

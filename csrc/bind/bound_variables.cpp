@@ -7,10 +7,10 @@
 #include <string>
 #include <utility>
 
-#include "device_windows.hpp"
+#include "device_segments.hpp"
 #include "flatweights/cuda_driver.hpp"
 #include "flatweights/device_copies.hpp"
-#include "flatweights/device_windows.hpp"
+#include "flatweights/device_segments.hpp"
 #include "flatweights/flatten.hpp"
 #include "flatweights/rooms.hpp"
 #include "memory_files.hpp"
@@ -410,34 +410,34 @@ py::object BoundVariables::gpu() {
   return *gpu_;
 }
 
-void BoundVariables::get_window(const py::object& window) {
+void BoundVariables::get_segment(const py::object& segment) {
   check_ready();
-  std::byte* const begin = window_of(window, bound_.layout.nbytes(), true).data();
-  move_window(VariableAccess::kRead, nullptr, begin);
+  std::byte* const begin = segment_of(segment, bound_.layout.nbytes(), true).data();
+  move_segment(VariableAccess::kRead, nullptr, begin);
 }
 
-void BoundVariables::set_window(const py::object& window,
-                                const std::vector<std::size_t>& positions) {
+void BoundVariables::set_segment(const py::object& segment,
+                                 const std::vector<std::size_t>& positions) {
   std::vector<std::size_t> chosen;
   for (const std::size_t position : positions) chosen.push_back(variable_of(position));
   check_ready();
-  std::byte* const begin = window_of(window, bound_.layout.nbytes(), false).data();
-  move_window(VariableAccess::kOverwrite, &chosen, begin);
+  std::byte* const begin = segment_of(segment, bound_.layout.nbytes(), false).data();
+  move_segment(VariableAccess::kOverwrite, &chosen, begin);
 }
 
 // Variables on the host go through memory that the GPU reaches, in the order of the others' stream.
-void BoundVariables::move_window(VariableAccess access, const std::vector<std::size_t>* chosen,
-                                 std::byte* window) {
+void BoundVariables::move_segment(VariableAccess access, const std::vector<std::size_t>* chosen,
+                                  std::byte* segment) {
   check_environment();
   std::vector<DeviceCopy> within;
-  std::vector<DeviceCopy> between;  // where the window is the end on a GPU
+  std::vector<DeviceCopy> between;  // where the segment is the end on a GPU
   const bool is_read = access == VariableAccess::kRead;
   with_locked(
       access, chosen, nullptr, [&](const std::vector<VariableMemory>& memory, VariablesLock& lock) {
         for (std::size_t i = 0; i < memory.size(); ++i) {
           if (memory[i].data == nullptr) continue;
           const Slot& slot = slot_of(i);
-          std::byte* const there = window + slot.offset;
+          std::byte* const there = segment + slot.offset;
           if (memory[i].stream != nullptr)
             within.push_back(device_copy(i, memory[i].stream, memory[i].data,
                                          {there, slot.dtype, slot.itemsize}));

@@ -64,8 +64,8 @@ class BoundVariables {
 
   // The same as for packed buffers, but in the memory of that GPU. The bytes are complete on
   // return.
-  void get_window(const py::object& window);
-  void set_window(const py::object& window, const std::vector<std::size_t>& positions);
+  void get_segment(const py::object& segment);
+  void set_segment(const py::object& segment, const std::vector<std::size_t>& positions);
 
   // One array for each bound slot; for the slots at `positions`, all of them bound.
   void get_parts(const py::list& targets);
@@ -114,8 +114,8 @@ class BoundVariables {
   template <class F>
   void with_locked(VariableAccess access, const std::vector<std::size_t>* chosen,
                    const VariableAlias* alias, F&& body);
-  void move_window(VariableAccess access, const std::vector<std::size_t>* chosen,
-                   std::byte* window);
+  void move_segment(VariableAccess access, const std::vector<std::size_t>* chosen,
+                    std::byte* segment);
   void gather(const std::vector<ArrayPart>& parts);
   void scatter(const std::vector<ArrayPart>& parts, const std::vector<std::size_t>* chosen,
                const py::object& owner);

@@ -1,8 +1,8 @@
-// Mailboxes, doorbells and windows for Python: each in a memory file of its own.
+// Mailboxes, doorbells and segments for Python: each in a memory file of its own.
 //
-// The protocols are in mailbox.hpp, doorbell.hpp and window.hpp. This file adds Python's part: a
-// thread releases the GIL while it sleeps, and signals wake it. A view of a peer's window holds
-// that window, by the count in the mailbox, for exactly as long as any array over it lives. A
+// The protocols are in mailbox.hpp, doorbell.hpp and segment.hpp. This file adds Python's part: a
+// thread releases the GIL while it sleeps, and signals wake it. A view of a peer's segment holds
+// that segment, by the count in the mailbox, for exactly as long as any array over it lives. A
 // forked process releases none of its parent's views. System errors are OSError with their number.
 #pragma once
 
@@ -42,8 +42,8 @@ using Side = Mailbox::Side;
 inline Side side_of(bool of_worker) { return of_worker ? Side::kWorker : Side::kDriver; }
 
 inline void check_index(std::size_t index) {
-  if (index >= Mailbox::kWindows)
-    throw py::value_error("window: expected less than " + std::to_string(Mailbox::kWindows) +
+  if (index >= Mailbox::kSegments)
+    throw py::value_error("segment: expected less than " + std::to_string(Mailbox::kSegments) +
                           ", got " + std::to_string(index));
 }
 
@@ -171,9 +171,9 @@ struct BoundMailbox {
   }
 };
 
-// One view of a peer's window: counted in the mailbox until it is gone.
+// One view of a peer's segment: counted in the mailbox until it is gone.
 struct Hold {
-  std::shared_ptr<MemoryFile> window;
+  std::shared_ptr<MemoryFile> segment;
   std::shared_ptr<MemoryFile> mailbox;
   Side holder;
   std::size_t index;
@@ -184,17 +184,17 @@ struct Hold {
   }
 };
 
-struct PeerWindow {
+struct PeerSegment {
   std::shared_ptr<MemoryFile> file;
 
-  static PeerWindow open(int descriptor, const py::bytes& nonce) {
+  static PeerSegment open(int descriptor, const py::bytes& nonce) {
     return {open_file(descriptor, nonce, MemoryFile::Access::kRead)};
   }
 
   [[nodiscard]] py::array view(const BoundMailbox& mailbox, bool of_worker, std::size_t index,
                                std::size_t offset, std::size_t nbytes) const {
     if (offset > file->size() || nbytes > file->size() - offset)
-      throw py::value_error("window " + std::to_string(index) + ": expected at most " +
+      throw py::value_error("segment " + std::to_string(index) + ": expected at most " +
                             std::to_string(file->size()) + " bytes, got " + std::to_string(offset) +
                             " + " + std::to_string(nbytes));
     auto* const hold = new Hold{file, mailbox.file, side_of(of_worker), index, getpid()};

@@ -9,11 +9,11 @@
 #include <string>
 #include <utility>
 
-#include "device_windows.hpp"
+#include "device_segments.hpp"
 #include "eager_tensors.hpp"
 #include "flatweights/cuda_driver.hpp"
 #include "flatweights/device_copies.hpp"
-#include "flatweights/device_windows.hpp"
+#include "flatweights/device_segments.hpp"
 #include "flatweights/flatten.hpp"
 #include "memory_files.hpp"
 #include "new_array.hpp"
@@ -191,18 +191,19 @@ py::object CalledTensors::gpu() const {
   return contexts.size() == 1 ? py::object(as_bytes(device_uuid(*contexts.begin()))) : py::none();
 }
 
-void CalledTensors::gather_into_window(const BoundLayout& bound, const py::object& window) const {
-  move_window(bound, window_of(window, bound.layout.nbytes(), true).data(), Direction::kToHost);
+void CalledTensors::gather_into_segment(const BoundLayout& bound, const py::object& segment) const {
+  move_segment(bound, segment_of(segment, bound.layout.nbytes(), true).data(), Direction::kToHost);
 }
 
-void CalledTensors::scatter_window(const BoundLayout& bound, const py::object& window) const {
-  move_window(bound, window_of(window, bound.layout.nbytes(), false).data(), Direction::kToDevice);
+void CalledTensors::scatter_segment(const BoundLayout& bound, const py::object& segment) const {
+  move_segment(bound, segment_of(segment, bound.layout.nbytes(), false).data(),
+               Direction::kToDevice);
 }
 
-void CalledTensors::move_window(const BoundLayout& bound, std::byte* window,
-                                Direction direction) const {
+void CalledTensors::move_segment(const BoundLayout& bound, std::byte* segment,
+                                 Direction direction) const {
   check(bound);
-  Moves moves = this->moves(bound, window, direction);
+  Moves moves = this->moves(bound, segment, direction);
   if (!moves.on_host.empty()) throw std::runtime_error("expected tensors on a GPU");
   const WithoutGil nogil;
   copy_within_devices(std::move(moves.between_gpu), direction);

@@ -44,8 +44,8 @@ class CalledTensors {
 
   // The same as for packed buffers, but in the memory of that GPU. The bytes are complete on
   // return.
-  void gather_into_window(const BoundLayout& bound, const pybind11::object& window) const;
-  void scatter_window(const BoundLayout& bound, const pybind11::object& window) const;
+  void gather_into_segment(const BoundLayout& bound, const pybind11::object& segment) const;
+  void scatter_segment(const BoundLayout& bound, const pybind11::object& segment) const;
 
   // Makes each tensor its own result.
   void pass_on(const BoundLayout& bound) const;
@@ -71,7 +71,7 @@ class CalledTensors {
   CalledTensors() = default;
   [[nodiscard]] Moves moves(const BoundLayout& bound, std::byte* packed, Direction direction) const;
   void check(const BoundLayout& bound) const;
-  void move_window(const BoundLayout& bound, std::byte* window, Direction direction) const;
+  void move_segment(const BoundLayout& bound, std::byte* segment, Direction direction) const;
 
   std::vector<Tensor> tensors_;
   std::vector<pybind11::dtype> dtypes_;

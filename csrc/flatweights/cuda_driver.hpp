@@ -70,11 +70,11 @@ struct CudaAllocation {
   int type = 1;  // CU_MEM_ALLOCATION_TYPE_PINNED, the only type of a GPU's own memory
   int handle_types = kDescriptor;
   CudaLocation location;
-  void* only_for_windows = nullptr;
+  void* only_for_segments = nullptr;
   unsigned char flags[8] = {};
 };
 static_assert(sizeof(CudaAllocation) == 32 && offsetof(CudaAllocation, location) == 8 &&
-              offsetof(CudaAllocation, only_for_windows) == 16 &&
+              offsetof(CudaAllocation, only_for_segments) == 16 &&
               offsetof(CudaAllocation, flags) == 24);
 
 // CUmemAccessDesc.

@@ -30,8 +30,8 @@
 // the word says AWAY n or WAITING n. A process that dies leaves the word as it is: the other side
 // learns of the death by the end of file of their socket.
 //
-// Beside the word, each side has a count of the views that the other holds of its windows: the
-// owner adds before it mentions a window, the holder subtracts when a view is gone.
+// Beside the word, each side has a count of the views that the other holds of its segments: the
+// owner adds before it mentions a segment, the holder subtracts when a view is gone.
 #pragma once
 
 #include <atomic>
@@ -44,7 +44,7 @@ namespace flatweights {
 class Mailbox {
  public:
   static constexpr std::size_t kBytes = std::size_t{128} << 10;  // of a command, of an answer
-  static constexpr std::size_t kWindows = 64;                    // of each side
+  static constexpr std::size_t kSegments = 64;                   // of each side
 
   enum class State : std::uint32_t { kAway = 0, kWaiting = 1, kCommand = 2, kBusy = 3 };
   // kExpected: the worker is waiting, or a call that has not ended will take the command.
@@ -89,7 +89,7 @@ class Mailbox {
   void answer_and_stay(std::span<const std::byte> answer) noexcept;
   void answer_and_leave(std::span<const std::byte> answer, std::uint32_t call) noexcept;
 
-  // Views that `holder` has of the other side's window `index`.
+  // Views that `holder` has of the other side's segment `index`.
   [[nodiscard]] std::uint32_t holds(Side holder, std::size_t index) const noexcept {
     return holds_[static_cast<std::size_t>(holder)][index].load(std::memory_order_acquire);
   }
@@ -116,7 +116,7 @@ class Mailbox {
   std::atomic<std::uint32_t> dismissed_;
   alignas(64) std::uint32_t command_size_;
   alignas(64) std::uint32_t answer_size_;
-  alignas(64) std::atomic<std::uint32_t> holds_[2][kWindows];
+  alignas(64) std::atomic<std::uint32_t> holds_[2][kSegments];
   alignas(64) std::byte command_[kBytes];
   alignas(64) std::byte answer_[kBytes];
 };

@@ -1,4 +1,4 @@
-// A message in a mailbox: a header, the extents of its buffers in windows, and a body of bytes.
+// A message in a mailbox: a header, the extents of its buffers in segments, and a body of bytes.
 //
 // channels/_message.py writes messages. Readers trust nothing in them: a broken peer may have
 // written anything. But it cannot write more than a mailbox holds, nor after it has handed the
@@ -17,9 +17,9 @@
 
 namespace flatweights {
 
-// The position of a buffer: a window's index, the number of its replacements, and bytes in it.
+// The position of a buffer: a segment's index, the number of its replacements, and bytes in it.
 struct Extent {
-  std::uint32_t window, generation;
+  std::uint32_t segment, generation;
   std::uint64_t offset, nbytes;
 };
 
@@ -36,10 +36,10 @@ class Message {
     extents_.resize(header_.count);
     read_into(std::span(extents_));
     for (const Extent& extent : extents_)
-      if (extent.window >= Mailbox::kWindows)
-        throw std::invalid_argument("message: expected a window below " +
-                                    std::to_string(Mailbox::kWindows) + ", got " +
-                                    std::to_string(extent.window));
+      if (extent.segment >= Mailbox::kSegments)
+        throw std::invalid_argument("message: expected a segment below " +
+                                    std::to_string(Mailbox::kSegments) + ", got " +
+                                    std::to_string(extent.segment));
   }
 
   [[nodiscard]] std::uint32_t kind() const noexcept { return header_.kind; }

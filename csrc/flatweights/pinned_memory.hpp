@@ -1,4 +1,4 @@
-// Memory of the host that many copies go through, such as a window: GPUs reach it directly.
+// Memory of the host that many copies go through, such as a segment: GPUs reach it directly.
 //
 // At the first copy, NVIDIA's driver pins the memory, which takes milliseconds for 100 MB; from
 // then on kernels read and write it without a stop in other memory of the host. Where the driver

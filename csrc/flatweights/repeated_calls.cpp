@@ -36,7 +36,7 @@ double seconds_now() {
 
 RepeatedCalls::RepeatedCalls(std::vector<Mailbox*> boxes)
     : boxes_(std::move(boxes)),
-      windows_(boxes_.size()),
+      segments_(boxes_.size()),
       seen_(boxes_.size()),
       asks_(boxes_.size()),
       extents_(boxes_.size()),
@@ -161,11 +161,11 @@ const std::byte* RepeatedCalls::model_of(std::size_t member, const Prepared& cal
   const std::optional<Extent>& extent = extents_[member];
   const std::size_t nbytes = call.layout.nbytes();
   if (!extent || extent->nbytes != nbytes) return nullptr;
-  for (const Window& window : windows_[member]) {
-    if (window.index != extent->window || window.generation != extent->generation) continue;
-    const std::size_t size = window.file->size();
+  for (const Segment& segment : segments_[member]) {
+    if (segment.index != extent->segment || segment.generation != extent->generation) continue;
+    const std::size_t size = segment.file->size();
     if (extent->offset > size || nbytes > size - extent->offset) return nullptr;
-    return window.file->data() + extent->offset;
+    return segment.file->data() + extent->offset;
   }
   return nullptr;
 }
@@ -183,7 +183,7 @@ bool RepeatedCalls::make(std::int64_t number, double waited) {
   }
   const Result& result = call->results[1 - call->last];
   for (const Mailbox* box : boxes_)
-    if (box->holds(Mailbox::Side::kWorker, result.extent.window) != 0) return false;
+    if (box->holds(Mailbox::Side::kWorker, result.extent.segment) != 0) return false;
   const double begin = seconds_now();
   if (call->root) {
     const Copy copy{result.memory, models_[*call->root], call->layout.nbytes(), 1};
@@ -193,7 +193,7 @@ bool RepeatedCalls::make(std::int64_t number, double waited) {
   }
   const double averaged = seconds_now() - begin;
   for (std::size_t k = 0; k < boxes_.size(); ++k)
-    if (extents_[k]) boxes_[k]->drop_hold(Mailbox::Side::kDriver, extents_[k]->window);
+    if (extents_[k]) boxes_[k]->drop_hold(Mailbox::Side::kDriver, extents_[k]->segment);
   call->told = {number, waited, averaged};
   call->last = 1 - call->last;
   ++call->count;
@@ -238,10 +238,10 @@ void RepeatedCalls::post(const Prepared& call, const Result& result) {
   message.extent = result.extent;
   message.body = call.told;
   for (Mailbox* const box : boxes_) {
-    box->add_hold(Mailbox::Side::kWorker, result.extent.window);
+    box->add_hold(Mailbox::Side::kWorker, result.extent.segment);
     // Refused only by a broken member, which has changed the word.
     if (box->post(std::as_bytes(std::span(&message, 1)), 0, false) == Mailbox::Posted::kRefused)
-      box->drop_hold(Mailbox::Side::kWorker, result.extent.window);
+      box->drop_hold(Mailbox::Side::kWorker, result.extent.segment);
   }
   Mailbox::wake(boxes_);
 }

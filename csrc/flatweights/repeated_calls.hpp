@@ -1,13 +1,13 @@
 // Calls of a meeting's members that are the same as earlier ones, made by the host from end to end.
 //
 // A member whose ask is the same as one that was prepared sends the number of that one instead, in
-// a message of kind kRepeat, with its weight, and its model in a window. Once all have, the host
-// averages the models in the order of the ranks (or copies the root's) into one of two windows of
+// a message of kind kRepeat, with its weight, and its model in a segment. Once all have, the host
+// averages the models in the order of the ranks (or copies the root's) into one of two segments of
 // its own, posts a message of kind kRepeated to all, and waits again. Whatever is not a repetition
 // is left where it is, for a host that knows more: see `Ended`.
 //
-// The same messages, mailboxes and windows as in other calls, so either side may go on in the other
-// way at any time. One thread calls these functions.
+// The same messages, mailboxes and segments as in other calls, so either side may go on in the
+// other way at any time. One thread calls these functions.
 #pragma once
 
 #include <atomic>
@@ -53,13 +53,13 @@ struct Sleep {
 
 class RepeatedCalls {
  public:
-  // A window of a member, as its message mentions it.
-  struct Window {
+  // A segment of a member, as its message mentions it.
+  struct Segment {
     std::uint32_t index, generation;
     std::shared_ptr<MemoryFile> file;
   };
 
-  // A window of the host, of which the members know.
+  // A segment of the host, of which the members know.
   struct Result {
     std::byte* memory;
     Extent extent;
@@ -82,7 +82,7 @@ class RepeatedCalls {
 
   // Why a series has ended. kOther: with a message that is no repetition, or a repetition that
   // cannot be made here. kLate: the time of a call is up. kSocket: a member has died, or has sent a
-  // window. kPause: the seconds are over.
+  // segment. kPause: the seconds are over.
   enum class Ended { kOther, kNews, kSocket, kLate, kPause };
 
   // The mailboxes of all members, in the order of their ranks.
@@ -91,9 +91,9 @@ class RepeatedCalls {
   void prepare(Prepared call);
   void forget(std::uint64_t call);
   [[nodiscard]] std::span<const Prepared> prepared() const noexcept { return prepared_; }
-  // Tells the windows of a member.
-  void know(std::size_t member, std::vector<Window> windows) {
-    windows_[member] = std::move(windows);
+  // Tells the segments of a member.
+  void know(std::size_t member, std::vector<Segment> segments) {
+    segments_[member] = std::move(segments);
   }
 
   // Makes calls, with outcomes after `number`, for at most `seconds`, or until something else is to
@@ -122,7 +122,7 @@ class RepeatedCalls {
   void post(const Prepared& call, const Result& result);
 
   std::vector<Mailbox*> boxes_;
-  std::vector<std::vector<Window>> windows_;
+  std::vector<std::vector<Segment>> segments_;
   std::vector<Prepared> prepared_;
   // Of the messages of the next call, by member.
   std::vector<double> seen_, seen_before_;

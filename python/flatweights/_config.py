@@ -30,7 +30,7 @@ def show_config() -> dict[str, str]:
     * ``FLATWEIGHTS_RAY``: how a new `WorkerGroup` reaches workers on its machine. ``store``
       always uses Ray's object store; ``shm`` raises if a worker has no channel.
     * ``FLATWEIGHTS_GPU``: where members average variables that are on one GPU. ``host`` always
-      averages in memory of the host; ``windows`` stays on the GPU for few bytes, too, and raises
+      averages in memory of the host; ``device`` stays on the GPU for few bytes, too, and raises
       if it cannot.
 
     Raises:

@@ -31,9 +31,9 @@ def ray_setting() -> str:
 
 
 def gpu_setting() -> str:
-    """Return the value of ``FLATWEIGHTS_GPU``: ``"host"``, ``"windows"`` or nothing.
+    """Return the value of ``FLATWEIGHTS_GPU``: ``"host"``, ``"device"`` or nothing.
 
     Raises:
         ValueError: If it has another value.
     """
-    return setting(GPU, "host", "windows")
+    return setting(GPU, "host", "device")

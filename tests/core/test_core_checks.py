@@ -150,10 +150,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "answer: expected at most",
     ),
-    "a window too many": (
+    "a segment too many": (
         lambda: _core.Mailbox().add_hold(True, 64),
         ValueError,
-        "window: expected less than 64, got 64",
+        "segment: expected less than 64, got 64",
     ),
     "a message without a header": (
         lambda: busy(b"abc").read_message(True, {}),
@@ -165,10 +165,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "message: expected 2 extents in 24 bytes",
     ),
-    "an extent in a window too many": (
+    "an extent in a segment too many": (
         lambda: read(0, 1, (64, 0, 0, 0)),
         ValueError,
-        "message: expected a window below 64, got 64",
+        "message: expected a segment below 64, got 64",
     ),
     "a publication too large": (
         lambda: _core.Publication(2**48 + 1),
@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"nbytes: expected at most 2\*\*48, got 18446744073709551615",
     ),
     "too much offered": (
-        lambda: _core.Window(10).offer(1 << 40),
+        lambda: _core.Segment(10).offer(1 << 40),
         ValueError,
         "offer: expected at most",
     ),

@@ -14,7 +14,7 @@ from reference import clean_environment
 
 PROGRAM = REPOSITORY / "tests" / "cpp" / "try_device_copies.cpp"
 SOURCES = """
-    average average_windows buffer_pool control_groups cuda_driver device_copies flatten futex isa
+    average average_segments buffer_pool control_groups cuda_driver device_copies flatten futex isa
     kernels layout memory_file parallel pinned_memory streaming thread_pool
 """
 

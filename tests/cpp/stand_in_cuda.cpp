@@ -119,7 +119,7 @@ struct Location {
 struct AllocationKind {
   int type, handle_types;
   Location location;
-  void* only_for_windows;
+  void* only_for_segments;
   unsigned char flags[8];
 };
 struct Access {
@@ -850,7 +850,7 @@ API int cuMemCreate(Handle* handle, std::size_t nbytes, const AllocationKind* ki
   ENTER(cuMemCreate);
   if (flags != 0 || nbytes == 0 || nbytes % kUnit != 0 || kind->type != 1 ||
       kind->handle_types != 1 || kind->location.type != 1 || !is_device(kind->location.device) ||
-      kind->only_for_windows != nullptr)
+      kind->only_for_segments != nullptr)
     return kInvalidValue;
   const Lock lock(state().mutex);
   const int device = kind->location.device;

@@ -1,7 +1,7 @@
 // Stresses mailboxes: one driver and several workers, as threads under ThreadSanitizer, and as
 // processes, some of which are killed.
 //
-// Each command is a number, and bytes that are computed from it; so is an answer. Windows are read
+// Each command is a number, and bytes that are computed from it; so is an answer. Segments are read
 // while the protocol allows it. The bytes show whether a message is torn, lost or taken twice. The
 // driver sleeps until the doorbell rings, so lost rings are found, too.
 #include <poll.h>
@@ -35,7 +35,7 @@ using flatweights::Message;
 constexpr unsigned kWorkers = 3;
 constexpr std::uint32_t kCommands = 20000;
 constexpr std::uint32_t kCommandsToProcesses = 5000;
-constexpr std::size_t kWindow = 2048;
+constexpr std::size_t kSegment = 2048;
 constexpr std::uint64_t kLast = ~std::uint64_t{0};
 
 std::atomic<bool> failed{false};
@@ -72,7 +72,7 @@ struct Shared {
   Bell* bell;
   alignas(64) std::atomic<std::uint32_t> calls;
   std::atomic<std::uint32_t> dismissed;
-  alignas(64) std::uint64_t window[kWindow];  // written by the worker, between take and answer
+  alignas(64) std::uint64_t segment[kSegment];  // written by the worker, between take and answer
 };
 
 std::uint64_t mixed(std::uint64_t value) { return value * 0x9e3779b97f4a7c15U + 1; }
@@ -98,7 +98,7 @@ std::uint64_t read_number(const Mailbox& box, Mailbox::Side reader) {
          "a message of another form");
   std::memcpy(&number, message.body().data(), sizeof number);
   const Extent& extent = message.extents()[0];
-  expect(extent.window == 1 && extent.generation == 2 && extent.offset == number &&
+  expect(extent.segment == 1 && extent.generation == 2 && extent.offset == number &&
              extent.nbytes == mixed(number),
          "a message is torn");
   return number;
@@ -134,7 +134,7 @@ void serve(Shared& shared, unsigned seed) {
       if (number != kLast) {
         expect(number > before, "a command was taken twice, or out of order");
         before = number;
-        for (std::size_t i = 0; i < kWindow; ++i) shared.window[i] = mixed(number + i);
+        for (std::size_t i = 0; i < kSegment; ++i) shared.segment[i] = mixed(number + i);
       }
       const bool stays = k < stay && number != kLast;
       const Letter answer(mixed(number));
@@ -155,8 +155,8 @@ void check_answer(const Shared& shared, std::uint64_t number) {
   const std::uint64_t answer = read_number(shared.mailbox, Mailbox::Side::kDriver);
   expect(answer == mixed(number), "an answer to another command");
   if (number == kLast) return;
-  for (std::size_t i = 0; i < kWindow; ++i)
-    if (shared.window[i] != mixed(number + i)) return expect(false, "a window is torn");
+  for (std::size_t i = 0; i < kSegment; ++i)
+    if (shared.segment[i] != mixed(number + i)) return expect(false, "a segment is torn");
 }
 
 void post(Shared& shared, std::uint64_t number) {
@@ -258,7 +258,7 @@ void as_processes() {
 }
 
 // A worker that dies at any moment leaves a word from which the driver can tell whether the
-// window is whole: it is, unless the word says COMMAND or BUSY.
+// segment is whole: it is, unless the word says COMMAND or BUSY.
 unsigned with_deaths() {
   Random random(5);
   unsigned busy = 0;

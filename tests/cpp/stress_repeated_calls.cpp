@@ -1,6 +1,6 @@
 // Stresses repeated calls: one host and several members, as threads under ThreadSanitizer.
 //
-// Each model consists of the number of the call and the rank, so a mean shows whether a window was
+// Each model consists of the number of the call and the rank, so a mean shows whether a segment was
 // read or written out of turn. Another thread stops the host at random; it goes on at once.
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -55,7 +55,7 @@ struct Bell {
 
 struct Member {
   std::unique_ptr<Mailbox> box = std::make_unique<Mailbox>();
-  std::shared_ptr<MemoryFile> window = MemoryFile::create(kNumbers * sizeof(double));
+  std::shared_ptr<MemoryFile> segment = MemoryFile::create(kNumbers * sizeof(double));
 };
 
 void be_member(std::size_t rank, Member& member, const Bell& bell,
@@ -66,9 +66,9 @@ void be_member(std::size_t rank, Member& member, const Bell& bell,
     while (box.await(100'000'000, 1) != Mailbox::Awaited::kTaken);
   };
   take();
-  auto* const numbers = reinterpret_cast<double*>(member.window->data());
+  auto* const numbers = reinterpret_cast<double*>(member.segment->data());
   for (std::int64_t number = 1; number <= kCalls; ++number) {
-    expect(box.holds(Mailbox::Side::kDriver, 0) == 0, "the host holds a window that it has read");
+    expect(box.holds(Mailbox::Side::kDriver, 0) == 0, "the host holds a segment that it has read");
     std::fill_n(numbers, kNumbers, static_cast<double>(number) + static_cast<double>(rank));
     struct {
       std::uint32_t kind = kRepeat, count = 1;
@@ -84,12 +84,12 @@ void be_member(std::size_t rank, Member& member, const Bell& bell,
     std::memcpy(&body, told.body().data(), sizeof body);
     expect(told.kind() == kRepeated && body.number == number, "an outcome has another number");
     const Extent extent = told.extents().front();
-    const auto* const mean = reinterpret_cast<const double*>(results[extent.window]->data());
+    const auto* const mean = reinterpret_cast<const double*>(results[extent.segment]->data());
     const bool is_right = std::all_of(mean, mean + kNumbers, [number](double value) {
       return value == static_cast<double>(number) + (kMembers - 1) / 2.0;
     });
     expect(is_right, "a mean is wrong");
-    box.drop_hold(Mailbox::Side::kWorker, extent.window);
+    box.drop_hold(Mailbox::Side::kWorker, extent.segment);
   }
 }
 
@@ -112,7 +112,7 @@ int main() {
   prepared.timeouts.assign(kMembers, 30.0);
   for (std::uint32_t k = 0; k < 2; ++k)
     prepared.results[k] = {results[k]->data(), {k, 1, 0, prepared.layout.nbytes()}};
-  for (std::size_t k = 0; k < kMembers; ++k) calls.know(k, {{0, 1, members[k].window}});
+  for (std::size_t k = 0; k < kMembers; ++k) calls.know(k, {{0, 1, members[k].segment}});
   calls.prepare(std::move(prepared));
 
   std::vector<std::thread> threads;

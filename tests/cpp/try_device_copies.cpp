@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "flatweights/average.hpp"
-#include "flatweights/average_windows.hpp"
+#include "flatweights/average_segments.hpp"
 #include "flatweights/cuda_driver.hpp"
 #include "flatweights/device_copies.hpp"
 #include "flatweights/flatten.hpp"
@@ -211,14 +211,14 @@ constexpr std::size_t kLarge = std::size_t{24} << 20;  // of a stream; two take 
 
 class World {
  public:
-  // The memory of one stream, and of each window, has `size` bytes; the host has more.
+  // The memory of one stream, and of each segment, has `size` bytes; the host has more.
   World(int gpus, int streams, std::size_t size)
       : host_size_(size * static_cast<std::size_t>(gpus * streams)),
         plain_memory_(host_size_),
         plain_(plain_memory_.data(), host_size_, false) {
     for (int gpu = 0; gpu < gpus; ++gpu) {
       use_gpu(gpu);
-      windows_.push_back(device_area(size));
+      segments_.push_back(device_area(size));
       for (int i = 0; i < streams; ++i) {
         void* stream = nullptr;
         EXPECT(call("cuStreamCreate", &stream, 1u) == 0);
@@ -235,8 +235,8 @@ class World {
       EXPECT(call("cuMemFree_v2", reinterpret_cast<unsigned long long>(stream.area.memory())) == 0);
       EXPECT(call("cuStreamDestroy_v2", stream.stream) == 0);
     }
-    for (const Area& window : windows_)
-      EXPECT(call("cuMemFree_v2", reinterpret_cast<unsigned long long>(window.memory())) == 0);
+    for (const Area& segment : segments_)
+      EXPECT(call("cuMemFree_v2", reinterpret_cast<unsigned long long>(segment.memory())) == 0);
   }
 
   // Memory files that nobody has pinned yet.
@@ -286,7 +286,7 @@ class World {
     return copies;
   }
 
-  // Copies between windows and variables of one GPU.
+  // Copies between segments and variables of one GPU.
   std::vector<DeviceCopy> choose_within(std::size_t count, std::size_t most, std::size_t unknown) {
     for (Area* area : areas()) area->begin_round();
     std::vector<DeviceCopy> copies;
@@ -295,10 +295,10 @@ class World {
       const Element element = kElements[any(std::size(kElements) - 1)];
       const std::size_t size = 1 + any(most - 1);
       std::byte* const device = stream.area.take(size * element.itemsize);
-      std::byte* const window =
-          windows_[static_cast<std::size_t>(stream.gpu)].take(size * element.itemsize);
-      if (device == nullptr || window == nullptr) break;
-      copies.push_back({any(3) < unknown ? nullptr : stream.stream, device, window, size,
+      std::byte* const segment =
+          segments_[static_cast<std::size_t>(stream.gpu)].take(size * element.itemsize);
+      if (device == nullptr || segment == nullptr) break;
+      copies.push_back({any(3) < unknown ? nullptr : stream.stream, device, segment, size,
                         element.itemsize, element.itemsize, element.dtype, element.dtype});
     }
     return copies;
@@ -323,7 +323,7 @@ class World {
 
   void expect_devices_are_right() const {
     for (const StreamArea& stream : streams_) EXPECT(stream.area.is_right());
-    for (const Area& window : windows_) EXPECT(window.is_right());
+    for (const Area& segment : segments_) EXPECT(segment.is_right());
   }
 
   void renew_host() {
@@ -345,9 +345,9 @@ class World {
     return all;
   }
 
-  [[nodiscard]] std::vector<Bytes> window_bytes() const {
+  [[nodiscard]] std::vector<Bytes> segment_bytes() const {
     std::vector<Bytes> all;
-    for (const Area& window : windows_) all.push_back(window.bytes());
+    for (const Area& segment : segments_) all.push_back(segment.bytes());
     return all;
   }
 
@@ -362,7 +362,7 @@ class World {
     std::vector<Area*> all{&plain_};
     for (Area& file : files_) all.push_back(&file);
     for (StreamArea& stream : streams_) all.push_back(&stream.area);
-    for (Area& window : windows_) all.push_back(&window);
+    for (Area& segment : segments_) all.push_back(&segment);
     return all;
   }
 
@@ -385,7 +385,7 @@ class World {
   std::shared_ptr<MemoryFile> writer_;
   std::shared_ptr<MemoryFile> reader_;
   std::vector<Area> files_;  // the writable one, and the one that copies only read
-  std::vector<Area> windows_;
+  std::vector<Area> segments_;
   std::vector<StreamArea> streams_;
 };
 
@@ -520,11 +520,11 @@ bool fails(World& world, int kind, const char* function, int result, unsigned lo
   }
   let_fail(function, 0, 1);
   const auto host = world.host_bytes();
-  const auto windows = world.window_bytes();
+  const auto segments = world.segment_bytes();
   if (kind == 1) world.make_files();  // the old ones are gone for good
   synchronize();
   if (kind != 1) EXPECT(are_same(world.host_bytes(), host));
-  EXPECT(are_same(world.window_bytes(), windows));
+  EXPECT(are_same(world.segment_bytes(), segments));
   world.accept_all();
   copy_once(world, 40, 600);
   synchronize();
@@ -599,7 +599,7 @@ flatweights::Layout random_layout(bool only_empty) {
   return flatweights::Layout(std::move(slots));
 }
 
-// Averages packed models of `layout`, as average_windows does.
+// Averages packed models of `layout`, as average_segments does.
 class Average {
  public:
   Average(void* context, flatweights::Layout layout, std::size_t count, bool weighted, bool odd)
@@ -635,7 +635,7 @@ class Average {
     std::vector<const std::byte*> sources;
     for (const auto& area : areas_) sources.push_back(area.memory());
     sources.pop_back();
-    return flatweights::average_windows(context_, layout_, areas_.back().memory(), sources,
+    return flatweights::average_segments(context_, layout_, areas_.back().memory(), sources,
                                         weights_, total_);
   }
 

@@ -130,7 +130,7 @@ def _mapped() -> int:
 
 def command_of(channels: Channels, method: str, *args: Any) -> Message | None:
     """Return a command for workers; None if it has to go through Ray."""
-    return make_message(COMMAND, [(method, args, {})], channels.windows, frozen=True)
+    return make_message(COMMAND, [(method, args, {})], channels.segments, frozen=True)
 
 
 def _work(pipe: Connection, rank: int, size: int) -> None:
@@ -185,7 +185,7 @@ class WorkerProcess:
         self.channel = channels.connect(self.token, nonce)
 
     def post(self, command: Message, channels: Channels) -> None:
-        if not self.channel.post(command, channels.windows):
+        if not self.channel.post(command, channels.segments):
             self.serve()
 
     def serve(self) -> None:
@@ -268,7 +268,7 @@ class Driver:
         return [value_of(one) for one in self.answers(method, *args)]
 
     def is_held(self, index: int) -> bool:
-        """Whether a worker holds a view of the driver's window ``index``."""
+        """Whether a worker holds a view of the driver's segment ``index``."""
         return any(worker.channel.is_holding(index) for worker in self.workers)
 
     def close(self) -> None:

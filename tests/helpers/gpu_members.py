@@ -38,7 +38,7 @@ def weights_of(seed: int, large: int = 9_001) -> FlatWeights:
 
 
 class Holder:
-    """Variables whose weights are moved through windows of a GPU, as those on it are."""
+    """Variables whose weights are moved through segments of a GPU, as those on it are."""
 
     def __init__(self, weights: FlatWeights, gpu: bytes | None) -> None:
         self.weights = weights
@@ -51,13 +51,13 @@ class Holder:
     def scatter(self, buffer: NDArray[np.uint8]) -> None:
         self.weights.buffer[...] = buffer
 
-    def gather_into_window(self, window: _core.DeviceWindow) -> None:
-        window.copy_from(self.weights.buffer)
+    def gather_into_segment(self, segment: _core.DeviceSegment) -> None:
+        segment.copy_from(self.weights.buffer)
 
-    def scatter_window(self, window: _core.DeviceWindow | _core.PeerDeviceWindow) -> None:
+    def scatter_segment(self, segment: _core.DeviceSegment | _core.PeerDeviceSegment) -> None:
         parts = [np.empty_like(part) for part in self.weights.values()]
         buffer = self.layout.new_buffer()
-        window.copy_to(buffer)  # the padding is anything
+        segment.copy_to(buffer)  # the padding is anything
         _core.move_parts(parts, self.layout.packed_views(buffer))
         for part, value in zip(self.weights.values(), parts, strict=True):
             part[...] = value
@@ -103,7 +103,7 @@ class Members:
 
         self.meeting = LocalMeeting(size)
         self.library = library
-        self.env = {"FLATWEIGHTS_GPU": "windows", **env}  # for few bytes, too
+        self.env = {"FLATWEIGHTS_GPU": "device", **env}  # for few bytes, too
         self.processes: dict[int, GPUProcess] = {}
         self._threads = ThreadPoolExecutor(size)
         self.join(*range(size))

@@ -84,7 +84,7 @@ def plan_of(seed: int, mix: str, protocol: str) -> Plan:
         rates["no channel"] = rng.choice((0.0, 0.2, 1.0))
         rates["full"] = rng.choice((0.0, 0.0, 0.03))
     if mix in ("short", "wild"):
-        rates["no window"] = rng.choice((0.02, 0.2, 0.7))
+        rates["no segment"] = rng.choice((0.02, 0.2, 0.7))
         rates["unsent"] = rng.choice((0.0, 0.0, 0.02))
     plan["actors"] = [_actor(rng, mix, plan["rounds"]) for _ in range(size + 3)]
     points = 60 * size

@@ -26,7 +26,7 @@ from flatweights.ray.channels._driver_channel import DriverChannel
 from flatweights.ray.channels._end import ChannelEnd, ChannelError
 from flatweights.ray.channels._message import _EXTENT, _HEADER
 from flatweights.ray.channels._protocol import BY_CALL
-from flatweights.ray.channels._windows import Extent
+from flatweights.ray.channels._segments import Extent
 from flatweights.ray.channels._worker_channel import PATIENCE, WorkerChannel
 from flatweights.ray.peers import _order
 from flatweights.ray.peers._platform import Platform
@@ -536,7 +536,7 @@ class SimulatedMailbox(Changing):
                 self._world.fail("weights changed after they were sent")
             view = np.array(buffer)
             if view.tobytes() != snapshot:
-                self._world.fail("weights changed in a window")
+                self._world.fail("weights changed in a segment")
             view.flags.writeable = False
             self.views[of_worker].append(weakref.ref(view))
             buffers.append(view)
@@ -572,22 +572,22 @@ class _Connection:
         self._closes()
 
 
-class SimulatedWindows:
-    """Windows, in which every buffer lies, unless memory is short."""
+class SimulatedSegments:
+    """Segments, in which every buffer lies, unless memory is short."""
 
     def __init__(self, platform: GroupPlatform) -> None:
         self._platform = platform
 
     def offer(self, nbytes: int, **_: Any) -> None:
-        """Offer nothing: every buffer lies in a window anyway."""
+        """Offer nothing: every buffer lies in a segment anyway."""
 
     def clear(self) -> None:
         """Forget nothing."""
 
     def find(self, buffer: Any) -> Extent | None:
         world = self._platform.world
-        if world.chance("no window"):
-            world.note("there is no window")
+        if world.chance("no segment"):
+            world.note("there is no segment")
             return None
         memory = np.frombuffer(buffer, np.uint8)
         content = memory.tobytes()
@@ -608,7 +608,7 @@ class SimulatedWindows:
         return np.array(extent.buffer[0])
 
     def copy_in(self, buffers: Any, **_: Any) -> None:
-        """Find no free window."""
+        """Find no free segment."""
 
 
 class _Shares(ChannelEnd):
@@ -617,9 +617,9 @@ class _Shares(ChannelEnd):
     mailbox: Any
     _platform: GroupPlatform
 
-    def share(self, windows: Any, extents: list[Extent]) -> None:
+    def share(self, segments: Any, extents: list[Extent]) -> None:
         if extents and self._platform.world.chance("unsent"):
-            self._platform.world.note("a window was not sent")
+            self._platform.world.note("a segment was not sent")
             self._platform.losses += 1
             raise OSError("the socket is full")
         self.mailbox.share(self._is_worker, extents)
@@ -653,7 +653,7 @@ class SimulatedChannels(Bell):
         super().__init__(platform.world)
         self._platform = platform
         self.process = platform.world.process()
-        self.windows = SimulatedWindows(platform)
+        self.segments = SimulatedSegments(platform)
         self.address = b"address %d" % len(platform.listeners)
         platform.listeners[self.address] = self
         self.met: dict[bytes, SimulatedDriverChannel | None] = {}
@@ -745,7 +745,7 @@ class SimulatedChannels(Bell):
             *[channel for channel in self.met.values() if channel is not None],
         ]:
             self._drop(channel)
-            channel.forget_windows()
+            channel.forget_segments()
 
 
 class SimulatedWorkerChannel(_Shares, WorkerChannel):
@@ -774,8 +774,8 @@ class SimulatedWorkerChannel(_Shares, WorkerChannel):
         connection: Any = _Connection(self._leave)
         ChannelEnd.__init__(self, connection, mailbox, is_worker=True)
         self._platform, self._listener = platform, channels
-        windows: Any = SimulatedWindows(platform)
-        self._windows = windows
+        segments: Any = SimulatedSegments(platform)
+        self._segments = segments
         process.at_death.append(self._leave)
 
     def _leave(self) -> None:

@@ -201,7 +201,7 @@ def _add_faults(rng: random.Random, plan: Plan) -> None:
         rates["no channel"] = rng.choice((0.0, 0.2))
         rates["full"] = rng.choice((0.0, 0.0, 0.02))
     if mix in ("short", "wild"):
-        rates["no window"] = rng.choice((0.02, 0.2, 0.7))
+        rates["no segment"] = rng.choice((0.02, 0.2, 0.7))
         rates["unsent"] = rng.choice((0.0, 0.0, 0.02))
     if mix in ("elastic", "wild") and size > 1:
         plan["min_size"] = rng.randrange(1, size + 1)

@@ -28,7 +28,7 @@ from flatweights.ray.channels._protocol import (
     REPEATED,
     TOLD_AGAIN,
 )
-from flatweights.ray.channels._windows import Extent
+from flatweights.ray.channels._segments import Extent
 from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._platform import Place, Platform
 
@@ -396,33 +396,33 @@ class Link(Changing):
 
 
 class HeldExtent(Extent):
-    """The position of a buffer in a window; it holds the buffer."""
+    """The position of a buffer in a segment; it holds the buffer."""
 
     buffer: Any
 
 
-class SimulatedWindows:
-    """Windows, in which every buffer lies, unless memory is short."""
+class SimulatedSegments:
+    """Segments, in which every buffer lies, unless memory is short."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def offer(self, nbytes: int, **_: Any) -> None:
-        """Offer nothing: every buffer lies in a window anyway."""
+        """Offer nothing: every buffer lies in a segment anyway."""
 
     def clear(self) -> None:
         """Forget nothing."""
 
     def find(self, buffer: NDArray[np.uint8]) -> Extent | None:
-        if self._world.chance("no window"):
-            self._world.note("there is no window")
+        if self._world.chance("no segment"):
+            self._world.note("there is no segment")
             return None
         extent = HeldExtent(0, 1, 0, buffer.nbytes)
         extent.buffer = buffer
         return extent
 
     def copy_in(self, buffers: Any) -> None:
-        """Find no free window."""
+        """Find no free segment."""
 
 
 def _opened(message: Any) -> tuple[bytes, Any]:
@@ -466,7 +466,7 @@ class HostChannel:
 
     def share(self, *_: Any) -> None:
         if self._world.chance("unsent"):
-            self._world.note("a window was not sent")
+            self._world.note("a segment was not sent")
             raise OSError("the socket is full")
 
     def release(self, *_: Any) -> None:
@@ -475,7 +475,7 @@ class HostChannel:
     def was_posted(self, _: Any) -> None:
         self.is_read = False
 
-    def post(self, message: Any, windows: Any, asleep: list[Link]) -> None:
+    def post(self, message: Any, segments: Any, asleep: list[Link]) -> None:
         link, world = self.link, self._world
         if not link.is_answered:
             if not link.member.is_dead:
@@ -488,10 +488,10 @@ class HostChannel:
             world.point("shared")
             if buffer is not None:
                 is_gone = self.is_closed or link.member.is_dead
-                if is_gone and world.draw() < 0.3:  # a new window cannot be sent
+                if is_gone and world.draw() < 0.3:  # a new segment cannot be sent
                     raise BrokenPipeError("the member is dead")
                 if world.chance("unsent"):
-                    world.note("a window was not sent")
+                    world.note("a segment was not sent")
                     self._oracle.losses += 1
                     raise OSError("the socket is full")
         except BaseException:
@@ -514,7 +514,7 @@ class HostChannel:
         world.after(_AWAKE, link.wake)
 
     def forget_handles(self, owner: int) -> None:
-        """Forget the windows of GPUs of a member: there are none."""
+        """Forget the segments of GPUs of a member: there are none."""
 
     def send_forget(self, owner: int) -> None:
         """Have the member do so."""
@@ -530,7 +530,7 @@ class SimulatedChannels(Bell):
     def __init__(self, platform: Simulated) -> None:
         super().__init__(platform.world)
         self.platform = platform
-        self.windows = SimulatedWindows(platform.world)
+        self.segments = SimulatedSegments(platform.world)
         self.address = b"address %d" % len(platform.listeners)
         platform.listeners[self.address] = self
         self.met: dict[bytes, Link | None] = {}
@@ -667,7 +667,7 @@ class SimulatedMemberChannel:
         self.mailbox = SimpleNamespace(nonce=b"nonce")
         self.is_closed = False
         self.pending: bool | None = None
-        self._windows = SimulatedWindows(world)
+        self._segments = SimulatedSegments(world)
         process.at_death.append(self._end)
 
     def _end(self) -> None:
@@ -679,7 +679,7 @@ class SimulatedMemberChannel:
         return 0
 
     def offer(self, nbytes: int) -> None:
-        """Offer nothing: every buffer lies in a window anyway."""
+        """Offer nothing: every buffer lies in a segment anyway."""
 
     def part(self, words: str) -> None:
         self._world.process()
@@ -696,8 +696,8 @@ class SimulatedMemberChannel:
         if self.is_closed or (link.is_host_gone and world.draw() < 0.3):
             self.is_closed = True
             raise HostDiedError("the host has closed its end")
-        windows: Any = self._windows
-        message = buffer_message(kind, body, buffer, windows)
+        segments: Any = self._segments
+        message = buffer_message(kind, body, buffer, segments)
         if message is None:
             return False
         buffers = []
@@ -741,8 +741,8 @@ class SimulatedMemberChannel:
             told, (buffer,), _ = self.outcome(0.0)
             return (*TOLD_AGAIN.unpack(told), buffer)
 
-        windows: Any = SimpleNamespace(changes=0)
-        return Shortcut(exchange, memory, windows, 0)
+        segments: Any = SimpleNamespace(changes=0)
+        return Shortcut(exchange, memory, segments, 0)
 
     def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         world, link = self._world, self.link

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import Layout
-from flatweights._core import CalledTensors, DeviceWindow, PeerDeviceWindow
+from flatweights._core import CalledTensors, DeviceSegment, PeerDeviceSegment
 
 
 class Exchange:
@@ -57,13 +57,13 @@ class Exchange:
     def gpu(self) -> bytes | None:
         return None if self.grads is None else self.grads.gpu
 
-    def gather_into_window(self, window: DeviceWindow) -> None:
+    def gather_into_segment(self, segment: DeviceSegment) -> None:
         assert self.grads is not None
-        self.grads.gather_into_window(self.layout.core, window)
+        self.grads.gather_into_segment(self.layout.core, segment)
 
-    def scatter_window(self, window: DeviceWindow | PeerDeviceWindow) -> None:
+    def scatter_segment(self, segment: DeviceSegment | PeerDeviceSegment) -> None:
         assert self.grads is not None
-        self.grads.scatter_window(self.layout.core, window)
+        self.grads.scatter_segment(self.layout.core, segment)
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         assert self.grads is not None

@@ -36,7 +36,7 @@ def average(
     ``{k: sum(w[k] for w in ray.get(refs)) / n for k in ...}``.
 
     Up to ``max_inflight`` ranks are averaged in one pass once all have answered. So is any
-    number of ranks whose results a `WorkerGroup` reads in windows instead of in the object store.
+    number of ranks whose results a `WorkerGroup` reads in segments instead of in the object store.
     More ranks are added to a running sum, in runs of consecutive ranks, while others still work.
     The sum takes 8 bytes for each number. No more than ``max_inflight`` results are mapped at
     once; results that arrive before their turn wait in the object store.

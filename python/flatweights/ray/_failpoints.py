@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 WORKER = ("called", "taken", "read", "run", "gathered", "answered", "rung", "waited")
 """Points of `WorkerChannel.serve`: in the Ray call, with a command, with its arguments, with its
-result, with an answer in the window, after the answer, after the bell, with its time up."""
+result, with an answer in the segment, after the answer, after the bell, with its time up."""
 
 DRIVER = ("shared", "posted", "calling", "called", "waiting", "averaging", "sending")
 """Points of a round of a `WorkerGroup`."""
@@ -16,7 +16,7 @@ HOST = ("shared", "posted", "waiting", "averaging", "sending")
 """The points of a round that the host of a meeting reaches, too."""
 
 MEMBER = ("asking", "asked", "told")
-"""Points of a call of a `Member`: with its weights in a window, after its ask, with the outcome."""
+"""Points of a `Member`'s call: with its weights in a segment, after its ask, with the outcome."""
 
 JOIN = ("entering", "entered", "attached")
 """Points of `join`: once it has asked for a ticket, with the ticket, with its channel."""

@@ -440,7 +440,7 @@ class WorkerGroup:
 
         def publish(is_alone: bool) -> None:
             self._roster.check_open()
-            self._roster.publish(weights, in_window=is_alone)
+            self._roster.publish(weights, in_segment=is_alone)
 
         self._turn.beside(publish)
 

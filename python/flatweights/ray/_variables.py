@@ -17,8 +17,8 @@ from flatweights._match import match_slots
 from flatweights._trees import as_vector
 from flatweights._weights import FlatWeights
 
-Memory: TypeAlias = NDArray[np.uint8] | _core.DeviceWindow | _core.PeerDeviceWindow
-"""Packed weights, in memory of the host or in a window of a GPU."""
+Memory: TypeAlias = NDArray[np.uint8] | _core.DeviceSegment | _core.PeerDeviceSegment
+"""Packed weights, in memory of the host or in a segment of a GPU."""
 
 
 @runtime_checkable
@@ -286,7 +286,7 @@ def set_flat(variables: Variables, new_weights: ArrayLike, *, share: bool = Fals
 
 def scatter(variables: Any, memory: Memory) -> None:
     """Set ``variables`` from packed weights, except states of seed generators."""
-    move = variables.scatter if isinstance(memory, np.ndarray) else variables.scatter_window
+    move = variables.scatter if isinstance(memory, np.ndarray) else variables.scatter_segment
     move(memory, **without_seeds(variables))
 
 

@@ -36,6 +36,6 @@ def status() -> str:
 def _way(uuid: bytes, setting: str) -> str:
     if setting == "host":
         return f"gets and sets by a kernel; averages on the host ({GPU}=host)"
-    if why := _core.device_window_obstacle(uuid):
+    if why := _core.device_segment_obstacle(uuid):
         return f"gets and sets by a kernel; averages on the host, since {why}"
     return "gets and sets by a kernel; averages of members stay on it"

@@ -171,15 +171,15 @@ class Mover:
         except _core.UnreadyError:
             return None
 
-    def get_window(self, window: _core.DeviceWindow) -> None:
-        """Read all variables into a window of their `gpu`, in the packed form."""
-        self._bound_whole().get_window(window)
+    def get_segment(self, segment: _core.DeviceSegment) -> None:
+        """Read all variables into a segment of their `gpu`, in the packed form."""
+        self._bound_whole().get_segment(segment)
 
-    def set_window(
-        self, window: _core.DeviceWindow | _core.PeerDeviceWindow, positions: Sequence[int]
+    def set_segment(
+        self, segment: _core.DeviceSegment | _core.PeerDeviceSegment, positions: Sequence[int]
     ) -> None:
-        """Write the variables at these positions from a window of their `gpu`."""
-        self._bound_whole().set_window(window, positions)
+        """Write the variables at these positions from a segment of their `gpu`."""
+        self._bound_whole().set_segment(segment, positions)
 
     def _bound_whole(self) -> _core.BoundVariables:
         bound = self._whole()

@@ -531,31 +531,31 @@ class TensorFlowVariables:
         """
         return self._mover.gpu
 
-    def gather_into_window(self, window: _core.DeviceWindow) -> None:
-        """Read all variables into a window of their `gpu`; for `flatweights.ray.Member`.
+    def gather_into_segment(self, segment: _core.DeviceSegment) -> None:
+        """Read all variables into a segment of their `gpu`; for `flatweights.ray.Member`.
 
         Args:
-            window: Memory of that GPU, of ``layout.nbytes`` or more.
+            segment: Memory of that GPU, of ``layout.nbytes`` or more.
 
         Raises:
             RuntimeError: If the driver fails, or the variables have to be bound again.
         """
-        self._mover.get_window(window)
+        self._mover.get_segment(segment)
 
-    def scatter_window(
-        self, window: _core.DeviceWindow | _core.PeerDeviceWindow, *, seeds: bool = True
+    def scatter_segment(
+        self, segment: _core.DeviceSegment | _core.PeerDeviceSegment, *, seeds: bool = True
     ) -> None:
-        """Set all variables from a window of their `gpu`; for `flatweights.ray.Member`.
+        """Set all variables from a segment of their `gpu`; for `flatweights.ray.Member`.
 
         Args:
-            window: As in `gather_into_window`; a peer's window, too.
+            segment: As in `gather_into_segment`; a peer's segment, too.
             seeds: As in `scatter`.
 
         Raises:
-            RuntimeError: As `gather_into_window`; no variable is changed.
+            RuntimeError: As `gather_into_segment`; no variable is changed.
         """
         skipped = self._seeds if self._seeds and not seeds else ()
-        self._mover.set_window(window, [i for i in range(len(self._layout)) if i not in skipped])
+        self._mover.set_segment(segment, [i for i in range(len(self._layout)) if i not in skipped])
 
     def set_weights(
         self,

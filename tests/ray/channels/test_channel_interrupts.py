@@ -98,7 +98,7 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
         return there[0]
 
     def held() -> list[int]:
-        """Return how many views this process has of each window of the workers."""
+        """Return how many views this process has of each segment of the workers."""
         workers: list[Any] = [group._roster[rank].worker for rank in range(2)]
         channels = [worker._channel for worker in workers if worker._channel is not None]
         return [channel.mailbox.holds(False, index) for channel in channels for index in range(4)]
@@ -261,7 +261,7 @@ def test_channels_whose_answers_cannot_be_read_do_not_pile_up(lend: Lend) -> Non
     before = lose_a_channel()
     for _ in range(6):
         after = lose_a_channel()
-    assert after[0] < before[0] + 6, "a mailbox and a window for each channel"
+    assert after[0] < before[0] + 6, "a mailbox and a segment for each channel"
     assert after[1] < before[1] + 6
 
 
@@ -294,7 +294,7 @@ def test_a_driver_and_a_worker_killed_at_one_moment_leave_nothing(
     expected = fw.average([trained(start, rank) for rank in found.used])
     assert same_bits(found.weights.buffer, expected.buffer)
     after = memory_files(pids[1])
-    assert after[0] < before[0] + 2, "a channel has a mailbox, a doorbell, and a window or more"
+    assert after[0] < before[0] + 2, "a channel has a mailbox, a doorbell, and a segment or more"
     assert after[1] == before[1] == 0
     assert {*Path("/dev/shm").glob("*flatweights*")} <= shared
     ray.kill(nested)

@@ -27,7 +27,7 @@ from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._message import Message, join_message
 from flatweights.ray.channels._protocol import BROKEN, BY_CALL, REFUSED, VALUE, WEIGHTS, WELCOME
-from flatweights.ray.channels._windows import Extent, Windows
+from flatweights.ray.channels._segments import Extent, Segments
 from flatweights.ray.channels._worker_channel import NoChannel, WorkerChannel, WorkerChannels
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="channels are Linux's")
@@ -47,12 +47,12 @@ def one() -> Iterator[Driver]:
     made.close()
 
 
-def view_of(window: _core.Window, mailbox: _core.Mailbox, offset: int, nbytes: int) -> Any:
+def view_of(segment: _core.Segment, mailbox: _core.Mailbox, offset: int, nbytes: int) -> Any:
     """Return the bytes that the worker reads at a position that a command names."""
     mailbox.withdraw()
     mailbox.post(join_message(0, b"", [Extent(0, 1, offset, nbytes)]), 1)
     mailbox.add_hold(True, 0)
-    peer = _core.PeerWindow(window.descriptor, window.nonce)
+    peer = _core.PeerSegment(segment.descriptor, segment.nonce)
     _, (view,), _ = mailbox.read_message(True, {0: (1, peer)})
     return view
 
@@ -66,10 +66,10 @@ def attach_anew(driver: Driver) -> None:
     worker.attach(driver.channels)
 
 
-def are_two(windows: Windows) -> bool:
+def are_two(segments: Segments) -> bool:
     with pytest.raises(IndexError):
-        windows[2]
-    return bool(windows[1])
+        segments[2]
+    return bool(segments[1])
 
 
 # Memory files
@@ -98,51 +98,51 @@ def test_commands_posted_without_a_wake_wait_for_one(count: int) -> None:
 
 
 def test_a_peer_sees_what_the_owner_writes() -> None:
-    window, mailbox = _core.Window(10_000), _core.Mailbox()
-    window.memory()[:] = np.arange(10_000) % 251
-    view = view_of(window, mailbox, 100, 9_900)
+    segment, mailbox = _core.Segment(10_000), _core.Mailbox()
+    segment.memory()[:] = np.arange(10_000) % 251
+    view = view_of(segment, mailbox, 100, 9_900)
     assert view.tobytes() == (np.arange(10_000) % 251).astype(np.uint8)[100:].tobytes()
     assert not view.flags.writeable
     assert view.ctypes.data % 4 == 0
 
 
-def test_a_window_that_is_another_is_refused(tmp_path: Path) -> None:
-    window = _core.Window(5000)
+def test_a_segment_that_is_another_is_refused(tmp_path: Path) -> None:
+    segment = _core.Segment(5000)
     with pytest.raises(ValueError, match="nonce is not the one"):
-        _core.PeerWindow(window.descriptor, bytes(16))
+        _core.PeerSegment(segment.descriptor, bytes(16))
     with pytest.raises(ValueError, match="expected 16 bytes, got 3"):
-        _core.PeerWindow(window.descriptor, b"abc")
+        _core.PeerSegment(segment.descriptor, b"abc")
     unsealed = os.memfd_create("other", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, 5000)
     with pytest.raises(ValueError, match="fixed size, got another file"):
-        _core.PeerWindow(unsealed, window.nonce)
+        _core.PeerSegment(unsealed, segment.nonce)
     os.close(unsealed)
     (tmp_path / "file").write_bytes(bytes(5000))
     with (tmp_path / "file").open("r+b") as file, pytest.raises(ValueError, match="another file"):
-        _core.PeerWindow(file.fileno(), window.nonce)
+        _core.PeerSegment(file.fileno(), segment.nonce)
     with pytest.raises(OSError, match="memory file"):
-        _core.Window(1 << 62)
+        _core.Segment(1 << 62)
     # In the format of another version of the package: a mark, the size, and the nonce.
-    mark = os.pread(window.descriptor, 8, 0)
-    os.pwrite(window.descriptor, mark[:-1] + b"9", 0)
+    mark = os.pread(segment.descriptor, 8, 0)
+    os.pwrite(segment.descriptor, mark[:-1] + b"9", 0)
     with pytest.raises(ValueError, match="a memory file of this version of flatweights"):
-        _core.PeerWindow(window.descriptor, window.nonce)
-    os.pwrite(window.descriptor, mark + (4999).to_bytes(8, sys.byteorder), 0)
+        _core.PeerSegment(segment.descriptor, segment.nonce)
+    os.pwrite(segment.descriptor, mark + (4999).to_bytes(8, sys.byteorder), 0)
     with pytest.raises(ValueError, match="memory file: expected 4999 bytes, got 5000"):
-        _core.PeerWindow(window.descriptor, window.nonce)
+        _core.PeerSegment(segment.descriptor, segment.nonce)
 
 
 @pytest.mark.parametrize("nbytes", [0, 100_000])
-def test_nobody_changes_the_size_of_a_window(nbytes: int) -> None:
-    window = _core.Window(5000)
+def test_nobody_changes_the_size_of_a_segment(nbytes: int) -> None:
+    segment = _core.Segment(5000)
     with pytest.raises(PermissionError):
-        os.ftruncate(window.descriptor, nbytes)
+        os.ftruncate(segment.descriptor, nbytes)
 
 
 def test_a_mailbox_of_another_size_is_refused() -> None:
-    window = _core.Window(100)
+    segment = _core.Segment(100)
     with pytest.raises(ValueError, match=r"mailbox: expected \d+ bytes, got 100"):
-        _core.Mailbox.open(window.descriptor, window.nonce)
+        _core.Mailbox.open(segment.descriptor, segment.nonce)
 
 
 def test_a_mailbox_takes_one_command_at_a_time() -> None:
@@ -154,110 +154,110 @@ def test_a_mailbox_takes_one_command_at_a_time() -> None:
     assert mailbox.read_message(True, {}) == (5, [], b"first")
 
 
-def test_views_are_within_their_window() -> None:
-    window, mailbox = _core.Window(100), _core.Mailbox()
+def test_views_are_within_their_segment() -> None:
+    segment, mailbox = _core.Segment(100), _core.Mailbox()
     for offset, nbytes in [(0, 101), (101, 0), (1 << 63, 1 << 63), (50, 51)]:
-        with pytest.raises(ValueError, match="window 0: expected at most 100 bytes"):
-            view_of(window, mailbox, offset, nbytes)
+        with pytest.raises(ValueError, match="segment 0: expected at most 100 bytes"):
+            view_of(segment, mailbox, offset, nbytes)
 
 
 def test_a_message_that_cannot_be_read_holds_nothing() -> None:
-    window, mailbox = _core.Window(100), _core.Mailbox()
-    windows = {2: (7, _core.PeerWindow(window.descriptor, window.nonce))}
+    segment, mailbox = _core.Segment(100), _core.Mailbox()
+    segments = {2: (7, _core.PeerSegment(segment.descriptor, segment.nonce))}
 
     def post(*extents: Extent) -> None:
         mailbox.withdraw()
         mailbox.post(join_message(5, b"body", extents), 1)
         for extent in extents:
-            mailbox.add_hold(True, extent.window)
+            mailbox.add_hold(True, extent.segment)
 
     good = Extent(2, 7, 10, 20)
     post(good, Extent(2, 7, 90, 10))
-    kind, views, body = mailbox.read_message(True, windows)
+    kind, views, body = mailbox.read_message(True, segments)
     assert (kind, [view.nbytes for view in views], body) == (5, [20, 10], b"body")
     assert mailbox.holds(True, 2) == 2
     views.clear()
     for unknown, error in (
-        (Extent(3, 7, 0, 1), "^window 3: expected generation 7, got none$"),
-        (Extent(2, 6, 0, 1), "^window 2: expected generation 6, got 7$"),
+        (Extent(3, 7, 0, 1), "^segment 3: expected generation 7, got none$"),
+        (Extent(2, 6, 0, 1), "^segment 2: expected generation 6, got 7$"),
     ):
         post(good, unknown)
         with pytest.raises(IndexError, match=error):
-            mailbox.read_message(True, windows)
-        assert mailbox.holds(True, unknown.window) >= 1, "it may be sent meanwhile"
+            mailbox.read_message(True, segments)
+        assert mailbox.holds(True, unknown.segment) >= 1, "it may be sent meanwhile"
         mailbox.release_message(True)
     post(good, Extent(2, 7, 90, 11), good)
     with pytest.raises(ValueError, match=r"expected at most 100 bytes, got 90 \+ 11"):
-        mailbox.read_message(True, windows)
+        mailbox.read_message(True, segments)
     assert [mailbox.holds(True, index) for index in (2, 3)] == [0, 0]
     for content, error in (
         (b"short", "expected a header, got 5 bytes"),
         (join_message(5, b"", [good])[:-1], "expected 1 extents in 23 bytes"),
-        (join_message(5, b"", [good._replace(window=64)]), "expected a window below 64"),
+        (join_message(5, b"", [good._replace(segment=64)]), "expected a segment below 64"),
     ):
         mailbox.withdraw()
         mailbox.post(content, 1)
         with pytest.raises(ValueError, match=error):
-            mailbox.read_message(True, windows)
+            mailbox.read_message(True, segments)
 
 
-# Windows that are offered
+# Segments that are offered
 
 
 def test_an_offer_is_taken_once_by_an_array_of_that_size() -> None:
-    window = _core.Window(4096)
-    window.offer(4000)
-    assert window.offset_of(_core.empty(4096)) == -1
+    segment = _core.Segment(4096)
+    segment.offer(4000)
+    assert segment.offset_of(_core.empty(4096)) == -1
     first, second = _core.empty(4000), _core.empty(4000)
-    assert window.offset_of(first) == 0
-    assert window.offset_of(second) == -1
-    taken = [window.is_taken]
+    assert segment.offset_of(first) == 0
+    assert segment.offset_of(second) == -1
+    taken = [segment.is_taken]
     view = first[10:20]
     del first
-    taken.append(window.is_taken)
+    taken.append(segment.is_taken)
     del view
-    assert [*taken, window.is_taken] == [True, True, False]
-    window.offer(4000)
+    assert [*taken, segment.is_taken] == [True, True, False]
+    segment.offer(4000)
     _core.withdraw_offer()
-    assert window.offset_of(_core.empty(4000)) == -1
+    assert segment.offset_of(_core.empty(4000)) == -1
     with pytest.raises(ValueError, match="offer: expected at most 4096 bytes"):
-        window.offer(4097)
+        segment.offer(4097)
 
 
-def test_an_average_is_made_in_the_window() -> None:
+def test_an_average_is_made_in_the_segment() -> None:
     sources = [fw.FlatWeights({"w": np.full(1000, k, np.float32)}) for k in (1.0, 4.0)]
-    window = _core.Window(sources[0].buffer.nbytes)
-    window.offer(window.nbytes)
+    segment = _core.Segment(sources[0].buffer.nbytes)
+    segment.offer(segment.nbytes)
     mean = fw.average(sources)
-    assert window.offset_of(mean.buffer) == 0
+    assert segment.offset_of(mean.buffer) == 0
     assert (mean["w"] == 2.5).all()
 
 
-def test_a_window_that_is_held_is_not_written() -> None:
+def test_a_segment_that_is_held_is_not_written() -> None:
     held = {0}
-    windows = Windows(2, held.__contains__)
-    first = windows.copy_in([memoryview(b"a" * 3000)])
-    second = windows.copy_in([memoryview(b"b" * 3000), memoryview(b"c" * 10)])
+    segments = Segments(2, held.__contains__)
+    first = segments.copy_in([memoryview(b"a" * 3000)])
+    second = segments.copy_in([memoryview(b"b" * 3000), memoryview(b"c" * 10)])
     assert first is not None
     assert second is not None
-    assert [extent.window for extent in first + second] == [0, 1, 1]
+    assert [extent.segment for extent in first + second] == [0, 1, 1]
     assert second[1].offset % 64 == 0
     held.add(1)
-    assert windows.copy_in([memoryview(b"d" * 3000)]) is None
+    assert segments.copy_in([memoryview(b"d" * 3000)]) is None
     held.discard(0)
-    third = windows.copy_in([memoryview(b"e" * 3000)])
+    third = segments.copy_in([memoryview(b"e" * 3000)])
     assert third is not None
     assert third[0][:2] == (0, 1)
-    larger = windows.copy_in([memoryview(b"f" * 30_000)])
+    larger = segments.copy_in([memoryview(b"f" * 30_000)])
     assert larger is not None
     assert larger[0][:2] == (0, 2), "another file in place of the one that was too small"
-    assert are_two(windows)
+    assert are_two(segments)
 
 
-def test_models_of_two_sizes_take_turns_without_new_windows() -> None:
-    windows = Windows(8, lambda index: 0)
+def test_models_of_two_sizes_take_turns_without_new_segments() -> None:
+    segments = Segments(8, lambda index: 0)
     small, large = memoryview(b"s" * 3_000), memoryview(b"l" * 300_000)
-    files = [windows.copy_in([buffer]) for _ in range(5) for buffer in (small, large)]
+    files = [segments.copy_in([buffer]) for _ in range(5) for buffer in (small, large)]
     assert len({places[0][:2] for places in files if places is not None}) == 2
 
 
@@ -273,11 +273,11 @@ def test_results_are_whole_and_are_not_moved_twice(driver: Driver) -> None:
         assert not values[0].buffer.flags.writeable
         addresses |= {weights.buffer.ctypes.data for weights in values}
         del values
-    assert len(addresses) == 2, "one window of each worker"
+    assert len(addresses) == 2, "one segment of each worker"
 
 
 def test_a_result_that_the_worker_keeps_is_copied(one: Driver) -> None:
-    one.values("get", 1.0)  # from now on results are made in the window
+    one.values("get", 1.0)  # from now on results are made in the segment
     (kept,) = one.values("get_and_keep", 5.0)
     one.values("change_kept")
     assert (kept["w"] == 5.0).all()
@@ -287,7 +287,7 @@ def test_a_result_that_the_worker_keeps_is_copied(one: Driver) -> None:
 
 
 def test_a_result_with_extras_that_the_worker_keeps_is_copied(one: Driver) -> None:
-    one.values("get", 1.0)  # from now on results are made in the window
+    one.values("get", 1.0)  # from now on results are made in the segment
     ((kept, extras),) = one.values("get_and_keep_with", 5.0, "more")
     one.values("change_kept")
     assert (kept["w"] == 5.0).all()
@@ -295,7 +295,7 @@ def test_a_result_with_extras_that_the_worker_keeps_is_copied(one: Driver) -> No
 
 
 def test_extras_as_large_as_a_result_that_the_worker_keeps_are_their_own(one: Driver) -> None:
-    for value in range(6):  # from the third on, two windows are free
+    for value in range(6):  # from the third on, two segments are free
         extras = np.full(LARGE, 100.0 + value)
         ((kept, returned),) = one.values("get_and_keep_with", float(value), extras)
         assert (kept["w"] == value).all()
@@ -307,7 +307,7 @@ def test_a_result_that_the_driver_keeps_is_not_overwritten(one: Driver) -> None:
     (worker,) = one.workers
     kept = [one.values("get", float(value))[0] for value in range(4)]
     assert [weights["w"][-1] for weights in kept] == [0, 1, 2, 3]
-    # No window is left: the result goes through the call.
+    # No segment is left: the result goes through the call.
     one.post("get", 4.0)
     assert one.wait()
     assert worker.channel.take()[0] == BY_CALL
@@ -322,12 +322,12 @@ def test_the_average_goes_out_from_where_it_was_made(driver: Driver) -> None:
     nbytes = driver.values("get", 1.0)[0].buffer.nbytes
     for value in (3.0, 4.0, 5.0):
         sources = driver.values("get", value)
-        driver.channels.windows.offer(nbytes)
+        driver.channels.segments.offer(nbytes)
         mean = sealed(fw.average(sources))
         del sources
         assert driver.values("set", mean) == [None, None]
         assert [w["w"][7] for w in driver.values("get")] == [value, value]
-    assert are_two(driver.channels.windows)
+    assert are_two(driver.channels.segments)
 
 
 def test_weights_that_a_worker_keeps_stay_as_they_were(driver: Driver) -> None:
@@ -337,14 +337,14 @@ def test_weights_that_a_worker_keeps_stay_as_they_were(driver: Driver) -> None:
         other = fw.FlatWeights({"w": np.full(LARGE, value)})
         driver.values("set", other)
     assert driver.values("total") == [LARGE, LARGE]
-    assert are_two(driver.channels.windows)
+    assert are_two(driver.channels.segments)
     driver.values("forget")
     assert [driver.is_held(index) for index in range(2)] == [False, False]
 
 
 def test_weights_that_can_still_be_written_are_copied(one: Driver) -> None:
     nbytes = one.values("get", 1.0)[0].buffer.nbytes
-    one.channels.windows.offer(nbytes)
+    one.channels.segments.offer(nbytes)
     weights = fw.average(one.values("get", 2.0))
     one.values("set_and_keep", weights)
     weights["w"] += 1.0
@@ -420,7 +420,7 @@ def test_a_command_after_a_dismissal_waits_for_a_later_call(one: Driver) -> None
     one.values("echo", 1)
     worker.signal(signal.SIGSTOP)
     worker.channel.dismiss()
-    assert not worker.channel.post(one.command("echo", 2), one.channels.windows)
+    assert not worker.channel.post(one.command("echo", 2), one.channels.segments)
     worker.signal(signal.SIGCONT)
     assert worker.outcomes(1) == [("value", None)], "the call that was dismissed has ended"
     assert not worker.channel.is_answered
@@ -450,10 +450,10 @@ def test_a_command_that_is_withdrawn_is_not_run(one: Driver) -> None:
     (worker,) = one.workers
     weights = fw.FlatWeights({"w": np.ones(LARGE)})
     channel = worker.channel
-    assert not channel.post(one.command("set_and_keep", weights), one.channels.windows)
+    assert not channel.post(one.command("set_and_keep", weights), one.channels.segments)
     assert one.is_held(0)
     with pytest.raises(ChannelError, match="was not answered"):
-        channel.post(one.command("echo", 1), one.channels.windows)
+        channel.post(one.command("echo", 1), one.channels.segments)
     for _ in range(2):
         channel.withdraw()
     assert channel.is_answered
@@ -496,8 +496,8 @@ def test_a_death_is_known_at_once_and_gives_back_what_was_held(driver: Driver) -
     assert (value_of(second.channel.take())["w"] == 9.0).all()
     second.post(driver.command("forget"), driver.channels)
     assert driver.wait([second])
-    extents = driver.channels.windows.copy_in([memoryview(bytes(8 * LARGE))])
-    assert [extent.window for extent in extents or ()] == [0], "it is free"
+    extents = driver.channels.segments.copy_in([memoryview(bytes(8 * LARGE))])
+    assert [extent.segment for extent in extents or ()] == [0], "it is free"
 
 
 def test_a_stopped_worker_is_late_and_writes_only_its_own(driver: Driver) -> None:
@@ -588,7 +588,7 @@ def test_where_there_is_no_memory_results_go_through_the_call(one: Driver) -> No
     assert answer[0] == BY_CALL
 
 
-def test_a_channel_whose_windows_cannot_be_mapped_is_broken_and_holds_none(one: Driver) -> None:
+def test_a_channel_whose_segments_cannot_be_mapped_is_broken_and_holds_none(one: Driver) -> None:
     (worker,) = one.workers
     one.values("limit_memory", 100_000)
     weights = fw.FlatWeights({"w": np.ones(LARGE)})
@@ -604,7 +604,7 @@ def test_a_channel_whose_windows_cannot_be_mapped_is_broken_and_holds_none(one: 
     assert one.answers("set_and_keep", weights)[0][0] == VALUE
 
 
-def test_descriptors_and_windows_stay_few(one: Driver) -> None:
+def test_descriptors_and_segments_stay_few(one: Driver) -> None:
     def count() -> tuple[int, int]:
         (theirs,) = one.values("descriptors")
         return theirs, len(list(Path("/proc/self/fd").iterdir()))
@@ -638,7 +638,7 @@ def test_two_drivers_share_a_worker(one: Driver) -> None:
     other.close()
 
 
-def test_a_channel_that_is_given_up_is_kept_while_its_worker_reads_windows(one: Driver) -> None:
+def test_a_channel_that_is_given_up_is_kept_while_its_worker_reads_segments(one: Driver) -> None:
     (worker,) = one.workers
     first = worker.channel
 
@@ -646,7 +646,7 @@ def test_a_channel_that_is_given_up_is_kept_while_its_worker_reads_windows(one: 
         (theirs,) = one.values("descriptors")
         return theirs, len(list(Path("/proc/self/fd").iterdir()))
 
-    one.values("get", 2.0)  # so that the worker has a window
+    one.values("get", 2.0)  # so that the worker has a segment
     one.values("set_and_keep", weights_of(1.0))
     before = descriptors()
     for value in (3.0, 4.0, 5.0):
@@ -660,12 +660,12 @@ def test_a_channel_that_is_given_up_is_kept_while_its_worker_reads_windows(one: 
     assert first.is_closed
     theirs, ours = descriptors()
     assert theirs == before[0]
-    assert ours <= before[1] + 1, "a window more, as the first was held"
+    assert ours <= before[1] + 1, "a segment more, as the first was held"
 
 
 def test_a_channel_that_is_given_up_takes_its_command_back(one: Driver) -> None:
     channel = one.workers[0].channel
-    channel.post(one.command("set_and_keep", weights_of(1.0)), one.channels.windows)
+    channel.post(one.command("set_and_keep", weights_of(1.0)), one.channels.segments)
     one.channels.give_up(channel)
     assert channel.is_closed
 
@@ -676,7 +676,7 @@ def test_a_channel_whose_post_was_interrupted_works_or_is_given_up(one: Driver) 
     interrupts = Interrupts()
     for step in itertools.count():
         attach_anew(one)  # a mailbox that has had no answer
-        post = functools.partial(worker.channel.post, command, one.channels.windows)
+        post = functools.partial(worker.channel.post, command, one.channels.segments)
         was_interrupted = interrupts.hit(post)
         # it takes no other command
         if worker.channel.is_given_up or not worker.channel.is_answered:
@@ -706,28 +706,28 @@ def no_descriptors() -> Iterator[None]:
 
 
 def test_a_worker_that_cannot_take_its_doorbell_wakes_the_driver() -> None:
-    """The worker closes its end, which holds no window: it has no other way to wake the driver."""
+    """The worker closes its end, which holds no segment: it has no other way to wake the driver."""
     channels = Channels()
     token = channels.new_token()
     worker = WorkerChannel(channels.address, token)
     channel = channels.connect(token, worker.mailbox.nonce)
     command = command_of(channels, "echo", weights_of(1.0))
     assert command is not None
-    assert not channel.post(command, channels.windows)
+    assert not channel.post(command, channels.segments)
     assert channel.is_holding(0)
     with no_descriptors():
         channel.serve(lambda number: worker.serve(None, number))
     channels.wait([], 60)
     assert channel.is_closed
     lost = "(ChannelError: Too many open files)"
-    reason = f"ChannelError: window 0: expected generation 1, got none {lost}"
+    reason = f"ChannelError: segment 0: expected generation 1, got none {lost}"
     assert channel.take() == (BROKEN, reason)
     assert not channel.is_holding(0)
     channels.close()
 
 
 @pytest.mark.parametrize("calls", [1, 2])
-def test_a_result_whose_window_cannot_be_sent_goes_through_the_call(calls: int) -> None:
+def test_a_result_whose_segment_cannot_be_sent_goes_through_the_call(calls: int) -> None:
     """The second result of one layout has a message of another kind."""
     channels = Channels()
     token = channels.new_token()
@@ -737,13 +737,13 @@ def test_a_result_whose_window_cannot_be_sent_goes_through_the_call(calls: int) 
     def get(value: float) -> Any:
         command = command_of(channels, "get", value)
         assert command is not None
-        if not channel.post(command, channels.windows):
+        if not channel.post(command, channels.segments):
             channel.serve(lambda number: worker.serve(model, number))
         return channel.take()
 
     for _ in range(calls - 1):
         assert get(1.0)[0] == VALUE
-        worker._peer_has.clear()  # its window has to be sent again
+        worker._peer_has.clear()  # its segment has to be sent again
     with contextlib.suppress(BlockingIOError):
         while True:
             worker.connection.send(b"full")
@@ -860,7 +860,7 @@ def test_a_worker_gives_up_on_a_driver_that_takes_no_connection() -> None:
 
 def test_closed_channels_give_their_memory_back() -> None:
     def mapped() -> int:
-        """Return the number of mapped windows that hold weights."""
+        """Return the number of mapped segments that hold weights."""
         lines = [one.split() for one in Path("/proc/self/maps").read_text().splitlines()]
         sizes = [one[0].split("-") for one in lines if "/memfd:flatweights" in one]
         return sum(int(end, 16) - int(begin, 16) > 4 * LARGE for begin, end in sizes)
@@ -883,15 +883,15 @@ def test_a_worker_without_descriptors_says_that_this_may_pass() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_window_is_not_offered_to_a_fork() -> None:
+def test_a_segment_is_not_offered_to_a_fork() -> None:
     """The forked process would write into memory that its parent sends."""
-    window = _core.Window(1000)
-    window.offer(1000)
+    segment = _core.Segment(1000)
+    segment.offer(1000)
     child = os.fork()
     if child == 0:
-        os._exit(int(window.offset_of(_core.empty(1000)) >= 0))
+        os._exit(int(segment.offset_of(_core.empty(1000)) >= 0))
     assert os.waitpid(child, 0)[1] == 0
-    assert window.offset_of(_core.empty(1000)) == 0
+    assert segment.offset_of(_core.empty(1000)) == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -943,11 +943,11 @@ def test_a_packet_that_cannot_be_read_breaks_no_wait_and_is_named_later() -> Non
     channel = channels.connect(token, worker.mailbox.nonce)
     worker.connection.send(b"Wxy")
     channels.wait([], 60)
-    channel.post(Message(join_message(0, b""), []), channels.windows)
+    channel.post(Message(join_message(0, b""), []), channels.segments)
     assert worker.mailbox.wait(0.0, 1)
     worker.mailbox.answer_with(join_message(VALUE, b"", [Extent(3, 2, 0, 1)]), 0)
     error = (
-        r"^window 3: expected generation 2, got none \(ChannelError: expected a window, got a pac"
+        r"^segment 3: expected generation 2, got none \(ChannelError: expected a segment, got a pac"
     )
     with pytest.raises(ChannelError, match=error):
         channel.take()

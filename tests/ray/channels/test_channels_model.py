@@ -2,7 +2,7 @@
 
 Every interleaving of their steps and deaths is explored. The steps are those of mailbox.hpp: each
 compare-and-swap is one step, and between two of them anything else may happen. Other workers only
-delay the moment at which the driver may write its window, so one worker stands for all. A member
+delay the moment at which the driver may write its segment, so one worker stands for all. A member
 needs no calls: its time is up after each slice of a wait, and it waits again. Broken variants of
 the protocol show that the exploration finds such errors.
 """
@@ -13,13 +13,13 @@ from typing import NamedTuple
 import pytest
 
 # States of the word; states of a worker: not in a call, about to wait, looking at the word, running
-# a command and writing its window, about to leave (its time is up, or it was dismissed), dead.
+# a command and writing its segment, about to leave (its time is up, or it was dismissed), dead.
 AWAY, WAITING, COMMAND, BUSY = "AWAY", "WAITING", "COMMAND", "BUSY"
 OUT, ENTERS, LOOKS, RUNS, LEAVES, GOES, DEAD = (
     "out", "enters", "looks", "runs", "leaves", "goes", "dead"
 )  # fmt: skip
 # The driver's states towards a worker: idle, about to end a wait, has posted to an AWAY worker and
-# is about to look whether a call has not ended, about to call it, waits for it, reads its window.
+# is about to look whether a call has not ended, about to call it, waits for it, reads its segment.
 IDLE, DISMISSES, ASKS, CALLS, WAITS, READS = (
     "idle", "dismisses", "asks", "calls", "waits", "reads"
 )  # fmt: skip
@@ -39,14 +39,14 @@ class Channel(NamedTuple):
     ends: bool = True  # the worker has announced the end of its call, or is in none
     owed: int = 0  # commands that were posted and not run
     ended: bool = False  # the driver knows that the worker is dead
-    holds: bool = False  # whether the worker may read the driver's window
+    holds: bool = False  # whether the worker may read the driver's segment
     is_behind: bool = False  # a raw call was made after the last dismissal
     is_member: bool = False  # the worker returns to its mailbox by itself
 
 
 class State(NamedTuple):
     channel: Channel = Channel()
-    writes: bool = False  # whether the driver writes its window
+    writes: bool = False  # whether the driver writes its segment
 
 
 class ViolationError(AssertionError):
@@ -86,7 +86,7 @@ def driver_steps(channel: Channel, writes: bool, variant: str) -> Iterator[Chann
         and has_room
         and not (channel.ended or writes)
     ):
-        # The command mentions the driver's window: held from before it is posted.
+        # The command mentions the driver's segment: held from before it is posted.
         posted = channel._replace(word=COMMAND, owed=channel.owed + 1, holds=True)
         if channel.is_member or variant == "never calls":
             yield posted._replace(driver=WAITS)
@@ -194,9 +194,9 @@ def worker_steps(channel: Channel, variant: str) -> Iterator[Channel]:
 def check(state: State) -> None:
     channel = state.channel
     if channel.driver == READS and channel.worker == RUNS:
-        raise ViolationError("a window is read while it is written")
+        raise ViolationError("a segment is read while it is written")
     if channel.driver == READS and channel.word in (COMMAND, BUSY):
-        raise ViolationError("a window is read that may be half written")
+        raise ViolationError("a segment is read that may be half written")
     if state.writes and channel.holds and channel.worker != DEAD:
         raise ViolationError("the driver writes what a worker may read")
     if channel.worker == RUNS and RAW in channel.queue and channel.owed == 0:

@@ -77,7 +77,7 @@ class Versioned(PlainWorker):
 
 
 class Keeping(Versioned):
-    """Keeps the weights that it was sent as they came: in the driver's window."""
+    """Keeps the weights that it was sent as they came: in the driver's segment."""
 
     kept: Any = None
 
@@ -596,7 +596,7 @@ def test_results_that_the_caller_keeps_stay_as_they_are(make: Make) -> None:
 
 
 @pytest.mark.usefixtures("fair")
-def test_more_workers_than_once_had_windows_all_go_by_channels(make: Make, way: str) -> None:
+def test_more_workers_than_once_had_segments_all_go_by_channels(make: Make, way: str) -> None:
     count = 20
     group = make(count)
     group.step("ping")  # on a busy machine, the last of twenty processes starts much later
@@ -617,10 +617,10 @@ def test_more_workers_than_once_had_windows_all_go_by_channels(make: Make, way: 
         publications.publish()
 
 
-def test_weights_go_through_the_store_while_workers_keep_all_windows(
+def test_weights_go_through_the_store_while_workers_keep_all_segments(
     lend: Lend, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_driver_channel, "_MOST_WINDOWS", 3)
+    monkeypatch.setattr(_driver_channel, "_MOST_SEGMENTS", 3)
     group = lend(Keeping, 4, SIZE)
     publications, ways, used = Publications(group), set[str](), set[int]()
     for found in group.as_completed("work"):
@@ -628,6 +628,6 @@ def test_weights_go_through_the_store_while_workers_keep_all_windows(
         publications.publish()
         ways |= {*found.transports.values()}
         used |= {*found.used}
-        is_full = way == "store" or any("no window" in one for one in ways)
+        is_full = way == "store" or any("no segment" in one for one in ways)
         if is_full and len(used) == 4 and found.number is not None and found.number >= 40:
             break

@@ -83,7 +83,7 @@ def test_a_group_trains_a_model_without_a_framework(way: str) -> None:
 
 
 class Large(FlatWorker):
-    """Its weights lie in windows, as those of large models do."""
+    """Its weights lie in segments, as those of large models do."""
 
     def build(self, rank: int) -> Arrays:
         return Arrays({"w": np.full(40_000, rank + 1.0)})

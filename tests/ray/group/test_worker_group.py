@@ -782,15 +782,15 @@ def test_a_vector_goes_round_too(group: WorkerGroup) -> None:
     assert_all_have(group, start)
 
 
-def windows_of_this_process() -> int:
-    """The number of mapped windows that hold weights."""
+def segments_of_this_process() -> int:
+    """The number of mapped segments that hold weights."""
     lines = [one.split() for one in Path("/proc/self/maps").read_text().splitlines()]
     sizes = [one[0].split("-") for one in lines if "/memfd:flatweights" in one]
     return sum(int(end, 16) - int(begin, 16) >= 8 * LARGE for begin, end in sizes)
 
 
 def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> None:
-    others = windows_of_this_process()
+    others = segments_of_this_process()
     group = make(3, LARGE)
     group.broadcast(weights_of(1.0, LARGE))
     processes = [psutil.Process(pid) for pid in group.step("pid").values()]
@@ -799,10 +799,10 @@ def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> 
     late_round(group, tmp_path)
     kept = group.average("get_weights", min_results=1).weights
     expected = kept.copy()
-    before = windows_of_this_process()
+    before = segments_of_this_process()
     assert before > others + 1 or group._roster.channels.channels is None
     group.shutdown()
-    assert windows_of_this_process() <= others + 1, "that of the average at most"
+    assert segments_of_this_process() <= others + 1, "that of the average at most"
     assert same_bits(kept.buffer, expected.buffer)
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == []

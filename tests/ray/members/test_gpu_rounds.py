@@ -17,7 +17,7 @@ from gpus import shown_gpus
 from reference import same_bits
 
 import flatweights
-from flatweights.ray.channels._gpu_windows import MOST
+from flatweights.ray.channels._gpu_segments import MOST
 
 CALL = "called = member.average_variables(held{}); result = called.used, called.transports"
 HOLD = "held = Holder(weights_of(10 * {call} + rank), uuid)\n"
@@ -200,7 +200,7 @@ def test_a_late_member_reads_the_average_that_it_missed(start: Start) -> None:
     few = ", min_results=1, timeout=0.2"
     for call in range(2):
         expect(members, call, (0, 1), "gpu" if call else "shm", few)
-    for call in range(2, 9):  # more calls than rank 0 has windows
+    for call in range(2, 9):  # more calls than rank 0 has segments
         assert members.run(HOLD.format(call=call) + CALL.format(few), 0)[0][0] == (0,)
     assert members.run(HOLD.format(call=9) + CALL.format(few), 1)[1][0] == (0,)
     check_mean(members, 8, (0,), 1)
@@ -223,7 +223,7 @@ def test_what_a_setting_forbids_or_a_member_lacks_goes_through_the_host(start: S
     expect(members, 9, (0, 1), "shm")
     members.run("os.environ['FLATWEIGHTS_GPU'] = 'gpu'", 1)
     program = "try: member.average_variables(held)\nexcept ValueError as error: result = str(error)"
-    assert members.run(program, 1)[1] == "FLATWEIGHTS_GPU: expected host or windows, got 'gpu'"
+    assert members.run(program, 1)[1] == "FLATWEIGHTS_GPU: expected host or segments, got 'gpu'"
 
 
 def test_a_rule_takes_the_weights_through_the_host(start: Start) -> None:
@@ -258,53 +258,54 @@ def test_memory_that_is_short_on_the_gpu_is_taken_from_the_host(stand_in: str) -
         members.close()
 
 
-def test_windows_are_let_go(start: Start) -> None:
+def test_segments_are_let_go(start: Start) -> None:
     members = start(3)
     count = "result = len(os.listdir('/proc/self/fd'))"
     before = members.run(count)
     for call in range(3):
         program = f"held = Holder(weights_of({call}), uuid); {CALL.format('')}\n"
         members.run("for k in range(30):\n    " + program.replace("; ", "\n    ") + count)
-        for rank, descriptors in members.run(count).items():  # one for each window of each member
+        for rank, descriptors in members.run(count).items():  # one for each segment of each member
             assert descriptors - before[rank] <= 3 * MOST + 1
     meeting = members.meeting.meeting
     held: int = meeting.news.ask(lambda meeting: len(meeting._gpu._stayed), meeting)
     assert held <= 2
 
 
-def test_a_window_that_could_not_be_replaced_leaves_the_others_as_they_are(stand_in: str) -> None:
+def test_a_segment_that_could_not_be_replaced_leaves_the_others_as_they_are(stand_in: str) -> None:
     with gpu_processes(stand_in, 1) as (process,):
         lost, again = process.run(
-            "from flatweights.ray.channels._gpu_windows import FIRST, MOST, GpuWindows\n"
+            "from flatweights.ray.channels._gpu_segments import FIRST, MOST, GpuSegments\n"
             "held = {FIRST + at for at in range(MOST)}\n"
-            "windows = GpuWindows(1, lambda at: at in held and any(w[1] == at for w in placed))\n"
+            "segments = GpuSegments(1, lambda at: at in held and any(w[1] == at for w in placed))\n"
             "placed = []\n"
-            "for _ in held: placed.append(windows.take(uuid, 100).handle.placed)\n"
+            "for _ in held: placed.append(segments.take(uuid, 100).handle.placed)\n"
             "held.remove(FIRST + 1)\n"
             "driver.stand_in_cuda_fail(b'cuMemCreate', 2, 1)\n"
-            "try: windows.take(uuid, 10_000)\n"
+            "try: segments.take(uuid, 10_000)\n"
             "except MemoryError: pass\n"
             "driver.stand_in_cuda_fail(b'cuMemCreate', 0, 1)\n"
-            "lost = [k for k, one in enumerate(placed) if windows.find(one) is None]\n"
-            "result = lost, windows.take(uuid, 10_000).handle.placed in placed"
+            "lost = [k for k, one in enumerate(placed) if segments.find(one) is None]\n"
+            "result = lost, segments.take(uuid, 10_000).handle.placed in placed"
         )
     assert lost == [1]
-    assert not again  # others know a window by its number, and would read the memory of the old one
+    # others know a segment by its number, and would read the memory of the old one
+    assert not again
 
 
-def test_the_memory_of_a_window_goes_before_that_of_the_next(stand_in: str) -> None:
+def test_the_memory_of_a_segment_goes_before_that_of_the_next(stand_in: str) -> None:
     with gpu_processes(stand_in, 1, STAND_IN_CUDA_MEMORY=str(12 << 20)) as (process,):
         process.run(
-            "from flatweights.ray.channels._gpu_windows import FIRST, MOST, GpuWindows\n"
+            "from flatweights.ray.channels._gpu_segments import FIRST, MOST, GpuSegments\n"
             "held = set()\n"
-            "windows = GpuWindows(1, held.__contains__)\n"
-            "for at in range(MOST): windows.take(uuid, 1 << 20); held.add(FIRST + at)\n"
+            "segments = GpuSegments(1, held.__contains__)\n"
+            "for at in range(MOST): segments.take(uuid, 1 << 20); held.add(FIRST + at)\n"
             "held.remove(FIRST)\n"
-            "windows.take(uuid, 5 << 20)"  # 6 MiB, as well as three of 2 MiB
+            "segments.take(uuid, 5 << 20)"  # 6 MiB, as well as three of 2 MiB
         )
 
 
-def test_windows_of_members_that_are_gone_are_let_go(start: Start) -> None:
+def test_segments_of_members_that_are_gone_are_let_go(start: Start) -> None:
     members = start(3)
     few = ", min_results=1"
     count = "result = len(os.listdir('/proc/self/fd'))"
@@ -323,7 +324,7 @@ def test_windows_of_members_that_are_gone_are_let_go(start: Start) -> None:
     assert counts[-1] == counts[1]
 
 
-def test_a_window_for_which_the_host_lacks_a_descriptor_is_read_by_the_host(start: Start) -> None:
+def test_a_segment_for_which_the_host_lacks_a_descriptor_is_read_by_the_host(start: Start) -> None:
     members = start(2)
     program = "called = member.broadcast_variables(held, root=1); result = called.transports"
     members.run(HOLD.format(call=0) + program)

@@ -793,7 +793,7 @@ def test_join_without_arguments_is_for_ray_train() -> None:
         join()
 
 
-def test_a_member_that_has_left_gives_its_windows_back(puppets: Puppets) -> None:
+def test_a_member_that_has_left_gives_its_segments_back(puppets: Puppets) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:flatweights")
 

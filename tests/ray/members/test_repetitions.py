@@ -177,7 +177,7 @@ def average_in_turns(member: Member, kinds: list[Held], steps: int) -> None:
             assert (array == 100.0 * kind + step + 0.5).all()
 
 
-def test_many_small_kinds_of_calls_share_windows(threads: ThreadPoolExecutor) -> None:
+def test_many_small_kinds_of_calls_share_segments(threads: ThreadPoolExecutor) -> None:
     """As the moments of many layers, and of a few large models, in each step."""
     meeting = Watched(2)
     sizes = [*range(3, 43), *range(40_000, 40_012)]
@@ -323,8 +323,8 @@ def test_a_host_that_does_not_know_a_number_asks_for_the_whole(
     assert all_of(threads, meeting.members, act) == [[step + 0.5 for step in range(12)]] * 2
 
 
-def test_a_window_that_is_held_is_not_written(threads: ThreadPoolExecutor) -> None:
-    """A member that keeps the host's window, or whose window the host keeps, gets another."""
+def test_a_segment_that_is_held_is_not_written(threads: ThreadPoolExecutor) -> None:
+    """A member that keeps the host's segment, or whose segment the host keeps, gets another."""
     meeting = Watched(2)
 
     def act(member: Member) -> None:
@@ -582,7 +582,7 @@ def test_a_signal_handler_in_a_repeated_call_cannot_make_another(
     assert ["this thread is in a call of the member already" in text for text in told] == [True]
 
 
-def test_small_kinds_beyond_the_shared_windows_leave_windows_to_others(
+def test_small_kinds_beyond_the_shared_segments_leave_segments_to_others(
     threads: ThreadPoolExecutor,
 ) -> None:
     """As in a program whose phases have layers of their own."""

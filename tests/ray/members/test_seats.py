@@ -29,7 +29,7 @@ from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._member_channel import HostDiedError, MemberChannel
 from flatweights.ray.channels._message import buffer_message
 from flatweights.ray.channels._protocol import NUMBER
-from flatweights.ray.channels._windows import Windows
+from flatweights.ray.channels._segments import Segments
 from flatweights.ray.core._asks import Ask, Outcome
 from flatweights.ray.core._peer import State
 from flatweights.ray.members import _seats
@@ -229,7 +229,7 @@ def test_a_call_that_raises_keeps_no_memory_that_the_host_maps() -> None:
     gc.collect()
     gc.disable()
     try:
-        for _ in range(8):  # twice as often as there are windows
+        for _ in range(8):  # twice as often as there are segments
             with pytest.raises(ValueError, match="NaN"):
                 member.average(np.full(1000, np.nan))
         assert mean_of(member, 1.0)[0] == 1.0
@@ -898,12 +898,12 @@ def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
     channel: MemberChannel = late._host._channel  # type: ignore[attr-defined]
     ask = Ask("average", weights.layout.digest, min_results=1)
     body = pickle.dumps((tuple(ask), weights.layout.pickled))
-    with monkeypatch.context() as patch:  # no window of the host is free
+    with monkeypatch.context() as patch:  # no segment of the host is free
         patch.setattr(
             _seats,
             "buffer_message",
-            lambda kind, body, buffer, windows: (
-                buffer_message(kind, body, None, windows) if buffer is None else None
+            lambda kind, body, buffer, segments: (
+                buffer_message(kind, body, None, segments) if buffer is None else None
             ),
         )
         assert channel.ask(body, late._host.new_buffer(weights.layout), is_urgent=True)
@@ -972,7 +972,7 @@ def test_an_answer_of_a_branch_replaces_no_outcome_that_another_has_still_to_fet
     monkeypatch.setattr(ray, "get", lambda _: buffer)
     tokens = [b"%016d" % rank for rank in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(Windows, "copy_in", lambda *_: None)  # no window is free
+        patch.setattr(Segments, "copy_in", lambda *_: None)  # no segment is free
         made.news.ask(made.post, BranchOutcome(3, b"average", [None], tokens))
     numbers = [NUMBER.unpack(channel.outcome(PATIENCE)[0])[0] for channel in channels]
     for number in numbers:

@@ -124,7 +124,7 @@ def test_table_marks_the_way_that_is_chosen() -> None:
     assert lines[-2].startswith("M: the bytes of the model. N workers on K nodes, W on each.")
 
 
-def test_a_round_over_channels_keeps_a_window_of_each_worker_and_three_of_the_driver() -> None:
+def test_a_round_over_channels_keeps_a_segment_of_each_worker_and_three_of_the_driver() -> None:
     table = plan(nodes=1, workers=4, model="200MB", link="10Gbit")
     assert str(table).startswith("1 node of 4 workers, 200 MB")
     assert table.chosen.kept == 7 * 200e6

@@ -31,9 +31,9 @@ from flatweights.ray.channels._protocol import (
     WEIGHTS,
     WELCOME,
 )
-from flatweights.ray.channels._windows import Extent, Windows
+from flatweights.ray.channels._segments import Extent, Segments
 
-_MOST_WINDOWS = 64  # the number of counts in a mailbox; windows are made when they are needed
+_MOST_SEGMENTS = 64  # the number of counts in a mailbox; segments are made when they are needed
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
 _TOKEN = 16
 _NOTHING = pickle.dumps(None, protocol=5)  # the most frequent answer
@@ -70,29 +70,29 @@ class DriverChannel(ChannelEnd):
         self.post(Message(join_message(kind, body), []), None)
 
     def post(
-        self, command: Message, windows: Windows | None, asleep: list[_core.Mailbox] | None = None
+        self, command: Message, segments: Segments | None, asleep: list[_core.Mailbox] | None = None
     ) -> bool:
         """Post a command; return whether a Ray call that takes it exists; if not, call `serve`.
 
         Args:
             command: The command.
-            windows: The windows of this process, if the command has buffers.
+            segments: The segments of this process, if the command has buffers.
             asleep: A list to which the mailbox is added, so that `Mailbox.wake` can wake its
                 worker with others. If None, this wakes the worker.
 
         Raises:
             ChannelError: If the worker has not answered the last command.
-            OSError: If the worker is dead, or does not take new windows.
+            OSError: If the worker is dead, or does not take new segments.
             Exception: If the last answer was not read before, and cannot be read now.
         """
         if not self.mailbox.is_answered:
             raise ChannelError("the last command was not answered")
         try:
-            if not self._is_read:  # once it is read, the worker reuses its window
+            if not self._is_read:  # once it is read, the worker reuses its segment
                 self.take()
             if command.extents:
-                assert windows is not None
-                self.share(windows, command.extents)
+                assert segments is not None
+                self.share(segments, command.extents)
             if failpoints.hook is not None:
                 failpoints.reach("shared")
             self._sent, self._is_read = command.extents, False
@@ -111,8 +111,8 @@ class DriverChannel(ChannelEnd):
         self._sent, self._is_read = extents, False
 
     @property
-    def peer_windows(self) -> dict[int, tuple[int, _core.PeerWindow]]:
-        """The worker's windows, by index, with their generations; it changes as they come."""
+    def peer_segments(self) -> dict[int, tuple[int, _core.PeerSegment]]:
+        """The worker's segments, by index, with their generations; it changes as they come."""
         return self._of_peer
 
     def serve(self, call: Callable[[int], Any]) -> None:
@@ -130,11 +130,11 @@ class DriverChannel(ChannelEnd):
         self.calls.pop(self._count - _CALLS_KEPT, None)
 
     def is_holding(self, index: int) -> bool:
-        """Whether the worker holds, or has yet to read, a view of the driver's window ``index``."""
+        """Whether the worker holds, or will read, a view of the driver's segment ``index``."""
         return self.mailbox.holds(True, index) > 0
 
     def count_views(self) -> int:
-        """Return the number of views that this process has of the worker's windows."""
+        """Return the number of views that this process has of the worker's segments."""
         return sum(self.mailbox.holds(False, index) for index in self._of_peer)
 
     def latest_call(self) -> Any:
@@ -151,7 +151,7 @@ class DriverChannel(ChannelEnd):
     def take(self) -> tuple[int, Any]:
         """Return kind and content of the answer; arrays are views, valid until the next command.
 
-        A view may be kept longer: as long as it exists, its window is not written.
+        A view may be kept longer: as long as it exists, its segment is not written.
 
         Returns:
             One of the kinds in `flatweights.ray.channels._protocol`; and, for ``VALUE``, the
@@ -194,11 +194,11 @@ class DriverChannel(ChannelEnd):
 
 
 class Channels:
-    """The channels of one driver: its socket, its doorbell, and its windows.
+    """The channels of one driver: its socket, its doorbell, and its segments.
 
     Attributes:
         address: The address at which workers connect.
-        windows: The windows that this process writes.
+        segments: The segments that this process writes.
     """
 
     def __init__(self) -> None:
@@ -222,8 +222,8 @@ class Channels:
         self._channels: dict[int, DriverChannel] = {}  # by descriptor
         self._process = os.getpid()
         self._waits: dict[int, float] = {}  # by missing answers, seconds of the last wait
-        # A bound method would be a cycle, and keep the windows until the next collection.
-        self.windows = Windows(_MOST_WINDOWS, functools.partial(_is_held, self._channels))
+        # A bound method would be a cycle, and keep the segments until the next collection.
+        self.segments = Segments(_MOST_SEGMENTS, functools.partial(_is_held, self._channels))
 
     def new_token(self) -> bytes:
         """Return a token by which the driver recognises a worker."""
@@ -321,7 +321,7 @@ class Channels:
     def repeated_calls(self, channels: Sequence[DriverChannel]) -> _core.RepeatedCalls:
         """Return calls that the workers at the ends of ``channels`` may repeat: none so far."""
         boxes = [channel.mailbox for channel in channels]
-        return _core.RepeatedCalls(boxes, [channel.peer_windows for channel in channels])
+        return _core.RepeatedCalls(boxes, [channel.peer_segments for channel in channels])
 
     def run_repeated(
         self, calls: _core.RepeatedCalls, number: int, seconds: float, seen: list[float]
@@ -341,9 +341,9 @@ class Channels:
         self._doorbell.ring()
 
     def give_up(self, channel: DriverChannel) -> None:
-        """Post nothing to ``channel`` any more; close it once its worker holds none of `windows`.
+        """Post nothing to ``channel`` any more; close it once its worker holds none of `segments`.
 
-        Until then the channel stays open, since its counts protect windows that the worker may
+        Until then the channel stays open, since its counts protect segments that the worker may
         still read. The worker drops its own end when it attaches anew.
         """
         channel.is_given_up = True
@@ -352,11 +352,11 @@ class Channels:
 
     def _drop_given_up(self) -> None:
         for channel in [*self._channels.values()]:
-            if channel.is_given_up and not any(map(channel.is_holding, range(_MOST_WINDOWS))):
+            if channel.is_given_up and not any(map(channel.is_holding, range(_MOST_SEGMENTS))):
                 self._drop(channel)
 
     def _drop(self, channel: DriverChannel) -> None:
-        """Close the channel of a worker that is dead, or no longer reads any window."""
+        """Close the channel of a worker that is dead, or no longer reads any segment."""
         descriptor = next((d for d, known in self._channels.items() if known is channel), None)
         if descriptor is not None:
             del self._channels[descriptor]
@@ -365,12 +365,12 @@ class Channels:
         channel.close()
 
     def close(self) -> None:
-        """Close everything, and release all windows; views of them stay valid."""
+        """Close everything, and release all segments; views of them stay valid."""
         self._listener.close()
         for channel in [*self._channels.values(), *self._met.all()]:
             self._drop(channel)
-            channel.forget_windows()
-        self.windows.clear()
+            channel.forget_segments()
+        self.segments.clear()
         self._poll.close()
 
 
@@ -427,5 +427,5 @@ class _Met:
 
 
 def _is_held(channels: Mapping[int, DriverChannel], index: int) -> bool:
-    """Whether a worker holds a view of the driver's window ``index``."""
+    """Whether a worker holds a view of the driver's segment ``index``."""
     return bool([True for channel in channels.values() if channel.mailbox.holds(True, index)])

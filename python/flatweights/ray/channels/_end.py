@@ -1,7 +1,7 @@
-"""The parts that both ends of a channel share: the mailbox, the socket, the peer's windows.
+"""The parts that both ends of a channel share: the mailbox, the socket, the peer's segments.
 
 A channel leads from a driver to one worker on the same machine. The worker connects to an
-abstract Unix socket of the driver and hands over its mailbox; windows follow over the socket
+abstract Unix socket of the driver and hands over its mailbox; segments follow over the socket
 as they are made, before a message mentions them. The socket stays open, and its end of file
 tells each side that the other is dead. Both check that the peer belongs to the same user.
 """
@@ -14,11 +14,11 @@ import struct
 from typing import Any
 
 from flatweights import _core
-from flatweights.ray.channels._gpu_windows import Handle
-from flatweights.ray.channels._windows import Extent, Windows
+from flatweights.ray.channels._gpu_segments import Handle
+from flatweights.ray.channels._segments import Extent, Segments
 from flatweights.ray.core._asks import Placed
 
-_WINDOW = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
+_SEGMENT = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
 _OWNER = struct.Struct("<I")
 _MOST = 512  # bytes of a packet
 
@@ -80,19 +80,19 @@ class ChannelEnd:
         self.is_closed = False
         self.parting = ""
         self._is_worker = is_worker
-        self._of_peer: dict[int, tuple[int, _core.PeerWindow]] = {}
-        self._peer_has: dict[int, int] = {}  # by index, the generation of the window
+        self._of_peer: dict[int, tuple[int, _core.PeerSegment]] = {}
+        self._peer_has: dict[int, int] = {}  # by index, the generation of the segment
         self._refused: Exception | None = None  # the error of the last packet
         self._handles: dict[tuple[int, int], Handle] = {}  # by owner and index: what it was sent
         self._sent_handles: dict[tuple[int, int], int] = {}  # by owner and index, the generation
 
     def close(self) -> None:
-        """Close the socket; views of windows stay valid."""
+        """Close the socket; views of segments stay valid."""
         self.is_closed = True
         self.connection.close()
 
-    def forget_windows(self) -> None:
-        """Unmap the peer's windows without a live view; no message can be read any more."""
+    def forget_segments(self) -> None:
+        """Unmap the peer's segments without a live view; no message can be read any more."""
         self._of_peer.clear()
         self._handles.clear()
 
@@ -101,8 +101,8 @@ class ChannelEnd:
         with contextlib.suppress(OSError):  # the peer is dead, or its socket is full
             self.connection.send(b"P" + words.encode()[: _MOST - 1])
 
-    def share(self, windows: Windows, extents: list[Extent]) -> None:
-        """Count this side's windows in ``extents`` as held by the peer; send it missing windows.
+    def share(self, segments: Segments, extents: list[Extent]) -> None:
+        """Count this side's segments in ``extents`` as held by the peer; send it missing segments.
 
         Raises:
             OSError: If the peer is dead, or its socket is full.
@@ -111,22 +111,22 @@ class ChannelEnd:
         for index, generation, _, _ in extents:
             if index in sent and sent[index] == generation:
                 continue
-            window = windows[index]
-            packet = _WINDOW.pack(index, generation, window.nbytes, window.nonce)
-            socket.send_fds(self.connection, [b"W" + packet], [window.descriptor])
+            segment = segments[index]
+            packet = _SEGMENT.pack(index, generation, segment.nbytes, segment.nonce)
+            socket.send_fds(self.connection, [b"W" + packet], [segment.descriptor])
             sent[index] = generation
-            if self._is_worker:  # a worker's windows have one reader
-                window.close_descriptor()
+            if self._is_worker:  # a worker's segments have one reader
+                segment.close_descriptor()
         for index, _, _, _ in extents:
             self.mailbox.add_hold(not self._is_worker, index)
 
     def release(self, extents: list[Extent]) -> None:
         """Undo `share` for ``extents`` that the peer will never read."""
         for extent in extents:
-            self.mailbox.drop_hold(not self._is_worker, extent.window)
+            self.mailbox.drop_hold(not self._is_worker, extent.segment)
 
     def send_handle(self, handle: Handle) -> None:
-        """Tell the peer of a window in a GPU's memory, unless it knows of it.
+        """Tell the peer of a segment in a GPU's memory, unless it knows of it.
 
         Raises:
             OSError: If the peer is dead, or its socket is full.
@@ -156,7 +156,7 @@ class ChannelEnd:
         return self._handles.get(handle.placed[:2]) is handle
 
     def handle_of(self, placed: Placed) -> Handle:
-        """Return the handle of a window that the peer has told of.
+        """Return the handle of a segment that the peer has told of.
 
         Raises:
             ChannelError: If it has not.
@@ -167,21 +167,23 @@ class ChannelEnd:
                 return handle
             if not is_last:
                 self.receive()
-        raise self._missing(f"window {placed.window} of seat {placed.owner} on a GPU was not sent")
+        raise self._missing(
+            f"segment {placed.segment} of seat {placed.owner} on a GPU was not sent"
+        )
 
     def read(self) -> tuple[int, list[Any], bytes]:
         """Return kind, buffers and body of the peer's message.
 
-        The buffers are read-only views of the peer's windows. Each counts as held as long as it
+        The buffers are read-only views of the peer's segments. Each counts as held as long as it
         exists.
 
         Raises:
-            ChannelError: If the peer has not sent a window of the message, or it cannot be mapped.
+            ChannelError: If the peer has not sent a segment of the message, or it cannot be mapped.
             ValueError: If the message is malformed.
         """
         try:
             return self.mailbox.read_message(self._is_worker, self._of_peer)
-        except IndexError:  # the window may have been sent since the last `receive`
+        except IndexError:  # the segment may have been sent since the last `receive`
             pass
         try:
             self.receive()
@@ -246,13 +248,13 @@ class ChannelEnd:
         if kind == b"F" and not descriptors:
             self.forget_handles(*_OWNER.unpack(body))
             return
-        if kind != b"W" or len(body) != _WINDOW.size or len(descriptors) != 1:
-            raise ChannelError(f"expected a window, got a packet {kind!r} of {len(body)} bytes")
-        index, generation, nbytes, nonce = _WINDOW.unpack(body)
-        window = _core.PeerWindow(descriptors[0], nonce)
-        if window.nbytes != nbytes:
-            raise ChannelError(f"window {index}: expected {nbytes} bytes, got {window.nbytes}")
-        self._of_peer[index] = generation, window
+        if kind != b"W" or len(body) != _SEGMENT.size or len(descriptors) != 1:
+            raise ChannelError(f"expected a segment, got a packet {kind!r} of {len(body)} bytes")
+        index, generation, nbytes, nonce = _SEGMENT.unpack(body)
+        segment = _core.PeerSegment(descriptors[0], nonce)
+        if segment.nbytes != nbytes:
+            raise ChannelError(f"segment {index}: expected {nbytes} bytes, got {segment.nbytes}")
+        self._of_peer[index] = generation, segment
 
 
 _PEER = struct.Struct("3i")  # process, user, group

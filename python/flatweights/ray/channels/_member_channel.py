@@ -18,7 +18,7 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._message import buffer_message
 from flatweights.ray.channels._protocol import ASK
-from flatweights.ray.channels._windows import Windows
+from flatweights.ray.channels._segments import Segments
 from flatweights.ray.channels._worker_channel import WorkerChannel
 
 SLICE = 0.25  # seconds between two checks that the host is alive
@@ -30,19 +30,19 @@ class HostDiedError(RuntimeError):
 
 
 class Shortcut(NamedTuple):
-    """The way to ask for a call again, without Python; valid until windows change.
+    """The way to ask for a call again, without Python; valid until segments change.
 
     Attributes:
         exchange: Asks and waits; see `_core.RepeatedAsk.exchange`. If it returns a truth value,
             that is to become `MemberChannel.pending`.
-        memory: The memory in a window from which the host reads the weights.
-        windows: The windows of the channel.
+        memory: The memory in a segment from which the host reads the weights.
+        segments: The segments of the channel.
         changes: How often they had changed.
     """
 
     exchange: Callable[[float, float], Any]
     memory: NDArray[np.uint8]
-    windows: Windows
+    segments: Segments
     changes: int
 
 
@@ -57,25 +57,26 @@ class MemberChannel(WorkerChannel):
     pending: bool | None = None
 
     def close(self) -> None:
-        """Close the socket, and release the memory of all windows without a live array."""
+        """Close the socket, and release the memory of all segments without a live array."""
         super().close()
-        self.forget_windows()
-        self._windows.clear()
+        self.forget_segments()
+        self._segments.clear()
 
     def offer(self, nbytes: int) -> None:
-        """Offer a free window to the next buffer of ``nbytes`` that this thread makes."""
-        self._windows.offer(nbytes)
+        """Offer a free segment to the next buffer of ``nbytes`` that this thread makes."""
+        self._segments.offer(nbytes)
 
     def count_holds(self, index: int) -> int:
-        """Return how often others hold this member's window ``index``."""
+        """Return how often others hold this member's segment ``index``."""
         return self.mailbox.holds(False, index)
 
     def ask(
         self, body: bytes, buffer: NDArray[np.uint8] | None, *, is_urgent: bool, kind: int = ASK
     ) -> bool:
-        """Answer the last command with ``body``, and a buffer that lies in a window.
+        """Answer the last command with ``body``, and a buffer that lies in a segment.
 
-        A buffer that lies elsewhere is copied into a window. It must not change before the outcome.
+        A buffer that lies elsewhere is copied into a segment. It must not change before the
+        outcome.
 
         Args:
             body: The ask.
@@ -84,7 +85,7 @@ class MemberChannel(WorkerChannel):
             kind: The kind of answer.
 
         Returns:
-            False, with nothing sent, if no window is free and none can be made.
+            False, with nothing sent, if no segment is free and none can be made.
 
         Raises:
             HostDiedError: If the host is gone.
@@ -93,13 +94,13 @@ class MemberChannel(WorkerChannel):
             self.receive()
         if self.is_closed or self._doorbell is None:
             raise HostDiedError("the host has closed its end")
-        message = buffer_message(kind, body, buffer, self._windows)
+        message = buffer_message(kind, body, buffer, self._segments)
         if message is None:
             return False
         try:
-            self.share(self._windows, message.extents)
+            self.share(self._segments, message.extents)
         except OSError as error:
-            raise HostDiedError(f"a window was not sent: {error}") from error
+            raise HostDiedError(f"a segment was not sent: {error}") from error
         reach("asking")
         self.mailbox.answer_with(message.content, 0)
         if is_urgent:
@@ -113,15 +114,15 @@ class MemberChannel(WorkerChannel):
         """Return the way to ask again for ``call``, with weights where ``buffer`` is.
 
         Returns:
-            None, if it does not lie in a window.
+            None, if it does not lie in a segment.
         """
-        windows = self._windows
-        extent = windows.find(buffer)
+        segments = self._segments
+        extent = segments.find(buffer)
         if extent is None or self._doorbell is None:
             return None
         ask = _core.RepeatedAsk(self.mailbox, self._doorbell, self._of_peer, call, extent)
-        memory = windows[extent.window].memory()[extent.offset : extent.offset + extent.nbytes]
-        return Shortcut(ask.exchange, memory, windows, windows.changes)
+        memory = segments[extent.segment].memory()[extent.offset : extent.offset + extent.nbytes]
+        return Shortcut(ask.exchange, memory, segments, segments.changes)
 
     def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         """Wait for the next command; return its body, its buffers and its kind.

@@ -1,11 +1,11 @@
-"""The messages in mailboxes, commands and answers: pickles whose large buffers lie in windows.
+"""The messages in mailboxes, commands and answers: pickles whose large buffers lie in segments.
 
 A message is a header, a table of buffers, and a body of pickle's protocol 5. The table gives
-the window, its generation, the offset and the size of each buffer. A value that is too large for
+the segment, its generation, the offset and the size of each buffer. A value that is too large for
 a mailbox, or refers to objects of Ray, cannot be a message: it goes through Ray.
 
 A command is a method's name, its arguments and its keyword arguments. Its answer is the result,
-whose large buffers lie in a window of the worker, to be read in place.
+whose large buffers lie in a segment of the worker, to be read in place.
 """
 
 import io
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._weights import FlatWeights
-from flatweights.ray.channels._windows import Extent, Windows
+from flatweights.ray.channels._segments import Extent, Segments
 
 # The core reads headers; both ends are on one machine, so the byte order is native.
 _HEADER = struct.Struct("=II")  # kind, number of buffers
@@ -105,27 +105,27 @@ def join_message(kind: int, body: bytes, extents: Sequence[Extent] = ()) -> byte
 
 
 def buffer_message(
-    kind: int, body: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
+    kind: int, body: bytes, buffer: NDArray[np.uint8] | None, segments: Segments
 ) -> Message | None:
     """Return a message of a body and at most one buffer, to which nobody writes any more.
 
-    The buffer is not moved if it lies in a window; else it is copied into one.
+    The buffer is not moved if it lies in a segment; else it is copied into one.
 
     Args:
         kind: The kind of message.
         body: The body.
         buffer: The buffer; a buffer without bytes is left out.
-        windows: The windows of this process.
+        segments: The segments of this process.
 
     Returns:
-        None if the body is too long, or no window is free.
+        None if the body is too long, or no segment is free.
     """
     extents: list[Extent] = []
     if not fits(body, 1):
         return None
     if buffer is not None and buffer.nbytes:
-        extent = windows.find(buffer)
-        copied = windows.copy_in([buffer.data]) if extent is None else [extent]
+        extent = segments.find(buffer)
+        copied = segments.copy_in([buffer.data]) if extent is None else [extent]
         if copied is None:
             return None
         extents = copied
@@ -133,24 +133,24 @@ def buffer_message(
 
 
 def make_message(
-    kind: int, box: list[Any], windows: Windows, *, frozen: bool, is_known_plain: bool = False
+    kind: int, box: list[Any], segments: Segments, *, frozen: bool, is_known_plain: bool = False
 ) -> Message | None:
     """Return a message with the value in ``box``.
 
-    Buffers that lie in windows are not moved, unless a process could still write to them;
-    others are copied into a window, once.
+    Buffers that lie in segments are not moved, unless a process could still write to them;
+    others are copied into a segment, once.
 
     Args:
         kind: The kind of message.
         box: A list that holds only the value. It is emptied, so that this function can tell
             whether anything else refers to the value; without a message, the value is put back.
-        windows: The windows of this process.
+        segments: The segments of this process.
         frozen: Whether read-only buffers are never written to. If not, a buffer that lies in a
-            window is copied if an array over it is still alive.
+            segment is copied if an array over it is still alive.
         is_known_plain: See `pickled`.
 
     Returns:
-        None if the value is too large, no window is free, or it cannot be pickled for a channel.
+        None if the value is too large, no segment is free, or it cannot be pickled for a channel.
     """
     try:
         body, buffers = pickled(box[0], is_known_plain=is_known_plain)
@@ -161,37 +161,37 @@ def make_message(
     if not buffers:
         box.clear()
         return Message(join_message(kind, body), [])
-    extents = [windows.find(b) if b.readonly or not frozen else None for b in buffers]
-    filled: int | None = None  # the window of the copies, which nobody holds yet
+    extents = [segments.find(b) if b.readonly or not frozen else None for b in buffers]
+    filled: int | None = None  # the segment of the copies, which nobody holds yet
     if None in extents:
         outside = {i: buffers[i] for i, extent in enumerate(extents) if extent is None}
-        copied = _copy_in(windows, extents, outside)
+        copied = _copy_in(segments, extents, outside)
         if not copied:
             return None
-        filled = copied[0].window
+        filled = copied[0].segment
         del outside
     # From here on nothing in this function keeps the value alive.
     del buffers
     box.clear()
     whole = [extent for extent in extents if extent is not None]
     if not frozen:
-        kept = {i: extent for i, extent in enumerate(whole) if windows.is_taken(extent)}
-        if kept and not _copy_in(windows, whole, kept, besides=filled):
-            copies = [*map(windows.copy_of, whole)]
+        kept = {i: extent for i, extent in enumerate(whole) if segments.is_taken(extent)}
+        if kept and not _copy_in(segments, whole, kept, besides=filled):
+            copies = [*map(segments.copy_of, whole)]
             box.append(pickle.loads(body, buffers=copies))
             return None
     return Message(join_message(kind, body, whole), whole)
 
 
 def _copy_in(
-    windows: Windows,
+    segments: Segments,
     extents: list[Any],
     sources: Mapping[int, memoryview | Extent],
     *,
     besides: int | None = None,
 ) -> list[Extent] | None:
-    """Copy the ``sources`` into a window, and note their extents; see `Windows.copy_in`."""
-    copied = windows.copy_in([*sources.values()], besides=besides)
+    """Copy the ``sources`` into a segment, and note their extents; see `Segments.copy_in`."""
+    copied = segments.copy_in([*sources.values()], besides=besides)
     if copied is not None:
         for i, extent in zip(sources, copied, strict=True):
             extents[i] = extent

@@ -11,7 +11,7 @@ REFUSAL = b"N"  # it does not expect the worker
 # Kinds of commands. The others than `COMMAND` are for members of a meeting. The core knows the
 # numbers of REPEATED and REPEAT (repeated_calls.hpp).
 COMMAND = 0
-REDUCE = 1  # average windows of a GPU; answered by REDUCED
+REDUCE = 1  # average segments of a GPU; answered by REDUCED
 RESEND = 2  # send the last ask again, whole, with weights in memory of the host
 REPEATED = 3  # the outcome of a call that all have repeated; holds a `TOLD_AGAIN` and a buffer
 

@@ -31,7 +31,7 @@ from flatweights.ray.channels._protocol import (
     WEIGHTS,
     WELCOME,
 )
-from flatweights.ray.channels._windows import Windows
+from flatweights.ray.channels._segments import Segments
 
 LINGER = 0.01
 """Seconds for which a worker waits for the next command."""
@@ -46,7 +46,7 @@ running command.
 PATIENCE = 5.0
 """Seconds in which a driver has to accept a connection."""
 
-_MOST_WINDOWS = 4
+_MOST_SEGMENTS = 4
 _PAUSE = 0.001  # seconds until the next attempt to connect, at first; twice as long each time
 
 
@@ -92,7 +92,7 @@ class WorkerChannel(ChannelEnd):
         connection = _connect(address, b"H" + token + mailbox.nonce, mailbox.descriptor, patience)
         super().__init__(connection, mailbox, is_worker=True)
         self.mailbox.close_descriptor()
-        self._windows = Windows(_MOST_WINDOWS, functools.partial(self.mailbox.holds, False))
+        self._segments = Segments(_MOST_SEGMENTS, functools.partial(self.mailbox.holds, False))
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
         if kind == b"D" and len(descriptors) == 2 and self._doorbell is None:
@@ -156,7 +156,7 @@ class WorkerChannel(ChannelEnd):
             if self._doorbell is None:
                 self.receive()
             _, buffers, body = self.read()
-            if self._doorbell is None:  # checked after `read`, so that no window stays held
+            if self._doorbell is None:  # checked after `read`, so that no segment stays held
                 raise self._missing("expected a doorbell, got none")
         except (ChannelError, OSError, ValueError, MemoryError) as error:
             self._is_broken = True
@@ -169,16 +169,16 @@ class WorkerChannel(ChannelEnd):
             del buffers
         if failpoints.hook is not None:
             failpoints.reach("read")
-        if self._is_copy_left:  # later results are made in windows, and never reuse that memory
+        if self._is_copy_left:  # later results are made in segments, and never reuse that memory
             self._is_copy_left = False
             _core.clear_pool()
         if self._last_nbytes:
-            self._windows.offer(self._last_nbytes, most_taken=2)
+            self._segments.offer(self._last_nbytes, most_taken=2)
         try:
             box.append(getattr(worker, method)(*args, **kwargs))
         finally:
             _core.withdraw_offer()
-            # The driver must not see the answer while views of its windows are alive.
+            # The driver must not see the answer while views of its segments are alive.
             del args, kwargs, body
         if failpoints.hook is not None:
             failpoints.reach("run")
@@ -186,12 +186,12 @@ class WorkerChannel(ChannelEnd):
         layout = self._layout
         if message is None:
             layout = box[0].layout if type(box[0]) is FlatWeights else layout
-            message = make_message(VALUE, box, self._windows, frozen=False)
+            message = make_message(VALUE, box, self._segments, frozen=False)
         if message is None:
             return None
         answer, extents = message
         try:
-            self.share(self._windows, extents)
+            self.share(self._segments, extents)
         except OSError:  # the driver is gone, or its socket is full
             box.append(self._value_of(message))
             return None
@@ -211,30 +211,30 @@ class WorkerChannel(ChannelEnd):
         """Return the value of an answer that cannot be sent, in memory of its own."""
         header = len(join_message(VALUE, b"", message.extents))
         body = message.content[header:]
-        copies = [*map(self._windows.copy_of, message.extents)]
+        copies = [*map(self._segments.copy_of, message.extents)]
         if message.content.startswith(join_message(WEIGHTS, self._digest, message.extents)):
             assert self._layout is not None
             return FlatWeights.wrap(copies[0], self._layout)
         return pickle.loads(body, buffers=copies)
 
     def _weights_message(self, box: list[Any]) -> Message | None:
-        """Return a message with weights that lie in a window, in a layout that the driver knows.
+        """Return a message with weights that lie in a segment, in a layout that the driver knows.
 
         Returns:
-            None for other results, or if no window is free.
+            None for other results, or if no segment is free.
         """
         weights = box[0]
         if type(weights) is not FlatWeights or weights.layout is not self._layout:
             return None
-        extent = self._windows.find(weights.buffer)
+        extent = self._segments.find(weights.buffer)
         if extent is None:
             return None
         box.clear()
         del weights
-        if self._windows.is_taken(extent):  # an array over them is alive, and may be written to
-            copied = self._windows.copy_in([extent])
+        if self._segments.is_taken(extent):  # an array over them is alive, and may be written to
+            copied = self._segments.copy_in([extent])
             if copied is None:
-                box.append(FlatWeights.wrap(self._windows.copy_of(extent), self._layout))
+                box.append(FlatWeights.wrap(self._segments.copy_of(extent), self._layout))
                 return None
             (extent,) = copied
         return Message(join_message(WEIGHTS, self._digest, [extent]), [extent])

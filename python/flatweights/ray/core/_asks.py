@@ -55,13 +55,13 @@ class Placed(NamedTuple):
     """Where weights are on a GPU.
 
     Attributes:
-        owner: The number of the seat whose window it is.
-        window: The index of the window among those of its owner.
-        generation: The number of windows that have had this index.
+        owner: The number of the seat whose segment it is.
+        segment: The index of the segment among those of its owner.
+        generation: The number of segments that have had this index.
     """
 
     owner: int
-    window: int
+    segment: int
     generation: int
 
 
@@ -70,7 +70,7 @@ class OnGpu(NamedTuple):
 
     Attributes:
         uuid: The UUID of the GPU.
-        placed: The window of the member that has the values; None, if they come through memory of
+        placed: The segment of the member that has the values; None, if they come through memory of
             the host.
     """
 
@@ -132,8 +132,8 @@ class Ask(NamedTuple):
         return not (self.lacks or self.operation == "heal")
 
     @property
-    def is_in_window(self) -> bool:
-        """Whether its weights are in a window of a GPU."""
+    def is_in_segment(self) -> bool:
+        """Whether its weights are in a segment of a GPU."""
         return self.gpu is not None and self.gpu.placed is not None
 
     def through_host(self) -> Ask:
@@ -210,7 +210,7 @@ class Outcome(NamedTuple):
         facts: The arguments of `Round` after the weights; empty with an error.
         prepared: The number by which those whose asks it answers may repeat them; 0, if they may
             not.
-        placed: The window of a GPU that has the weights; None, if they are on the host.
+        placed: The segment of a GPU that has the weights; None, if they are on the host.
         may_stay: Whether members may leave their weights on the GPU in the next such call.
         values: The objects that all have gathered, by rank, pickled.
     """

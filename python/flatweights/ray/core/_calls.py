@@ -317,7 +317,7 @@ class Calls:
         The call stays open until they have, or their time is up.
         """
         asking = self.waiting.asking
-        again = [peer for peer in asking if peer.ask.is_in_window]
+        again = [peer for peer in asking if peer.ask.is_in_segment]
         timeout, end = self.waiting.deadline()
         self._again = Deadline(timeout, end and max(end, now + _AGAIN))
         self._settle(again)

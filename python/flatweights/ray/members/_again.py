@@ -1,8 +1,8 @@
 """A member's call that may be made again: what need not be found out anew.
 
 If the host repeats calls (`RepeatedCalls`), `Member.average_variables` consists of three steps: the
-variables are gathered into a window of this process, one function of C++ asks and waits, and the
-variables are set from the host's window. Anything else makes it a call like the first.
+variables are gathered into a segment of this process, one function of C++ asks and waits, and the
+variables are set from the host's segment. Anything else makes it a call like the first.
 """
 
 from __future__ import annotations
@@ -105,5 +105,5 @@ class Again(NamedTuple):
             return False
         if (None if self.state is None else self.state()) is not state:
             return False
-        is_there = self.shortcut.windows.changes == self.shortcut.changes
+        is_there = self.shortcut.segments.changes == self.shortcut.changes
         return self.turns == turns.changes and self.known.was_repeated and is_there

@@ -147,7 +147,7 @@ class Branch:
         self._posts += 1
         try:
             buffer = self._buffer_of(outcome.weights)
-            post = Post(self._posts, outcome.body, buffer, self._channels.windows)
+            post = Post(self._posts, outcome.body, buffer, self._channels.segments)
         except Exception as error:  # the store has lost them, or memory is short
             why = f"its outcome did not come: {reason_in_a_line(error)}"
             for seat in told:

@@ -1,4 +1,4 @@
-"""A member's part in averages that stay on a GPU: its windows, and the sums it makes for others."""
+"""A member's part in averages that stay on a GPU: its segments, and its sums for others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatweights._settings import gpu_setting
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._failpoints import reach
 from flatweights.ray.channels._end import ChannelError
-from flatweights.ray.channels._gpu_windows import GpuWindows, Handle, OwnWindow
+from flatweights.ray.channels._gpu_segments import GpuSegments, Handle, OwnSegment
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.core._asks import Placed
 from flatweights.ray.members._reductions import Reduced, Reduction
@@ -34,67 +34,67 @@ def gpu_of(variables: Any) -> bytes | None:
     uuid: bytes | None = getattr(variables, "gpu", None)
     if uuid is None or (wanted := gpu_setting()) == "host":
         return None
-    return uuid if wanted == "windows" or variables.layout.nbytes >= _LEAST else None
+    return uuid if wanted == "device" or variables.layout.nbytes >= _LEAST else None
 
 
 class GpuEnd:
-    """The windows that this member writes and reads."""
+    """The segments that this member writes and reads."""
 
     def __init__(self, channel: MemberChannel, seat: int) -> None:
-        """Start without windows.
+        """Start without segments.
 
         Args:
             channel: The channel to the host.
             seat: The number of this member's seat.
         """
         self._channel = channel
-        self._windows = GpuWindows(seat, channel.count_holds)
-        # Windows of others that are mapped here, by owner and index.
-        self._peers: dict[tuple[int, int], tuple[Handle, _core.PeerDeviceWindow]] = {}
+        self._segments = GpuSegments(seat, channel.count_holds)
+        # Segments of others that are mapped here, by owner and index.
+        self._peers: dict[tuple[int, int], tuple[Handle, _core.PeerDeviceSegment]] = {}
         self._layout: Layout | None = None  # of the weights that were gathered last
-        self._own: OwnWindow | None = None  # the window that has them
+        self._own: OwnSegment | None = None  # the segment that has them
         self._has_warned = False
 
-    def gather(self, variables: Any, uuid: bytes) -> OwnWindow | None:
-        """Read ``variables`` into a window, which is complete then; None if that cannot be done.
+    def gather(self, variables: Any, uuid: bytes) -> OwnSegment | None:
+        """Read ``variables`` into a segment, which is complete then; None if that cannot be done.
 
         Raises:
-            RuntimeError: If ``FLATWEIGHTS_GPU=windows`` requires it.
+            RuntimeError: If ``FLATWEIGHTS_GPU=device`` requires it.
             MemoryError: Likewise, if the GPU's memory is short.
             OSError: Likewise, if there is no free descriptor.
         """
         layout: Layout = variables.layout
         self._own = None  # it may have to go, to make room
         try:
-            if why := _core.device_window_obstacle(uuid):
+            if why := _core.device_segment_obstacle(uuid):
                 raise RuntimeError(why)
-            window = self._windows.take(uuid, layout.nbytes)
-            if window is None:
+            segment = self._segments.take(uuid, layout.nbytes)
+            if segment is None:
                 return None
-            variables.gather_into_window(window.memory)
+            variables.gather_into_segment(segment.memory)
         except _core.UnreadyError:  # the way through the host binds them again
             return None
         except (MemoryError, RuntimeError, OSError) as error:
-            if gpu_setting() == "windows":
+            if gpu_setting() == "device":
                 raise
             if not self._has_warned:
                 self._has_warned = True
                 why = reason_in_a_line(error)
                 _log.warning("weights leave the GPU to be averaged, since there: %s", why)
             return None
-        self._layout, self._own = layout, window
-        return window
+        self._layout, self._own = layout, segment
+        return segment
 
-    def tell(self, window: OwnWindow) -> None:
-        """Let the host send others to a window of this member.
+    def tell(self, segment: OwnSegment) -> None:
+        """Let the host send others to a segment of this member.
 
         Raises:
             OSError: If the host is dead.
         """
-        self._channel.send_handle(window.handle)
+        self._channel.send_handle(segment.handle)
 
     def reduce(self, body: bytes) -> bytes:
-        """Average windows of members into one of this member's; return the answer to the host."""
+        """Average segments of members into one of this member's; return the answer to the host."""
         reach("reducing")
         try:
             reduced = self._reduced(Reduction(*pickle.loads(body)))
@@ -108,19 +108,19 @@ class GpuEnd:
         if layout is None or own is None:
             raise RuntimeError("this member has gathered nothing")
         handle = own.handle
-        # The average goes to a window that neither this call nor anybody else reads.
-        out = self._windows.take(handle.uuid, layout.nbytes, besides=[handle.placed.window])
+        # The average goes to a segment that neither this call nor anybody else reads.
+        out = self._segments.take(handle.uuid, layout.nbytes, besides=[handle.placed.segment])
         if out is None:
-            raise MemoryError("all windows are still being read")
-        models = [self.memory(placed) for placed in wanted.windows]
+            raise MemoryError("all segments are still being read")
+        models = [self.memory(placed) for placed in wanted.segments]
         flags = _core.average_on_gpu(layout.core, out.memory, models, wanted.weights)
         self.tell(out)
         reach("reduced")
         spoiled = tuple(k for k, is_flagged in enumerate(flags) if is_flagged)
         return Reduced(out.handle.placed, spoiled)
 
-    def memory(self, placed: Placed) -> _core.DeviceWindow | _core.PeerDeviceWindow:
-        """Return a window of this member or of another, mapped.
+    def memory(self, placed: Placed) -> _core.DeviceSegment | _core.PeerDeviceSegment:
+        """Return a segment of this member or of another, mapped.
 
         Raises:
             ChannelError: If the host has not told of it.
@@ -129,7 +129,7 @@ class GpuEnd:
         self._channel.receive()  # the host may have told of members that are gone
         has = self._channel.has_handle
         self._peers = {at: known for at, known in self._peers.items() if has(known[0])}
-        own = self._windows.find(placed)
+        own = self._segments.find(placed)
         if own is not None:
             return own.memory
         handle = self._channel.handle_of(placed)
@@ -137,12 +137,12 @@ class GpuEnd:
         if known is None or known[0] is not handle:
             known = None
             self._peers.pop(placed[:2], None)  # its memory goes first
-            window = _core.PeerDeviceWindow(handle.descriptor, handle.nbytes, handle.uuid)
-            known = self._peers[placed[:2]] = handle, window
+            segment = _core.PeerDeviceSegment(handle.descriptor, handle.nbytes, handle.uuid)
+            known = self._peers[placed[:2]] = handle, segment
         return known[1]
 
     def clear(self) -> None:
-        """Let go of all windows."""
-        self._windows.clear()
+        """Let go of all segments."""
+        self._segments.clear()
         self._peers.clear()
         self._own = None

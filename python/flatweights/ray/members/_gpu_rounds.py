@@ -1,18 +1,19 @@
 """The host's part in averages that stay on a GPU: it uses none itself, and decides who does what.
 
-Members whose variables are on one GPU leave their weights in windows of it and send the host only
-where they are. The host then has the lowest rank average all into another window (`Reduction`), and
-tells every member where that is. The bytes never leave the GPU. (The host does not average itself,
-since a process that computes on a GPU takes half a GB of its memory. The rank that averages has two
-windows more than the others: one for the new average, one for the last, which others may read.)
+Members whose variables are on one GPU leave their weights in segments of it and send the host only
+where they are. The host then has the lowest rank average all into another segment (`Reduction`),
+and tells every member where that is. The bytes never leave the GPU. (The host does not average
+itself, since a process that computes on a GPU takes half a GB of its memory. The rank that averages
+has two segments more than the others: one for the new average, one for the last, which others may
+read.)
 
 Whatever stands in the way - a rule, a member on another GPU or node, NaN or infinity to be named, a
 GPU's memory that is short, a rank that dies or stops while it averages - ends in the same way: the
 members are asked again, through memory of the host (`RESEND`), and the call goes on as any other.
 
-A window with an outcome is held, so that its owner does not write to it, as long as a member may
+A segment with an outcome is held, so that its owner does not write to it, as long as a member may
 still read it: until that member has asked again, or is gone. It is held, too, while the outcome is
-kept for members that are late. Windows with the weights to be averaged need no hold: their owners
+kept for members that are late. Segments with the weights to be averaged need no hold: their owners
 wait for the outcome.
 """
 
@@ -28,7 +29,7 @@ from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray._failpoints import reach
 from flatweights.ray.channels._driver_channel import Channels, DriverChannel
 from flatweights.ray.channels._end import ChannelError
-from flatweights.ray.channels._gpu_windows import Handle
+from flatweights.ray.channels._gpu_segments import Handle
 from flatweights.ray.channels._protocol import REDUCE
 from flatweights.ray.core._asks import Ask, Placed
 from flatweights.ray.core._peer import Peer
@@ -41,26 +42,26 @@ _log = logging.getLogger("flatweights")
 
 
 class Stayed:
-    """Weights in a window of a member: an average, or those of the root of a broadcast.
+    """Weights in a segment of a member: an average, or those of the root of a broadcast.
 
     Attributes:
         owner: The member.
         layout: Their layout.
-        handle: The window.
+        handle: The segment.
     """
 
     def __init__(self, owner: Seat, handle: Handle, layout: Layout) -> None:
-        """Hold the window."""
+        """Hold the segment."""
         assert owner.channel is not None
         self.layout = layout
         self.handle = handle
         self.owner = owner
         self._mailbox = owner.channel.mailbox
         self._readers: set[Seat] = set()
-        self._mailbox.add_hold(False, handle.placed.window)
+        self._mailbox.add_hold(False, handle.placed.segment)
 
     def send(self, seat: Seat) -> None:
-        """Let a member read the window.
+        """Let a member read the segment.
 
         Raises:
             OSError: If it is dead.
@@ -80,8 +81,8 @@ class Stayed:
         return bool(self._readers)
 
     def let_go(self) -> None:
-        """Hold the window no more."""
-        self._mailbox.drop_hold(False, self.handle.placed.window)
+        """Hold the segment no more."""
+        self._mailbox.drop_hold(False, self.handle.placed.segment)
 
 
 class AskAgainError(Exception):
@@ -96,7 +97,7 @@ class GpuRounds:
         self._channels = channels
         self._is_off = False  # once a GPU has failed: it may fail each member in turn
         self._stayed: list[Stayed] = []
-        self._gone: list[Seat] = []  # members that are gone, whose windows others still have
+        self._gone: list[Seat] = []  # members that are gone, whose segments others still have
 
     def may_stay(self, first: Ask, readers: Iterable[tuple[Peer, Ask]]) -> bool:
         """Whether the weights of members may stay on their GPU in the next call like this.
@@ -121,7 +122,7 @@ class GpuRounds:
         layout: Layout,
         weights: Sequence[float],
     ) -> Stayed:
-        """Have the member with the lowest rank average the windows of all.
+        """Have the member with the lowest rank average the segments of all.
 
         Args:
             first: The ask of one of them.
@@ -150,7 +151,7 @@ class GpuRounds:
         return self._kept(reducer, layout, reduced.placed)
 
     def relay(self, first: Ask, root: Seat, seats: Sequence[Seat], layout: Layout) -> Stayed:
-        """Let all members read the window of the root of a broadcast.
+        """Let all members read the segment of the root of a broadcast.
 
         Args:
             first: The ask of one of them.
@@ -170,16 +171,16 @@ class GpuRounds:
             stayed.lose(seat)
 
     def forget(self, seat: Seat) -> None:
-        """Note that a member is gone: `let_go` has others forget its windows."""
+        """Note that a member is gone: `let_go` has others forget its segments."""
         self.hear(seat)
         self._gone.append(seat)
 
     def let_go(self, is_kept: Callable[[Stayed], bool], seats: Iterable[Seat]) -> None:
-        """Let go of windows that are neither read nor kept for members that are late.
+        """Let go of segments that are neither read nor kept for members that are late.
 
         Args:
             is_kept: Whether weights are kept.
-            seats: The present members. They let go of the windows of those that are gone, since a
+            seats: The present members. They let go of the segments of those that are gone, since a
                 GPU's memory is free only once nobody maps it.
         """
         if not self._stayed and not self._gone:
@@ -201,24 +202,24 @@ class GpuRounds:
                     channel.send_forget(gone.number)
 
     def _check(self, first: Ask, senders: Sequence[Seat], seats: Sequence[Seat]) -> None:
-        """Raise unless the weights of ``senders`` are in windows that all ``seats`` can read."""
+        """Raise unless the weights of ``senders`` are in segments that all ``seats`` can read."""
         if not self.may_stay(first, [(seat, seat.ask) for seat in seats]):
             raise AskAgainError("not all members are on one GPU, or a rule needs the host")
-        if not all(seat.ask.is_in_window for seat in senders):
+        if not all(seat.ask.is_in_segment for seat in senders):
             raise AskAgainError("some weights are in memory of the host")
 
     def _reduced(
         self, channel: DriverChannel, seats: Sequence[Seat], weights: Sequence[float]
     ) -> Reduced:
-        windows = []
+        segments = []
         for seat in seats:
             assert seat.channel is not None
             placed = _placed(seat)
-            windows.append(placed)
+            segments.append(placed)
             if seat.channel is not channel:
                 channel.send_handle(seat.channel.handle_of(placed))
         reach("ordering")
-        channel.order(REDUCE, pickle.dumps(tuple(Reduction(tuple(windows), tuple(weights)))))
+        channel.order(REDUCE, pickle.dumps(tuple(Reduction(tuple(segments), tuple(weights)))))
         end = _clock.now() + _PATIENCE
         while not channel.is_answered:
             left = end - _clock.now()
@@ -242,7 +243,7 @@ class GpuRounds:
 
 
 def _placed(seat: Seat) -> Placed:
-    """Return the window that has the weights of a member."""
+    """Return the segment that has the weights of a member."""
     assert seat.ask.gpu is not None
     assert seat.ask.gpu.placed is not None
     return seat.ask.gpu.placed

@@ -16,7 +16,7 @@ from flatweights._layout import Layout, unpickle_layout
 from flatweights.ray._failpoints import reach
 from flatweights.ray._variables import Memory, Variables
 from flatweights.ray.channels._end import ChannelError
-from flatweights.ray.channels._gpu_windows import OwnWindow
+from flatweights.ray.channels._gpu_segments import OwnSegment
 from flatweights.ray.channels._member_channel import HostDiedError, MemberChannel, Shortcut
 from flatweights.ray.channels._protocol import (
     ASKED_AGAIN,
@@ -47,8 +47,8 @@ from flatweights.ray.members._seats import as_array
 from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._wait import seconds_left
 
-Sent: TypeAlias = NDArray[np.uint8] | OwnWindow | None
-"""The packed weights of an ask, in memory of the host or in a window of a GPU."""
+Sent: TypeAlias = NDArray[np.uint8] | OwnSegment | None
+"""The packed weights of an ask, in memory of the host or in a segment of a GPU."""
 
 _ABSENT = 5.0  # seconds in which a host has to name the missing ranks
 _CALLS = 4  # of a member in its host: `stay`, the current one, and two that it gave up
@@ -138,7 +138,7 @@ class HostEnd(ABC):
     def exchange(self, ask: Ask, layout: Layout, sent: Sent) -> tuple[Outcome, Any]:
         """Ask, and wait for the outcome; return the outcome, and its weights, which are read-only.
 
-        The weights are in a window of a GPU only if those that were sent could be.
+        The weights are in a segment of a GPU only if those that were sent could be.
 
         Args:
             ask: The ask.
@@ -163,7 +163,7 @@ class HostEnd(ABC):
             self.is_told = False
             try:
                 raise outcome.error
-            finally:  # the error has this frame: a cycle would keep the buffer, and its window
+            finally:  # the error has this frame: a cycle would keep the buffer, and its segment
                 del outcome
         if ask.operation == "give":
             return outcome, as_array(None)
@@ -230,7 +230,7 @@ class HostByChannel(HostEnd):
         self._prepared: dict[tuple[Any, ...], Repeatable] = {}  # by terms, what may be repeated
 
     def offer(self, nbytes: int) -> None:
-        """Offer a window."""
+        """Offer a segment."""
         self._channel.offer(nbytes)
 
     def start(self, timeout: float | None) -> Outcome:
@@ -251,14 +251,14 @@ class HostByChannel(HostEnd):
         self._gpu.clear()
 
     def gather(self, variables: Variables, ask: Ask) -> tuple[Ask, Sent]:
-        """Read ``variables`` into a window: of their GPU, if the last such call allows it."""
+        """Read ``variables`` into a segment: of their GPU, if the last such call allows it."""
         ask = self.on_gpu(variables, ask)
         if ask.gpu is None or ask.kind not in self._may_stay:
             return super().gather(variables, ask)
-        window = self._gpu.gather(variables, ask.gpu.uuid)
-        if window is None:
+        segment = self._gpu.gather(variables, ask.gpu.uuid)
+        if segment is None:
             return super().gather(variables, ask)
-        return ask._replace(gpu=OnGpu(ask.gpu.uuid, window.handle.placed)), window
+        return ask._replace(gpu=OnGpu(ask.gpu.uuid, segment.handle.placed)), segment
 
     def on_gpu(self, variables: Variables, ask: Ask) -> Ask:
         """Return the ask with the GPU that ``variables`` are on, if they are on one."""
@@ -280,11 +280,11 @@ class HostByChannel(HostEnd):
 
     def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
         while True:
-            if isinstance(sent, OwnWindow):
+            if isinstance(sent, OwnSegment):
                 try:
                     self._gpu.tell(sent)
                 except OSError as error:
-                    raise HostDiedError(f"a window was not sent: {error}") from error
+                    raise HostDiedError(f"a segment was not sent: {error}") from error
                 buffer = None
             else:
                 buffer = sent
@@ -297,14 +297,14 @@ class HostByChannel(HostEnd):
                 return told
             # The host wants the same again: the whole ask, with weights in its own memory.
             self._prepared.pop(ask.terms, None)
-            if isinstance(sent, OwnWindow):
+            if isinstance(sent, OwnSegment):
                 self._may_stay.discard(ask.kind)
                 ask = ask.through_host()
-                window, sent = sent.memory, self.new_buffer(layout)
-                window.copy_to(sent)
+                segment, sent = sent.memory, self.new_buffer(layout)
+                segment.copy_to(sent)
 
     def _repeat(self, ask: Ask, known: Repeatable, buffer: NDArray[np.uint8] | None) -> bool:
-        """Ask by a number; return whether there was a window."""
+        """Ask by a number; return whether there was a segment."""
         body = ASKED_AGAIN.pack(known.outcome.prepared, ask.weight)
         # A host that makes repetitions without Python sees them in time; see `RepeatedCalls`.
         is_urgent = ask.is_urgent and not known.was_repeated
@@ -312,7 +312,7 @@ class HostByChannel(HostEnd):
 
     def _send(self, body: bytes, buffer: NDArray[np.uint8] | None, is_urgent: bool) -> None:
         if not self._channel.ask(body, buffer, is_urgent=is_urgent):
-            # There is no window, or the ask is too long for a mailbox.
+            # There is no segment, or the ask is too long for a mailbox.
             self._platform.check_connected()
             self._platform.get(self._actor.deliver.remote(self._pass.token, body, buffer))
             self._channel.ask(b"", None, is_urgent=is_urgent)

@@ -143,7 +143,7 @@ class Meeting:
         self._size = terms.size
         self._node = node
         self._channels = platform.channels()
-        offer = self._channels.windows.offer
+        offer = self._channels.segments.offer
         self._agents = platform.agents(offer, terms.sums, BranchAgent, (host,), _CALLS)
         self._put = platform.put
         self._gpu = GpuRounds(self._channels)
@@ -337,7 +337,7 @@ class Meeting:
             self._check_agree(asks, arrivals)
             if first.operation == "all_gather":
                 result = self._gather(asks, arrivals)
-            elif any(ask.is_in_window for ask in asks.values()):
+            elif any(ask.is_in_segment for ask in asks.values()):
                 result, weights = self._stay_on_gpu(call, arrivals)
             else:
                 average = self._average if is_average else self._relay
@@ -458,7 +458,7 @@ class Meeting:
         return any(kept.weights is stayed for kept in self._kept.values())
 
     def _stay_on_gpu(self, call: Reduce, arrivals: Arrivals) -> tuple[Round, Stayed]:
-        """Average, or relay, weights that are in windows of a GPU.
+        """Average, or relay, weights that are in segments of a GPU.
 
         Raises:
             AskAgainError: If they have to come through memory of the host.
@@ -467,7 +467,7 @@ class Meeting:
         asks, first = call.asks, call.first
         seats = {seat.rank: seat for seat in _seats(call.peers)}
         layout = next(
-            seat.answer.layout for seat in seats.values() if seat.answer and seat.ask.is_in_window
+            seat.answer.layout for seat in seats.values() if seat.answer and seat.ask.is_in_segment
         )
         others = _seats(call.others)
         begin = _clock.now()
@@ -526,7 +526,7 @@ class Meeting:
         if away and why is None:
             return NodesAverage(self._agents, arrivals, request).run()
         arrivals.bring()
-        self._channels.windows.offer(self._agents.nbytes)
+        self._channels.segments.offer(self._agents.nbytes)
         result = DriverAverage(arrivals, request).run()
         result.transports = dict.fromkeys(away, f"store: {why}")
         return result
@@ -586,7 +586,7 @@ class Meeting:
 
     def _copied(self, weights: Packed) -> Packed:
         """Return a copy, if possible in memory that all members of this node read."""
-        self._channels.windows.offer(weights.layout.nbytes)
+        self._channels.segments.offer(weights.layout.nbytes)
         try:
             copied = weights.layout.new_buffer()
         finally:
@@ -643,7 +643,7 @@ class Meeting:
                 if seat.channel is not None:
                     if post is None:
                         self._posts += 1
-                        post = Post(self._posts, body, buffer, self._channels.windows)
+                        post = Post(self._posts, body, buffer, self._channels.segments)
                     post.to(seat, posted)
                 elif caller is not None:
                     if buffer is not None and ref is None:

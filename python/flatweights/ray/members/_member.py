@@ -375,7 +375,7 @@ class Member:
     def _exchange_again(
         self, again: Again, variables: Variables, state: Variables | None
     ) -> Round | None:
-        """Average as before; None, with nothing done, if the window is not free."""
+        """Average as before; None, with nothing done, if the segment is not free."""
         host = self._host
         try:
             host.is_asking = host.is_told = False

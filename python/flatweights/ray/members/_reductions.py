@@ -1,4 +1,4 @@
-"""What a host asks of the member that averages windows of a GPU, and what that answers."""
+"""What a host asks of the member that averages segments of a GPU, and what that answers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from flatweights.ray.core._asks import Placed
 
 
 class Reduction(NamedTuple):
-    """The average that a member is to make of its own window and those of others.
+    """The average that a member is to make of its own segment and those of others.
 
     Attributes:
-        windows: The windows, in the order of the ranks; their layout is that of its own ask.
+        segments: The segments, in the order of the ranks; their layout is that of its own ask.
         weights: Their weights.
     """
 
-    windows: tuple[Placed, ...]
+    segments: tuple[Placed, ...]
     weights: tuple[float, ...]
 
 
@@ -23,8 +23,8 @@ class Reduced(NamedTuple):
     """The answer.
 
     Attributes:
-        placed: The window with the average; None after an error.
-        spoiled: The positions in `Reduction.windows` of those that hold NaN or infinity.
+        placed: The segment with the average; None after an error.
+        spoiled: The positions in `Reduction.segments` of those that hold NaN or infinity.
         why: The error.
         is_fault: Whether the GPU or its driver has failed, so that the next try may fail, too.
     """

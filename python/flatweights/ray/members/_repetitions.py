@@ -2,7 +2,7 @@
 
 If a call is plain, such as a mean of weights in shared memory in which all members take part, its
 outcome has a number (`Outcome.prepared`), and a member that asks for the same again sends that
-number. Once all have, the call is made ready: two windows for its results, of which all members
+number. Once all have, the call is made ready: two segments for its results, of which all members
 know. From then on `_core.RepeatedCalls` waits for the members, averages, and tells them. It ends
 with whatever is no repetition, and leaves it for the meeting's thread; `Repeated` then tells the
 core what was done. A member that dies or joins makes all of that invalid.
@@ -24,16 +24,16 @@ from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray._result import Packed
 from flatweights.ray._round import Round
 from flatweights.ray.channels._driver_channel import Channels
-from flatweights.ray.channels._windows import Extent
+from flatweights.ray.channels._segments import Extent
 from flatweights.ray.core._asks import Ask, Outcome, remember
 from flatweights.ray.core._events import LastCall, Reduce, Send
 from flatweights.ray.members._again import outcome_again
 from flatweights.ray.members._seats import Prepared, Seat
 
-_MOST = 8  # calls that are ready, and have two windows of their own
-_SMALL = 1 << 14  # bytes of results that share two windows, as those of a layer
-_SHARED = 1 << 20  # bytes of such a window
-_UNUSED = 1000  # calls after which one that is ready may give its windows to another
+_MOST = 8  # calls that are ready, and have two segments of their own
+_SMALL = 1 << 14  # bytes of results that share two segments, as those of a layer
+_SHARED = 1 << 20  # bytes of such a segment
+_UNUSED = 1000  # calls after which one that is ready may give its segments to another
 _PAUSE = 1.0  # seconds after which the log and the metrics hear of calls
 
 _log = logging.getLogger("flatweights")
@@ -75,7 +75,7 @@ class _Ready(NamedTuple):
         outcome: The outcome of the last one that was made in the general way.
         layout: The layout of its weights.
         results: Where its results go.
-        is_shared: Whether that is in the windows of small results.
+        is_shared: Whether that is in the segments of small results.
     """
 
     ask: Ask
@@ -105,7 +105,7 @@ class Repetitions:
         self._seats: list[Seat] = []  # those of the calls that are ready, by rank
         self._ready: dict[int, _Ready] = {}  # by number, the oldest first
         self._used: dict[int, int] = {}  # by number of the call, that of its last outcome
-        self._shared: list[NDArray[np.uint8]] = []  # the windows of small results
+        self._shared: list[NDArray[np.uint8]] = []  # the segments of small results
         self._shared_used = 0  # bytes of each
         self._calls: _core.RepeatedCalls | None = None
 
@@ -129,7 +129,7 @@ class Repetitions:
         return True
 
     def clear(self) -> None:
-        """Forget all calls that are ready, and release their windows."""
+        """Forget all calls that are ready, and release their segments."""
         self._calls = None
         self._seats = []
         self._ready.clear()
@@ -209,7 +209,7 @@ class Repetitions:
         self._used[outcome.prepared] = outcome.number
 
     def _small_results(self, layout: Layout, seats: Sequence[Seat]) -> list[_Result]:
-        """Return parts of the two windows of small results; none, if they do not fit."""
+        """Return parts of the two segments of small results; none, if they do not fit."""
         begin, end = self._shared_used, self._shared_used + layout.nbytes
         if layout.nbytes > _SMALL or end > _SHARED:
             return []
@@ -220,13 +220,13 @@ class Repetitions:
             self._shared = [one.buffer for one in whole if one is not None]
         self._shared_used = end
         parts = [buffer[begin:end] for buffer in self._shared]
-        found = [(self._channels.windows.find(part), part) for part in parts]
+        found = [(self._channels.segments.find(part), part) for part in parts]
         return [_Result(extent, part) for extent, part in found if extent is not None]
 
     def _own_results(
         self, outcome: Outcome, layout: Layout, seats: Sequence[Seat]
     ) -> list[_Result]:
-        """Return two windows, perhaps those of a call that is not used any more."""
+        """Return two segments, perhaps those of a call that is not used any more."""
         assert self._calls is not None
         own = [call for call, ready in self._ready.items() if not ready.is_shared]
         if len(own) >= _MOST:
@@ -239,20 +239,20 @@ class Repetitions:
         return [one for one in found if one is not None]
 
     def _new_result(self, layout: Layout, seats: Sequence[Seat]) -> _Result | None:
-        """Return a buffer in a window that all members know; None if there is none."""
-        windows = self._channels.windows
-        windows.offer(layout.nbytes)
+        """Return a buffer in a segment that all members know; None if there is none."""
+        segments = self._channels.segments
+        segments.offer(layout.nbytes)
         try:
             buffer = layout.new_buffer()
         finally:
             _core.withdraw_offer()
-        extent = windows.find(buffer)
+        extent = segments.find(buffer)
         if extent is None:
             return None
         for seat in seats:
             assert seat.channel is not None
             try:
-                seat.channel.share(windows, [extent])
+                seat.channel.share(segments, [extent])
             except OSError:  # it is dead, or its socket is full
                 return None
             seat.channel.release([extent])

@@ -31,7 +31,7 @@ from flatweights.ray._result import Packed
 from flatweights.ray.channels._driver_channel import DriverChannel
 from flatweights.ray.channels._message import Message, buffer_message
 from flatweights.ray.channels._protocol import ASKED_AGAIN, COMMAND, NUMBER, REDUCED, REPEAT, RESEND
-from flatweights.ray.channels._windows import Windows
+from flatweights.ray.channels._segments import Segments
 from flatweights.ray.core._asks import Ask, MemberDiedError, end_of, remember
 from flatweights.ray.core._peer import Peer, State
 from flatweights.ray.members._news import News
@@ -135,7 +135,7 @@ class Seat(Peer):
         if self.state is State.WORKING:
             try:
                 self._read()
-            except Exception as error:  # it died while it sent a window, or its data are invalid
+            except Exception as error:  # it died while it sent a segment, or its data are invalid
                 why = f"{type(error).__name__}: {error}"
                 self.fault = MemberDiedError(f"{self.who}: its call could not be read: {why}")
             if self.answer is not None or self.fault is not None:
@@ -280,11 +280,11 @@ class SeatAnswer(RayAnswer):
         if isinstance(buffer, Away):
             self.away, self.agent = buffer, seat.agent
         elif layout is not None and ask.root in (None, seat.rank):
-            is_sent = ask.brings_weights and not ask.is_in_window
+            is_sent = ask.brings_weights and not ask.is_in_segment
             given, expected = as_array(buffer), layout.nbytes if is_sent else 0
             if given.nbytes != expected:
                 raise ValueError(f"expected {expected:,} bytes of weights, got {given.nbytes:,}")
-            self.packed = None if ask.is_in_window else Packed(given, layout)
+            self.packed = None if ask.is_in_segment else Packed(given, layout)
 
     @property
     def is_in_store(self) -> bool:
@@ -332,12 +332,12 @@ def as_array(buffer: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
 class Post:
     """An outcome on its way to members that have channels.
 
-    A message holds it, with its weights in a window. Without a window, or if it is too long, each
+    A message holds it, with its weights in a segment. Without a segment, or if it is too long, each
     member is told a number, by which it fetches the outcome through Ray.
     """
 
     def __init__(
-        self, number: int, body: bytes, buffer: NDArray[np.uint8] | None, windows: Windows
+        self, number: int, body: bytes, buffer: NDArray[np.uint8] | None, segments: Segments
     ) -> None:
         """Make the message.
 
@@ -345,14 +345,14 @@ class Post:
             number: A number that no other outcome has.
             body: The outcome.
             buffer: Its weights.
-            windows: The windows of this process.
+            segments: The segments of this process.
         """
-        self._windows = windows
+        self._segments = segments
         self._announced: Announced | None = None
-        message = buffer_message(COMMAND, body, buffer, windows)
+        message = buffer_message(COMMAND, body, buffer, segments)
         if message is None:
             self._announced = Announced(number, body, buffer)
-            message = buffer_message(COMMAND, NUMBER.pack(number), None, windows)
+            message = buffer_message(COMMAND, NUMBER.pack(number), None, segments)
             assert message is not None
         self._message: Message = message
 
@@ -364,7 +364,7 @@ class Post:
         """
         assert seat.channel is not None
         seat.announced = self._announced
-        seat.channel.post(self._message, self._windows, posted)
+        seat.channel.post(self._message, self._segments, posted)
 
 
 def fetched(seats: Iterable[Seat], number: int) -> tuple[bytes, NDArray[np.uint8] | None]:

@@ -210,10 +210,10 @@ class _Setting:
             yield self._by_agents(sums=0.5, mean=0.5, options='wire_dtype="bfloat16"')
 
     def _by_channels(self) -> TransportCost:
-        # Each worker gathers into its window and sets from the driver's window; the driver
+        # Each worker gathers into its segment and sets from the driver's segment; the driver
         # averages.
         moved = 5 * self.workers + 1
-        kept = self.workers + 3  # a window of each worker, and the driver's
+        kept = self.workers + 3  # a segment of each worker, and the driver's
         formula = "none: the workers and the driver map the same memory"
         rate = self.memory or _CHANNEL_MEMORY
         return self._cost("shm", "", (0, 0, 0), moved, formula, kept, rate)

@@ -67,7 +67,7 @@ class NodeEnd:
         """Prepare; this process does not listen yet.
 
         Args:
-            offer: A function that offers a window to the next array of a number of bytes that this
+            offer: A function that offers a segment to the next array of a number of bytes that this
                 thread makes.
             host: The node's own address.
         """
@@ -151,7 +151,7 @@ class NodeEnd:
         return plan._replace(residuals=self._residuals)
 
     def _new_mean(self, plan: Plan) -> Bytes:
-        """Return new memory for the average, in a window if one is free."""
+        """Return new memory for the average, in a segment if one is free."""
         template = plan.template
         self._mean = None
         self._offer(nbytes_of(template))

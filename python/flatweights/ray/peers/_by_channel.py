@@ -36,7 +36,7 @@ from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.ray.peers._setback import Setback
 from flatweights.ray.peers._store import RayAnswer, argument_of, call_actor, sent_weights
 
-_MOST_OFFERED = 3  # windows for averages that the user keeps
+_MOST_OFFERED = 3  # segments for averages that the user keeps
 _INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=channels
 _DEATH = 0.5  # seconds in which Ray has to say why a worker died
 _SLICE = 1.0  # seconds between two checks of the Ray calls that serve channels
@@ -88,7 +88,7 @@ class GroupChannels:
         return self.made
 
     def close(self) -> None:
-        """Close all channels, and release the memory of windows without a live view."""
+        """Close all channels, and release the memory of segments without a live view."""
         self.done()
         self._close()
         self.made = None
@@ -103,7 +103,7 @@ class GroupChannels:
         message = make_message(
             COMMAND,
             [(*value, call.kwargs)],
-            self.made.windows,
+            self.made.segments,
             frozen=True,
             is_known_plain=is_plain,
         )
@@ -111,20 +111,20 @@ class GroupChannels:
         return message
 
     def offer(self, nbytes: int) -> None:
-        """Offer a free window, if there is one, to the next average, of ``nbytes``."""
+        """Offer a free segment, if there is one, to the next average, of ``nbytes``."""
         if self.made is not None and nbytes:
-            self.made.windows.offer(nbytes, most_taken=_MOST_OFFERED)
+            self.made.segments.offer(nbytes, most_taken=_MOST_OFFERED)
 
-    def copy_of(self, value: Any, *, in_window: bool = True) -> Any:
-        """Return a read-only copy of arrays, if possible in a window; a dict becomes one buffer."""
+    def copy_of(self, value: Any, *, in_segment: bool = True) -> Any:
+        """Return a read-only copy of arrays, if possible in a segment; a dict is one buffer."""
         layout = None
         if isinstance(value, np.ndarray):
             nbytes = value.nbytes
         else:
             layout = value.layout if isinstance(value, FlatWeights) else Layout.of(value)
             nbytes = layout.nbytes
-        if in_window and self.made is not None:
-            self.made.windows.offer(nbytes)
+        if in_segment and self.made is not None:
+            self.made.segments.offer(nbytes)
         try:
             if layout is None:
                 made = new_vector(value.size, value.dtype).reshape(value.shape)
@@ -300,7 +300,7 @@ class ChannelAnswer(Answer):
         self._by_ray = RayAnswer(ref, self._platform)
 
     def take(self) -> Any:
-        """Return the value: its arrays are views of the worker's window."""
+        """Return the value: its arrays are views of the worker's segment."""
         if self._error is not None:
             raise self._error
         if self._by_ray is not None:
@@ -310,7 +310,7 @@ class ChannelAnswer(Answer):
         return self._value
 
     def may_be_kept(self) -> bool:
-        """Whether this process has no other view of the worker's windows."""
+        """Whether this process has no other view of the worker's segments."""
         return self._channel.count_views() == 1
 
     def let_go(self) -> None:
@@ -363,7 +363,7 @@ class Worker:
         made = group.last
         command = made[1] if made is not None and made[0] is call else group.command(call)
         if command is None:
-            why = "the arguments are large, or objects of Ray, or no window is free"
+            why = "the arguments are large, or objects of Ray, or no segment is free"
             return self.call_by_ray(call, why)
         channels = group.made
         assert log is not None
@@ -371,7 +371,7 @@ class Worker:
         try:
             if log.last != self._token:  # the command must not overtake other calls
                 channel.dismiss()
-            is_there = channel.post(command, channels.windows, group.asleep)
+            is_there = channel.post(command, channels.segments, group.asleep)
         except Exception as error:
             self.give_up(channel, _text_of(error))
             return call_actor(self.handle, call, self.platform)

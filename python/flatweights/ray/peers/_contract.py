@@ -69,7 +69,7 @@ be encoded. Plain tuples pickle ten times faster than named ones."""
 def plain_weights(value: Any) -> Any:
     """Return weights in a list, from which `weights_of` takes them; None for None.
 
-    Only the frames that set the weights keep them, so a window is free again before the worker's
+    Only the frames that set the weights keep them, so a segment is free again before the worker's
     method runs. The parts of `FlatWeights` pickle faster than these.
     """
     if type(value) is FlatWeights:

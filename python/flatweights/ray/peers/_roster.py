@@ -348,7 +348,7 @@ class Roster(Ranks):
         return self.agents.why_not() if setback.is_over or not setback.reason else setback.reason
 
     def offer(self) -> None:
-        """Offer a free window, if there is one, to the next average, as large as the last."""
+        """Offer a free segment, if there is one, to the next average, as large as the last."""
         self.channels.offer(self._nbytes)
 
     def complete(
@@ -382,12 +382,12 @@ class Roster(Ranks):
         for record in self._records.values():
             record.distrust()
 
-    def publish(self, weights: Any, *, in_window: bool = True) -> None:
+    def publish(self, weights: Any, *, in_segment: bool = True) -> None:
         """Make a copy of ``weights`` the latest; workers get them with a later call.
 
-        Another thread may be in a loop of `as_completed`, but not if the copy is ``in_window``.
+        Another thread may be in a loop of `as_completed`, but not if the copy is ``in_segment``.
         """
-        copy_of = functools.partial(self.channels.copy_of, in_window=in_window)
+        copy_of = functools.partial(self.channels.copy_of, in_segment=in_segment)
         before, weights = self.latest, self._start.publication(weights, self.latest)
         self.latest = before.published(weights, self._next_stamp(), copy_of)
         self._start.note_published(before, self.latest)

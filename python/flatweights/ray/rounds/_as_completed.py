@@ -566,8 +566,8 @@ class AsCompleted:
     def _of_one(self, sent: _Sent) -> Round | None:
         """Return the round of a single result of weights only, as `DriverAverage`, but faster.
 
-        It is not copied out of the worker's window, unless the caller keeps an earlier result of
-        this worker: a worker that had no free window would answer through Ray.
+        It is not copied out of the worker's segment, unless the caller keeps an earlier result of
+        this worker: a worker that had no free segment would answer through Ray.
 
         Returns:
             None for other results, and for NaN and infinity unless these are averaged.

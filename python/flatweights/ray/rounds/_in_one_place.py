@@ -50,7 +50,7 @@ class DriverAverage:
         self._order = sorted(arrivals.answers)
         self._next = 0  # index of the first rank that was not added
         self._held: dict[int, Any] = {}
-        self._packed: dict[int, Packed] = {}  # of those that are weights alone, in windows
+        self._packed: dict[int, Packed] = {}  # of those that are weights alone, in segments
         self._template: Template | None = None
         self._first = 0  # the rank of the template
         self._used: list[int] = []
@@ -174,7 +174,7 @@ class DriverAverage:
         return aggregate.weights, [k for k, rank in enumerate(ranks) if rank not in spoiled]
 
     def _mean_in_place(self) -> FlatWeights | None:
-        """Return the mean, read-only, of weights of one layout that are all in windows.
+        """Return the mean, read-only, of weights of one layout that are all in segments.
 
         It has the bits of the general way, but makes no view of each part of each rank's weights.
 

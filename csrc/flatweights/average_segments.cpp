@@ -1,4 +1,4 @@
-#include "flatweights/average_windows.hpp"
+#include "flatweights/average_segments.hpp"
 
 #include <unistd.h>
 
@@ -51,7 +51,7 @@ class Averager {
                                  arguments, nullptr),
                   "cuLaunchKernel");
     const int recorded = driver_.record_event(event_, stream_);
-    if (recorded != 0) driver_.synchronize_context();  // windows may be gone after the error
+    if (recorded != 0) driver_.synchronize_context();  // segments may be gone after the error
     driver_.check(recorded, "cuEventRecord");
     driver_.check(driver_.synchronize_event(event_), "cuEventSynchronize");
   }
@@ -108,11 +108,11 @@ std::vector<AveragePiece> pieces_of(const Layout& layout) {
 
 }  // namespace
 
-std::size_t most_averaged_windows() noexcept { return kMostAveraged; }
+std::size_t most_averaged_segments() noexcept { return kMostAveraged; }
 
-std::vector<bool> average_windows(void* context, const Layout& layout, std::byte* out,
-                                  std::span<const std::byte* const> sources,
-                                  std::span<const double> weights, double total) {
+std::vector<bool> average_segments(void* context, const Layout& layout, std::byte* out,
+                                   std::span<const std::byte* const> sources,
+                                   std::span<const double> weights, double total) {
   const std::vector<AveragePiece> pieces = pieces_of(layout);
   const Divisor divisor(total);
   DeviceAverage job{};

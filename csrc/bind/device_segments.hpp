@@ -1,4 +1,4 @@
-// Windows in a GPU's memory, as the bindings pass them: the owner's, and a peer's.
+// Segments in a GPU's memory, as the bindings pass them: the owner's, and a peer's.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -6,7 +6,7 @@
 #include <memory>
 #include <utility>
 
-#include "flatweights/device_windows.hpp"
+#include "flatweights/device_segments.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {
@@ -32,17 +32,17 @@ class DestroyedWithoutGil {
   std::shared_ptr<T> object_;
 };
 
-struct BoundDeviceWindow {
-  DestroyedWithoutGil<DeviceWindow> window;
+struct BoundDeviceSegment {
+  DestroyedWithoutGil<DeviceSegment> segment;
 };
 
-struct PeerDeviceWindow {
-  DestroyedWithoutGil<const DeviceWindow> window;
+struct PeerDeviceSegment {
+  DestroyedWithoutGil<const DeviceSegment> segment;
 };
 
-// The window of either object, which has `nbytes` at least; it is written only if it is the
+// The segment of either object, which has `nbytes` at least; it is written only if it is the
 // owner's. Raises TypeError or ValueError.
-[[nodiscard]] const DeviceWindow& window_of(pybind11::handle object, std::size_t nbytes,
-                                            bool is_written);
+[[nodiscard]] const DeviceSegment& segment_of(pybind11::handle object, std::size_t nbytes,
+                                              bool is_written);
 
 }  // namespace flatweights::bind

@@ -1,4 +1,4 @@
-#include "flatweights/device_windows.hpp"
+#include "flatweights/device_segments.hpp"
 
 #include <fcntl.h>
 
@@ -94,8 +94,8 @@ std::string find_obstacle(void* context) {
     const CurrentContext current(context);
     if (!has_attribute(kVirtualMemory)) return "the GPU has no virtual memory management";
     if (!has_attribute(kDescriptors)) return "the GPU's memory cannot be shared by descriptors";
-    const auto window = DeviceWindow::create(context, 1);
-    static_cast<void>(DeviceWindow::open(context, window->descriptor(), 1));
+    const auto segment = DeviceSegment::create(context, 1);
+    static_cast<void>(DeviceSegment::open(context, segment->descriptor(), 1));
   } catch (const CudaError& error) {
     return error.what();
   }
@@ -142,7 +142,7 @@ DeviceUuid device_uuid(void* context) {
 }
 
 // Memory that has no address yet; it lives on where it is mapped or exported.
-class DeviceWindow::Memory {
+class DeviceSegment::Memory {
  public:
   explicit Memory(std::size_t nbytes) {
     constexpr int kMinimum = 0;  // CU_MEM_ALLOC_GRANULARITY_MINIMUM
@@ -191,32 +191,32 @@ class DeviceWindow::Memory {
   bool has_handle_ = false;
 };
 
-DeviceWindow::DeviceWindow(void* context, std::size_t nbytes)
+DeviceSegment::DeviceSegment(void* context, std::size_t nbytes)
     : context_(context), uuid_(device_uuid(context)), size_(nbytes) {
   if (const std::string missing = missing_function(); !missing.empty()) throw CudaError(missing);
 }
 
-std::shared_ptr<DeviceWindow> DeviceWindow::create(void* context, std::size_t nbytes) {
-  const std::shared_ptr<DeviceWindow> window(new DeviceWindow(context, nbytes));
+std::shared_ptr<DeviceSegment> DeviceSegment::create(void* context, std::size_t nbytes) {
+  const std::shared_ptr<DeviceSegment> segment(new DeviceSegment(context, nbytes));
   const CurrentContext current(context);
   Memory memory(nbytes);
   memory.create();
-  window->descriptor_ = memory.new_descriptor();
-  window->map(memory, CudaAccess::kWrite);
-  return window;
+  segment->descriptor_ = memory.new_descriptor();
+  segment->map(memory, CudaAccess::kWrite);
+  return segment;
 }
 
-std::shared_ptr<const DeviceWindow> DeviceWindow::open(void* context, int descriptor,
-                                                       std::size_t nbytes) {
-  const std::shared_ptr<DeviceWindow> window(new DeviceWindow(context, nbytes));
+std::shared_ptr<const DeviceSegment> DeviceSegment::open(void* context, int descriptor,
+                                                         std::size_t nbytes) {
+  const std::shared_ptr<DeviceSegment> segment(new DeviceSegment(context, nbytes));
   const CurrentContext current(context);
   Memory memory(nbytes);
   memory.import(descriptor);
-  window->map(memory, CudaAccess::kRead);
-  return window;
+  segment->map(memory, CudaAccess::kRead);
+  return segment;
 }
 
-void DeviceWindow::map(const Memory& memory, int access) {
+void DeviceSegment::map(const Memory& memory, int access) {
   const CudaDriver& driver = CudaDriver::instance();
   const CudaSharing& sharing = CudaSharing::instance();
   capacity_ = memory.capacity();
@@ -227,7 +227,7 @@ void DeviceWindow::map(const Memory& memory, int access) {
   driver.check(sharing.set_access(address_, capacity_, &allowed, 1), "cuMemSetAccess");
 }
 
-DeviceWindow::~DeviceWindow() {
+DeviceSegment::~DeviceSegment() {
   close_descriptor();
   if (process_ != getpid() || address_ == 0) return;
   const CudaDriver& driver = CudaDriver::instance();
@@ -242,19 +242,19 @@ DeviceWindow::~DeviceWindow() {
   sharing.free_reserved(address_, capacity_);
 }
 
-void DeviceWindow::close_descriptor() noexcept {
+void DeviceSegment::close_descriptor() noexcept {
   if (descriptor_ >= 0) close(descriptor_);
   descriptor_ = -1;
 }
 
-void DeviceWindow::copy_to_host(std::byte* to, std::size_t offset, std::size_t nbytes) const {
+void DeviceSegment::copy_to_host(std::byte* to, std::size_t offset, std::size_t nbytes) const {
   refuse_fork(process_);
   const CurrentContext current(context_);
   CudaDriver::instance().check(CudaSharing::instance().copy_to_host(to, address_ + offset, nbytes),
                                "cuMemcpyDtoH");
 }
 
-void DeviceWindow::copy_from_host(const std::byte* from, std::size_t offset, std::size_t nbytes) {
+void DeviceSegment::copy_from_host(const std::byte* from, std::size_t offset, std::size_t nbytes) {
   refuse_fork(process_);
   const CurrentContext current(context_);
   const CudaDriver& driver = CudaDriver::instance();
@@ -265,7 +265,7 @@ void DeviceWindow::copy_from_host(const std::byte* from, std::size_t offset, std
   driver.check(driver.synchronize_context(), "cuCtxSynchronize");
 }
 
-std::string device_window_obstacle(void* context) {
+std::string device_segment_obstacle(void* context) {
   try {
     std::unique_lock<std::mutex> turn;
     Known& known = Known::lock(turn);

@@ -1,6 +1,6 @@
 // Memory of a GPU that one process writes and others of the node read.
 //
-// The owner creates a window and gives its peers the descriptor, as with a memory file. Each peer
+// The owner creates a segment and gives its peers the descriptor, as with a memory file. Each peer
 // maps the memory for reading. The driver frees it when no process maps it or has a descriptor of
 // it, however they ended. A descriptor can be forwarded by a process that uses no GPU.
 //
@@ -34,21 +34,22 @@ using DeviceUuid = std::array<std::byte, 16>;
 // Throws CudaError.
 [[nodiscard]] DeviceUuid device_uuid(void* context);
 
-class DeviceWindow {
+class DeviceSegment {
  public:
-  // A new window on the context's GPU, contents undefined. Throws std::bad_alloc if memory is
+  // A new segment on the context's GPU, contents undefined. Throws std::bad_alloc if memory is
   // short, CudaError otherwise.
-  [[nodiscard]] static std::shared_ptr<DeviceWindow> create(void* context, std::size_t nbytes);
+  [[nodiscard]] static std::shared_ptr<DeviceSegment> create(void* context, std::size_t nbytes);
 
-  // Maps a peer's window of `nbytes`, for reading. The descriptor stays the caller's, and may be
-  // closed at once. Throws std::bad_alloc or CudaError, also if the window is smaller or no window.
-  [[nodiscard]] static std::shared_ptr<const DeviceWindow> open(void* context, int descriptor,
-                                                                std::size_t nbytes);
+  // Maps a peer's segment of `nbytes`, for reading. The descriptor stays the caller's, and may be
+  // closed at once. Throws std::bad_alloc or CudaError, also if the segment is smaller or no
+  // segment.
+  [[nodiscard]] static std::shared_ptr<const DeviceSegment> open(void* context, int descriptor,
+                                                                 std::size_t nbytes);
 
-  DeviceWindow(const DeviceWindow&) = delete;
-  DeviceWindow& operator=(const DeviceWindow&) = delete;
+  DeviceSegment(const DeviceSegment&) = delete;
+  DeviceSegment& operator=(const DeviceSegment&) = delete;
   // Waits for all work of the context, which may use the memory.
-  ~DeviceWindow();
+  ~DeviceSegment();
 
   // An address of the GPU, at the boundary of a page.
   [[nodiscard]] std::byte* data() const noexcept { return reinterpret_cast<std::byte*>(address_); }
@@ -60,7 +61,7 @@ class DeviceWindow {
   [[nodiscard]] int descriptor() const noexcept { return descriptor_; }
   void close_descriptor() noexcept;
 
-  // Copy bytes within the window from or to ordinary memory. They wait for the copy, but not for
+  // Copy bytes within the segment from or to ordinary memory. They wait for the copy, but not for
   // work on streams that use the memory. Throw CudaError.
   void copy_to_host(std::byte* to, std::size_t offset, std::size_t nbytes) const;
   void copy_from_host(const std::byte* from, std::size_t offset, std::size_t nbytes);
@@ -68,7 +69,7 @@ class DeviceWindow {
  private:
   class Memory;
 
-  DeviceWindow(void* context, std::size_t nbytes);
+  DeviceSegment(void* context, std::size_t nbytes);
   void map(const Memory& memory, int access);
 
   void* context_;
@@ -81,8 +82,8 @@ class DeviceWindow {
   pid_t process_ = getpid();  // in its forks, the driver does not work
 };
 
-// Why there are no windows on the context's GPU; empty if there are. The first call for a context
+// Why there are no segments on the context's GPU; empty if there are. The first call for a context
 // tries it.
-[[nodiscard]] std::string device_window_obstacle(void* context);
+[[nodiscard]] std::string device_segment_obstacle(void* context);
 
 }  // namespace flatweights

@@ -1,4 +1,4 @@
-"""Windows in a GPU's memory, by a stand-in for NVIDIA's driver, and on a GPU where there is one.
+"""Segments in a GPU's memory, by a stand-in for NVIDIA's driver, and on a GPU where there is one.
 
 What only the stand-in has tried is not known to work on a GPU.
 """
@@ -47,28 +47,28 @@ def library(request: pytest.FixtureRequest) -> str:
 
 
 def create(owner: GPUProcess, nbytes: int, seed: int) -> None:
-    """Have ``owner`` make a ``window`` with bytes of this seed, and send its descriptor."""
+    """Have ``owner`` make a ``segment`` with bytes of this seed, and send its descriptor."""
     owner.run(
-        f"window = _core.DeviceWindow(uuid, {nbytes})\n"
-        f"window.copy_from(random_bytes({nbytes}, {seed}))\n"
-        "sent.append(window.descriptor)"
+        f"segment = _core.DeviceSegment(uuid, {nbytes})\n"
+        f"segment.copy_from(random_bytes({nbytes}, {seed}))\n"
+        "sent.append(segment.descriptor)"
     )
 
 
-def open_window(peer: GPUProcess, nbytes: int, descriptor: int) -> None:
-    """Have ``peer`` open a window as ``window``, and close the descriptor at once."""
+def open_segment(peer: GPUProcess, nbytes: int, descriptor: int) -> None:
+    """Have ``peer`` open a segment as ``segment``, and close the descriptor at once."""
     peer.run(
-        f"window = _core.PeerDeviceWindow(descriptors[0], {nbytes}, uuid)\n"
+        f"segment = _core.PeerDeviceSegment(descriptors[0], {nbytes}, uuid)\n"
         "os.close(descriptors[0])",
         descriptor,
     )
 
 
 def has_bytes(process: GPUProcess, nbytes: int, seed: int) -> bool:
-    """Whether the ``window`` of a process has the bytes of this seed."""
+    """Whether the ``segment`` of a process has the bytes of this seed."""
     return process.run(  # type: ignore[no-any-return]
         f"out = np.empty({nbytes}, np.uint8)\n"
-        "window.copy_to(out)\n"
+        "segment.copy_to(out)\n"
         f"result = bool((out == random_bytes({nbytes}, {seed})).all())"
     )
 
@@ -85,38 +85,38 @@ def test_peers_read_what_the_owner_writes(library: str) -> None:
         for nbytes in SIZES:
             create(owner, nbytes, 1)
             for peer in peers:
-                open_window(peer, nbytes, owner.descriptors[0])
+                open_segment(peer, nbytes, owner.descriptors[0])
                 assert has_bytes(peer, nbytes, 1)
-            owner.run(f"window.copy_from(random_bytes({nbytes}, 2))")
+            owner.run(f"segment.copy_from(random_bytes({nbytes}, 2))")
             assert all(has_bytes(process, nbytes, 2) for process in (owner, *peers))
-            sides = [process.run("result = window.nbytes, window.uuid") for process in peers]
+            sides = [process.run("result = segment.nbytes, segment.uuid") for process in peers]
             assert sides == [(nbytes, owner.run("result = uuid"))] * 2
 
 
-def test_parts_of_windows_are_read_and_written(library: str) -> None:
+def test_parts_of_segments_are_read_and_written(library: str) -> None:
     with gpu_processes(library, 2) as (owner, peer):
         create(owner, 1000, 1)
-        open_window(peer, 1000, owner.descriptors[0])
-        owner.run("window.copy_from(np.arange(10, dtype=np.float32), 100)")
+        open_segment(peer, 1000, owner.descriptors[0])
+        owner.run("segment.copy_from(np.arange(10, dtype=np.float32), 100)")
         assert peer.run(
             "out = np.empty((5, 2), np.float32)\n"
-            "window.copy_to(out, offset=100)\n"
+            "segment.copy_to(out, offset=100)\n"
             "rest = np.empty(1000, np.uint8)\n"
-            "window.copy_to(rest)\n"
+            "segment.copy_to(rest)\n"
             "before = random_bytes(1000, 1)\n"
             "result = out.tolist(), rest[:100].tolist() == before[:100].tolist(), "
             "rest[140:].tolist() == before[140:].tolist()"
         ) == ([[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]], True, True)
 
 
-def test_kernels_read_a_peers_window_and_write_their_own(library: str) -> None:
+def test_kernels_read_a_peers_segment_and_write_their_own(library: str) -> None:
     nbytes = 3 * 4096 + 48
     with gpu_processes(library, 2) as (owner, peer):
         create(owner, nbytes, 1)
-        open_window(peer, nbytes, owner.descriptors[0])
+        open_segment(peer, nbytes, owner.descriptors[0])
         assert peer.run(
-            f"own = _core.DeviceWindow(uuid, {nbytes})\n"
-            f"copy_by_kernel(driver, own.address, window.address, {nbytes})\n"
+            f"own = _core.DeviceSegment(uuid, {nbytes})\n"
+            f"copy_by_kernel(driver, own.address, segment.address, {nbytes})\n"
             f"out = np.empty({nbytes}, np.uint8)\n"
             "own.copy_to(out)\n"
             f"result = bool((out == random_bytes({nbytes}, 1)).all())"
@@ -128,10 +128,10 @@ def test_a_peer_that_writes_faults_and_changes_nothing(library: str) -> None:
     with gpu_processes(library, 3) as (owner, reader, writer):
         create(owner, nbytes, 1)
         for peer in (reader, writer):
-            open_window(peer, nbytes, owner.descriptors[0])
-        writer.run(f"own = _core.DeviceWindow(uuid, {nbytes})")
+            open_segment(peer, nbytes, owner.descriptors[0])
+        writer.run(f"own = _core.DeviceSegment(uuid, {nbytes})")
         with pytest.raises((EOFError, RuntimeError)):
-            writer.run(f"copy_by_kernel(driver, window.address, own.address, {nbytes})")
+            writer.run(f"copy_by_kernel(driver, segment.address, own.address, {nbytes})")
         assert has_bytes(owner, nbytes, 1)
         assert has_bytes(reader, nbytes, 1)
 
@@ -142,21 +142,21 @@ def test_bytes_outlive_their_owner(library: str) -> None:
         create(owner, nbytes, 1)
         # This process uses no GPU, like one that forwards descriptors.
         descriptor = os.dup(owner.descriptors[0])
-        open_window(reader, nbytes, descriptor)
+        open_segment(reader, nbytes, descriptor)
         owner.kill()
         assert has_bytes(reader, nbytes, 1)
-        open_window(late, nbytes, descriptor)
+        open_segment(late, nbytes, descriptor)
         os.close(descriptor)
-        reader.run("del window")
+        reader.run("del segment")
         assert has_bytes(late, nbytes, 1)
 
 
-def test_a_peers_view_outlives_the_owners_window(library: str) -> None:
+def test_a_peers_view_outlives_the_owners_segment(library: str) -> None:
     with gpu_processes(library, 2) as (owner, peer):
         create(owner, 4096, 1)
-        open_window(peer, 4096, owner.descriptors[0])
-        owner.run("del window\nwindow = _core.DeviceWindow(uuid, 4096)")
-        owner.run("window.copy_from(random_bytes(4096, 2))")
+        open_segment(peer, 4096, owner.descriptors[0])
+        owner.run("del segment\nwindow = _core.DeviceSegment(uuid, 4096)")
+        owner.run("segment.copy_from(random_bytes(4096, 2))")
         assert has_bytes(peer, 4096, 1)
 
 
@@ -164,14 +164,14 @@ def test_a_forked_child_frees_nothing(library: str) -> None:
     counts = "driver.stand_in_cuda_calls()" if library != REAL else "0"
     with gpu_processes(library, 2) as (owner, peer):
         create(owner, 4096, 1)
-        open_window(peer, 4096, owner.descriptors[0])
+        open_segment(peer, 4096, owner.descriptors[0])
         for process in (owner, peer):
             assert (
                 process.run(
                     "child = os.fork()\n"
                     "if child == 0:\n"
                     f"    before = {counts}\n"
-                    "    del window\n"
+                    "    del segment\n"
                     f"    os._exit({counts} - before)\n"
                     "result = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])"
                 )
@@ -190,16 +190,16 @@ def test_a_forked_child_gets_errors(library: str) -> None:
                 "    failed = 0\n"
                 "    out = np.empty(8, np.uint8)\n"
                 "    calls = [\n"
-                "        lambda: _core.DeviceWindow(uuid, 8),\n"
-                "        lambda: window.copy_to(out),\n"
-                "        lambda: window.copy_from(out),\n"
+                "        lambda: _core.DeviceSegment(uuid, 8),\n"
+                "        lambda: segment.copy_to(out),\n"
+                "        lambda: segment.copy_from(out),\n"
                 "    ]\n"
                 "    for call in calls:\n"
                 "        try:\n"
                 "            call()\n"
                 "        except RuntimeError as error:\n"
                 "            failed += 'forked' in str(error)\n"
-                "    failed += 'forked' in _core.device_window_obstacle(uuid)\n"
+                "    failed += 'forked' in _core.device_segment_obstacle(uuid)\n"
                 "    os._exit(failed)\n"
                 "result = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])"
             )
@@ -210,11 +210,11 @@ def test_a_forked_child_gets_errors(library: str) -> None:
 # What is freed.
 
 
-def test_a_hundred_windows_leave_no_descriptors_and_no_memory(library: str) -> None:
+def test_a_hundred_segments_leave_no_descriptors_and_no_memory(library: str) -> None:
     objects = "driver.stand_in_cuda_objects()" if library != REAL else "0"
     with gpu_processes(library, 2) as processes:
-        for process in processes:  # the first window of all makes what stays
-            process.run("first = _core.DeviceWindow(uuid, 1)\ndel first")
+        for process in processes:  # the first segment of all makes what stays
+            process.run("first = _core.DeviceSegment(uuid, 1)\ndel first")
         before = [
             process.run(f"result = len(os.listdir('/proc/self/fd')), {objects}")
             for process in processes
@@ -223,11 +223,11 @@ def test_a_hundred_windows_leave_no_descriptors_and_no_memory(library: str) -> N
         owner, peer = processes
         for seed in range(100):
             create(owner, 4096, seed)
-            open_window(peer, 4096, owner.descriptors[0])
+            open_segment(peer, 4096, owner.descriptors[0])
             if seed % 2:
-                owner.run("window.close_descriptor()\nresult = window.descriptor")
-            owner.run("del window")
-            peer.run("del window")
+                owner.run("segment.close_descriptor()\nresult = segment.descriptor")
+            owner.run("del segment")
+            peer.run("del segment")
         after = [
             process.run(f"result = len(os.listdir('/proc/self/fd')), {objects}")
             for process in processes
@@ -239,14 +239,14 @@ def test_a_hundred_windows_leave_no_descriptors_and_no_memory(library: str) -> N
 def test_the_descriptor_is_not_inherited_and_closes_once(library: str) -> None:
     with gpu_processes(library, 1) as (process,):
         assert process.run(
-            "window = _core.DeviceWindow(uuid, 1)\n"
-            "number = window.descriptor\n"
+            "segment = _core.DeviceSegment(uuid, 1)\n"
+            "number = segment.descriptor\n"
             "inherited = os.get_inheritable(number)\n"
-            "window.close_descriptor()\n"
+            "segment.close_descriptor()\n"
             "taken = os.dup(0)\n"
-            "window.close_descriptor()\n"
+            "segment.close_descriptor()\n"
             "os.fstat(taken)\n"
-            "result = inherited, taken == number, window.descriptor"
+            "result = inherited, taken == number, segment.descriptor"
         ) == (False, True, -1)
 
 
@@ -257,14 +257,14 @@ def test_short_memory_of_the_gpu_is_a_memory_error(library: str) -> None:
     with gpu_processes(library, 1) as (process,):
         for nbytes in (1 << 50, (1 << 64) - 1):
             with pytest.raises(MemoryError):
-                process.run(f"_core.DeviceWindow(uuid, {nbytes})")
+                process.run(f"_core.DeviceSegment(uuid, {nbytes})")
         create(process, 4096, 1)
         assert has_bytes(process, 4096, 1)
 
 
-def test_windows_have_no_obstacle(library: str) -> None:
+def test_segments_have_no_obstacle(library: str) -> None:
     with gpu_processes(library, 1) as (process,):
-        assert process.run("result = _core.device_window_obstacle(uuid)") == ""
+        assert process.run("result = _core.device_segment_obstacle(uuid)") == ""
         assert process.run("result = _core.device_obstacle()") == ""
 
 
@@ -272,28 +272,28 @@ def test_other_descriptors_and_sizes_are_refused(library: str) -> None:
     ours, theirs = socket.socketpair()
     with gpu_processes(library, 2) as (owner, peer), ours, theirs:
         with pytest.raises(RuntimeError, match="cuMemImportFromShareableHandle"):
-            open_window(peer, 4096, ours.fileno())
+            open_segment(peer, 4096, ours.fileno())
         create(owner, 4096, 1)
         with pytest.raises(RuntimeError, match="of NVIDIA's driver: CUDA_ERROR_"):
-            open_window(peer, 100 << 20, owner.descriptors[0])
-        open_window(peer, 4096, owner.descriptors[0])
+            open_segment(peer, 100 << 20, owner.descriptors[0])
+        open_segment(peer, 4096, owner.descriptors[0])
         assert has_bytes(peer, 4096, 1)
 
 
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("_core.DeviceWindow(b'short', 8)", "uuid: expected 16 bytes, got 5"),
-        ("window.copy_to(out, offset=4090)", "window: expected at most 4096 bytes, got 4090 + 8"),
-        ("window.copy_from(out, 5000)", "window: expected at most 4096 bytes, got 5000 + 8"),
-        ("window.copy_from(np.zeros(9)[::2])", "contiguous array of numbers, got float64"),
-        ("window.copy_from(np.array([None]))", "contiguous array of numbers, got object"),
+        ("_core.DeviceSegment(b'short', 8)", "uuid: expected 16 bytes, got 5"),
+        ("segment.copy_to(out, offset=4090)", "segment: expected at most 4096 bytes, got 4090 + 8"),
+        ("segment.copy_from(out, 5000)", "segment: expected at most 4096 bytes, got 5000 + 8"),
+        ("segment.copy_from(np.zeros(9)[::2])", "contiguous array of numbers, got float64"),
+        ("segment.copy_from(np.array([None]))", "contiguous array of numbers, got object"),
         ("out.flags.writeable = False\nwindow.copy_to(out)", "out: expected a writable array"),
     ],
 )
 def test_wrong_arguments_are_refused(stand_in: str, program: str, message: str) -> None:
     with gpu_processes(stand_in, 1) as (process,):
-        process.run("window = _core.DeviceWindow(uuid, 4096)\nout = np.empty(8, np.uint8)")
+        process.run("segment = _core.DeviceSegment(uuid, 4096)\nout = np.empty(8, np.uint8)")
         with pytest.raises(ValueError, match=re.escape(message)):
             process.run(program)
 
@@ -315,7 +315,7 @@ def test_a_failure_half_way_leaves_nothing_and_the_next_trial_works(stand_in: st
     out_of_memory, unknown = 2, 999
     with gpu_processes(stand_in, 1) as (process,):
         process.run(
-            "window = _core.DeviceWindow(uuid, 4096)\n"
+            "segment = _core.DeviceSegment(uuid, 4096)\n"
             "def count():\n"
             "    return len(os.listdir('/proc/self/fd')), driver.stand_in_cuda_objects()\n"
             "before = count()"
@@ -326,8 +326,8 @@ def test_a_failure_half_way_leaves_nothing_and_the_next_trial_works(stand_in: st
                 failing = f"driver.stand_in_cuda_fail(b'{function}', {code}, 1)"
                 message = f"^{name} of NVIDIA's driver: CUDA_ERROR_UNKNOWN$"
                 for call in (
-                    "_core.DeviceWindow(uuid, 1)",
-                    "_core.PeerDeviceWindow(window.descriptor, 4096, uuid)",
+                    "_core.DeviceSegment(uuid, 1)",
+                    "_core.PeerDeviceSegment(segment.descriptor, 4096, uuid)",
                 ):
                     is_peers = "Peer" in call
                     if is_peers and function in ("cuMemCreate", "cuMemExportToShareableHandle"):
@@ -360,18 +360,18 @@ def test_obstacles_are_named_and_remembered(
 ) -> None:
     with gpu_processes(stand_in, 1, **env) as (process,):
         for _ in range(2):
-            assert process.run("result = _core.device_window_obstacle(uuid)") == obstacle
-        calls = "calls = driver.stand_in_cuda_calls()\n_core.device_window_obstacle(uuid)\n"
+            assert process.run("result = _core.device_segment_obstacle(uuid)") == obstacle
+        calls = "calls = driver.stand_in_cuda_calls()\n_core.device_segment_obstacle(uuid)\n"
         assert process.run(f"{calls}result = driver.stand_in_cuda_calls() - calls") < 6
         assert process.run("result = _core.device_obstacle()") == ""
 
 
 def test_short_memory_at_the_trial_is_not_remembered(stand_in: str) -> None:
     with gpu_processes(stand_in, 1, STAND_IN_CUDA_FAIL="cuMemCreate:2:1") as (process,):
-        obstacle = process.run("result = _core.device_window_obstacle(uuid)")
+        obstacle = process.run("result = _core.device_segment_obstacle(uuid)")
         assert obstacle == "there is no memory for a trial"
         process.run("driver.stand_in_cuda_fail(b'cuMemCreate', 0, 1)")
-        assert process.run("result = _core.device_window_obstacle(uuid)") == ""
+        assert process.run("result = _core.device_segment_obstacle(uuid)") == ""
 
 
 def test_a_driver_without_a_function_does_everything_else(tmp_path: Path) -> None:
@@ -379,33 +379,33 @@ def test_a_driver_without_a_function_does_everything_else(tmp_path: Path) -> Non
     with gpu_processes(library, 1) as (process,):
         missing = "NVIDIA's driver has no function cuMemSetAccess"
         assert process.run("result = uuid") == UUID
-        assert process.run("result = _core.device_window_obstacle(uuid)") == missing
+        assert process.run("result = _core.device_segment_obstacle(uuid)") == missing
         with pytest.raises(RuntimeError, match=f"^{missing}$"):
-            process.run("_core.DeviceWindow(uuid, 8)")
+            process.run("_core.DeviceSegment(uuid, 8)")
         with pytest.raises(RuntimeError, match=f"^{missing}$"):
-            process.run("_core.PeerDeviceWindow(0, 8, uuid)")
+            process.run("_core.PeerDeviceSegment(0, 8, uuid)")
         assert process.run("result = _core.device_obstacle()") == ""
 
 
-def test_a_gpu_that_the_process_does_not_use_has_no_windows(stand_in: str) -> None:
+def test_a_gpu_that_the_process_does_not_use_has_no_segments(stand_in: str) -> None:
     other = UUID[:-1] + b"1"
     name = "GPU-7374616e-642d-696e-2047-505520303031"
     message = f"the process does not use {name}"
     with gpu_processes(stand_in, 1, STAND_IN_CUDA_GPUS="2") as (process,):
         assert process.run("result = _core.device_uuids()") == [UUID]
         assert process.run(f"result = _core.device_name({other!r})") == name
-        assert process.run(f"result = _core.device_window_obstacle({other!r})") == message
+        assert process.run(f"result = _core.device_segment_obstacle({other!r})") == message
         with pytest.raises(RuntimeError, match=f"^{message}$"):
-            process.run(f"_core.DeviceWindow({other!r}, 8)")
+            process.run(f"_core.DeviceSegment({other!r}, 8)")
         process.run("load_driver(driver._name, uses_gpus=[1])")
         assert process.run("result = _core.device_uuids()") == [UUID, other]
-        assert process.run(f"result = _core.DeviceWindow({other!r}, 8).uuid") == other
+        assert process.run(f"result = _core.DeviceSegment({other!r}, 8).uuid") == other
 
 
 def test_without_a_driver_there_are_no_gpus() -> None:
     code = (
         "from flatweights import _core\n"
-        "print(_core.device_uuids(), _core.device_window_obstacle(bytes(16)))\n"
+        "print(_core.device_uuids(), _core.device_segment_obstacle(bytes(16)))\n"
     )
     assert run_python(code) == "[] NVIDIA's driver is not loaded\n"
 
@@ -416,9 +416,9 @@ def test_without_a_driver_there_are_no_gpus() -> None:
 def test_the_stand_in_ends_a_process_that_touches_a_gpus_memory(stand_in: str) -> None:
     process = GPUProcess(stand_in)
     try:
-        process.run("window = _core.DeviceWindow(uuid, 4096)")
+        process.run("segment = _core.DeviceSegment(uuid, 4096)")
         with pytest.raises(EOFError):
-            process.run("import ctypes\nctypes.memset(window.address, 1, 1)")
+            process.run("import ctypes\nctypes.memset(segment.address, 1, 1)")
     finally:
         process.close()
     # A sanitizer ends the process itself.
@@ -432,7 +432,7 @@ def attribute(number, address, kind=ctypes.c_size_t):
     value = kind()
     code = driver.cuPointerGetAttribute(ctypes.byref(value), number, ctypes.c_uint64(address))
     return value.value if code == 0 else -code
-window = _core.DeviceWindow(uuid, 4096)
+segment = _core.DeviceSegment(uuid, 4096)
 variable, pinned = ctypes.c_uint64(), ctypes.c_void_p()
 check(driver.cuMemAlloc_v2(ctypes.byref(variable), ctypes.c_size_t(1000)))
 check(driver.cuMemHostAlloc(ctypes.byref(pinned), ctypes.c_size_t(1000), 0))
@@ -441,7 +441,7 @@ registered = ctypes.c_void_p(array.ctypes.data)
 before = attribute(2, registered.value, ctypes.c_uint)
 check(driver.cuMemHostRegister_v2(registered, ctypes.c_size_t(4096), 0))
 twice = driver.cuMemHostRegister_v2(registered, ctypes.c_size_t(4096), 0)
-places = window.address, variable.value, pinned.value, registered.value
+places = segment.address, variable.value, pinned.value, registered.value
 types = [attribute(2, place + 999, ctypes.c_uint) for place in places]
 starts = [attribute(11, place + 999) == place for place in places]
 sizes = [attribute(12, place) for place in places]

@@ -1,4 +1,4 @@
-"""The windows that this process writes and its peers read, and the check for free memory."""
+"""The segments that this process writes and its peers read, and the check for free memory."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -16,91 +16,91 @@ _log = logging.getLogger("flatweights")
 
 
 class Extent(NamedTuple):
-    """The position of a buffer: the window, and the bytes in it.
+    """The position of a buffer: the segment, and the bytes in it.
 
     Attributes:
-        window: Index of the window.
+        segment: Index of the segment.
         generation: The number of memory files that have had this index.
         offset: The offset of the first byte.
         nbytes: Bytes of the buffer.
     """
 
-    window: int
+    segment: int
     generation: int
     offset: int
     nbytes: int
 
 
-class Windows:
-    """Windows by index: made when they are needed, replaced when their size does not fit.
+class Segments:
+    """Segments by index: made when they are needed, replaced when their size does not fit.
 
-    A window is free while no array of this process is over it and no peer holds a view.
+    A segment is free while no array of this process is over it and no peer holds a view.
 
     Attributes:
-        changes: How often a window took the place of another one.
+        changes: How often a segment took the place of another one.
     """
 
     def __init__(self, most: int, holds: Callable[[int], int]) -> None:
-        """Start without windows.
+        """Start without segments.
 
         Args:
-            most: The largest number of windows.
-            holds: A function of an index: the number of views that peers hold of that window.
+            most: The largest number of segments.
+            holds: A function of an index: the number of views that peers hold of that segment.
         """
         self._most = most
         self._holds = holds
-        self._windows: list[_core.Window] = []
+        self._segments: list[_core.Segment] = []
         self._generations: list[int] = []
         self._warned = False
         self.changes = 0
 
-    def __getitem__(self, index: int) -> _core.Window:
-        """Return a window."""
-        return self._windows[index]
+    def __getitem__(self, index: int) -> _core.Segment:
+        """Return a segment."""
+        return self._segments[index]
 
     def clear(self) -> None:
-        """Make no more windows, and forget the present ones; arrays over them stay valid."""
+        """Make no more segments, and forget the present ones; arrays over them stay valid."""
         self._most = 0
         self.changes += 1
-        self._windows.clear()
+        self._segments.clear()
         self._generations.clear()
 
     def offer(self, nbytes: int, *, most_taken: int | None = None) -> None:
-        """Offer a free window to the next array of ``nbytes`` that this thread makes.
+        """Offer a free segment to the next array of ``nbytes`` that this thread makes.
 
         Args:
             nbytes: The bytes of the array; for 0, nothing is offered.
-            most_taken: If at least this many windows are taken, offer nothing.
+            most_taken: If at least this many segments are taken, offer nothing.
         """
         taken = 0
-        for window in self._windows:
-            taken += window.is_taken
+        for segment in self._segments:
+            taken += segment.is_taken
         if most_taken is not None and taken >= most_taken:
             return
         index = self._free(nbytes) if nbytes > 0 else None
         if index is not None:
-            self._windows[index].offer(nbytes)
+            self._segments[index].offer(nbytes)
 
     def find(self, buffer: memoryview | NDArray[np.uint8]) -> Extent | None:
-        """Return the extent of ``buffer``; None if it lies in no window."""
-        for index, window in enumerate(self._windows):
-            offset = window.offset_of(buffer)
+        """Return the extent of ``buffer``; None if it lies in no segment."""
+        for index, segment in enumerate(self._segments):
+            offset = segment.offset_of(buffer)
             if offset >= 0:
                 return Extent(index, self._generations[index], offset, buffer.nbytes)
         return None
 
     def is_taken(self, extent: Extent) -> bool:
-        """Whether an array of this process is over the window of ``extent``."""
-        return self._windows[extent.window].is_taken
+        """Whether an array of this process is over the segment of ``extent``."""
+        return self._segments[extent.segment].is_taken
 
     def copy_in(
         self, buffers: Sequence[memoryview | Extent], *, besides: int | None = None
     ) -> list[Extent] | None:
-        """Copy ``buffers`` into a free window; None if there is none.
+        """Copy ``buffers`` into a free segment; None if there is none.
 
         Args:
-            buffers: Memory of this process, or extents in other windows.
-            besides: The index of a window that is not free, although nothing shows it yet.
+            buffers: Memory of this process, or extents in other segments.
+            besides: The index of a segment that is not free, although nothing shows it yet.
         """
         ends = np.cumsum([-(-buffer.nbytes // _LINE) * _LINE for buffer in buffers]).tolist()
         index = self._free(ends[-1], besides)
@@ -123,46 +123,46 @@ class Windows:
         return np.array(self._bytes_at(extent))
 
     def _bytes_at(self, extent: Extent) -> NDArray[np.uint8]:
-        memory = self._windows[extent.window].memory()
+        memory = self._segments[extent.segment].memory()
         return memory[extent.offset : extent.offset + extent.nbytes]
 
     def _free(self, nbytes: int, besides: int | None = None) -> int | None:
-        """Return the index of a free window of ``nbytes`` or more; make one if necessary."""
-        for index, window in enumerate(self._windows):
-            # A window that is much too large was made for another model.
-            fits = nbytes <= window.nbytes <= 4 * nbytes + 4096 and index != besides
-            if fits and not window.is_taken and not self._holds(index):
+        """Return the index of a free segment of ``nbytes`` or more; make one if necessary."""
+        for index, segment in enumerate(self._segments):
+            # A segment that is much too large was made for another model.
+            fits = nbytes <= segment.nbytes <= 4 * nbytes + 4096 and index != besides
+            if fits and not segment.is_taken and not self._holds(index):
                 return index
         free = [
             i
-            for i, w in enumerate(self._windows)
+            for i, w in enumerate(self._segments)
             if i != besides and not (w.is_taken or self._holds(i))
         ]
-        is_full = len(self._windows) >= self._most
+        is_full = len(self._segments) >= self._most
         if not free and is_full:
             return None
-        # One window may have another size: models of two sizes, such as weights and logs, take
+        # One segment may have another size: models of two sizes, such as weights and logs, take
         # turns.
         is_replaced = len(free) > 1 or (bool(free) and is_full)
         if is_replaced:  # release its memory before more is allocated
             index = free[0]
             self.changes += 1
-            self._windows[index] = _core.Window(0)
+            self._segments[index] = _core.Segment(0)
             self._generations[index] += 1
         try:
             _check_free_memory(nbytes)
-            made = _core.Window(nbytes)
+            made = _core.Segment(nbytes)
         except (MemoryError, OSError) as error:
             if not self._warned:
                 self._warned = True
-                _log.warning("no window, so weights go through Ray: %s", error)
+                _log.warning("no segment, so weights go through Ray: %s", error)
             return None
         if is_replaced:
-            self._windows[index] = made
+            self._segments[index] = made
             return index
-        self._windows.append(made)
+        self._segments.append(made)
         self._generations.append(1)
-        return len(self._windows) - 1
+        return len(self._segments) - 1
 
 
 def _check_free_memory(nbytes: int) -> None:

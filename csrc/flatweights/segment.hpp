@@ -1,9 +1,9 @@
 // A memory file that one process writes and others read: it holds the buffers of messages.
 //
-// The owner writes only while the window is free: no array over the memory is alive in its own
+// The owner writes only while the segment is free: no array over the memory is alive in its own
 // process (`take` and `give`), and no peer holds a view (counted in the mailboxes). A result that
-// was gathered straight into the window is sent without a copy. If an array over it is still alive,
-// the result is copied, since that array could change it while others read it.
+// was gathered straight into the segment is sent without a copy. If an array over it is still
+// alive, the result is copied, since that array could change it while others read it.
 #pragma once
 
 #include <atomic>
@@ -14,9 +14,9 @@
 
 namespace flatweights {
 
-class Window {
+class Segment {
  public:
-  explicit Window(std::size_t nbytes) : file_(MemoryFile::create(nbytes)) {}
+  explicit Segment(std::size_t nbytes) : file_(MemoryFile::create(nbytes)) {}
 
   [[nodiscard]] MemoryFile& file() const noexcept { return *file_; }
 

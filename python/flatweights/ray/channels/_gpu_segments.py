@@ -1,9 +1,9 @@
-"""Windows in the memory of a GPU: this process's own, and those that others have told it of.
+"""Segments in the memory of a GPU: this process's own, and those that others have told it of.
 
-A window of the host is read through the channel that it belongs to. A GPU's window is also read by
-other members, to which its owner has no channel. So the owner sends a descriptor of it to the host,
-which sends that on to those who need it. How often the window is held is counted in the mailbox of
-its owner, as for windows in memory of the host; the indices of the two kinds differ.
+A segment of the host is read through the channel that it belongs to. A GPU's segment is also read
+by other members, to which its owner has no channel. So the owner sends a descriptor of it to the
+host, which sends that on to those who need it. How often the segment is held is counted in the
+mailbox of its owner, as for segments in memory of the host; the indices of the two kinds differ.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import NamedTuple
 from flatweights import _core
 from flatweights.ray.core._asks import Placed
 
-FIRST = 32  # the index of the first one; windows of the host have lower ones
+FIRST = 32  # the index of the first one; segments of the host have lower ones
 MOST = 4  # of one process: weights that are averaged, and results that others still read
 
 _HANDLE = struct.Struct("<IIIQ16s")  # owner, index, generation, bytes, UUID of the GPU
 
 
 class Handle:
-    """A descriptor of a window, by which a process maps the memory, or sends it on.
+    """A descriptor of a segment, by which a process maps the memory, or sends it on.
 
     Attributes:
-        placed: The window.
+        placed: The segment.
         nbytes: Its bytes.
         uuid: The GPU.
         descriptor: The descriptor, which belongs to this object.
@@ -59,35 +59,35 @@ class Handle:
         os.close(self.descriptor)
 
 
-class OwnWindow(NamedTuple):
-    """A window of this process, and what others map it by."""
+class OwnSegment(NamedTuple):
+    """A segment of this process, and what others map it by."""
 
-    memory: _core.DeviceWindow
+    memory: _core.DeviceSegment
     handle: Handle
 
 
-class GpuWindows:
-    """The windows of this process: made when they are needed, used again when nobody reads them."""
+class GpuSegments:
+    """The segments of this process: made when they are needed, reused when nobody reads them."""
 
     def __init__(self, owner: int, holds: Callable[[int], int]) -> None:
-        """Start without windows.
+        """Start without segments.
 
         Args:
             owner: The number of this process's seat.
-            holds: A function of an index: how often that window is held by others.
+            holds: A function of an index: how often that segment is held by others.
         """
         self._owner = owner
         self._holds = holds
-        self._windows: dict[int, OwnWindow] = {}  # by index, from 0
-        self._generations = [0] * MOST  # of the last window of each index
+        self._segments: dict[int, OwnSegment] = {}  # by index, from 0
+        self._generations = [0] * MOST  # of the last segment of each index
 
-    def take(self, uuid: bytes, nbytes: int, besides: Iterable[int] = ()) -> OwnWindow | None:
-        """Return a free window of ``nbytes`` or more; None if all are held.
+    def take(self, uuid: bytes, nbytes: int, besides: Iterable[int] = ()) -> OwnSegment | None:
+        """Return a free segment of ``nbytes`` or more; None if all are held.
 
         Args:
             uuid: The GPU.
             nbytes: The bytes.
-            besides: The indices of windows that are not free, although nobody holds them.
+            besides: The indices of segments that are not free, although nobody holds them.
 
         Raises:
             MemoryError: If the GPU's memory is short.
@@ -97,30 +97,30 @@ class GpuWindows:
             at for at in range(MOST) if FIRST + at not in besides and not self._holds(FIRST + at)
         ]
         for at in free:
-            if at in self._windows and _suits(self._windows[at].handle, uuid, nbytes):
-                return self._windows[at]
+            if at in self._segments and _suits(self._segments[at].handle, uuid, nbytes):
+                return self._segments[at]
         if not free:
             return None
-        at = next((at for at in free if at not in self._windows), free[0])
-        self._windows.pop(at, None)  # it was made for another model; its memory goes first
+        at = next((at for at in free if at not in self._segments), free[0])
+        self._segments.pop(at, None)  # it was made for another model; its memory goes first
         self._generations[at] += 1
-        memory = _core.DeviceWindow(uuid, nbytes)
+        memory = _core.DeviceSegment(uuid, nbytes)
         descriptor = os.dup(memory.descriptor)
         memory.close_descriptor()
         placed = Placed(self._owner, FIRST + at, self._generations[at])
-        made = self._windows[at] = OwnWindow(memory, Handle(placed, nbytes, uuid, descriptor))
+        made = self._segments[at] = OwnSegment(memory, Handle(placed, nbytes, uuid, descriptor))
         return made
 
-    def find(self, placed: Placed) -> OwnWindow | None:
-        """Return one of the windows; None if it is another process's, or there is a newer one."""
-        window = self._windows.get(placed.window - FIRST)
-        return window if window is not None and window.handle.placed == placed else None
+    def find(self, placed: Placed) -> OwnSegment | None:
+        """Return one of the segments; None if it is another process's, or there is a newer one."""
+        segment = self._segments.get(placed.segment - FIRST)
+        return segment if segment is not None and segment.handle.placed == placed else None
 
     def clear(self) -> None:
-        """Forget the windows; their memory is freed once no process maps it."""
-        self._windows.clear()
+        """Forget the segments; their memory is freed once no process maps it."""
+        self._segments.clear()
 
 
 def _suits(handle: Handle, uuid: bytes, nbytes: int) -> bool:
-    """Whether a window may be used again for ``nbytes`` of a GPU: it is not much too large."""
+    """Whether a segment may be used again for ``nbytes`` of a GPU: it is not much too large."""
     return handle.uuid == uuid and nbytes <= handle.nbytes <= 4 * nbytes
