@@ -155,7 +155,7 @@ def test_a_peers_view_outlives_the_owners_segment(library: str) -> None:
     with gpu_processes(library, 2) as (owner, peer):
         create(owner, 4096, 1)
         open_segment(peer, 4096, owner.descriptors[0])
-        owner.run("del segment\nwindow = _core.DeviceSegment(uuid, 4096)")
+        owner.run("del segment\nsegment = _core.DeviceSegment(uuid, 4096)")
         owner.run("segment.copy_from(random_bytes(4096, 2))")
         assert has_bytes(peer, 4096, 1)
 
@@ -288,7 +288,7 @@ def test_other_descriptors_and_sizes_are_refused(library: str) -> None:
         ("segment.copy_from(out, 5000)", "segment: expected at most 4096 bytes, got 5000 + 8"),
         ("segment.copy_from(np.zeros(9)[::2])", "contiguous array of numbers, got float64"),
         ("segment.copy_from(np.array([None]))", "contiguous array of numbers, got object"),
-        ("out.flags.writeable = False\nwindow.copy_to(out)", "out: expected a writable array"),
+        ("out.flags.writeable = False\nsegment.copy_to(out)", "out: expected a writable array"),
     ],
 )
 def test_wrong_arguments_are_refused(stand_in: str, program: str, message: str) -> None:
