@@ -93,7 +93,7 @@ class Ours:
     """One process with Keras 3."""
 
     def __init__(self, kind: str, name: str, rank: int, size: int) -> None:
-        """Join the meeting, and compile a model for each way."""
+        """Join the process group, and compile a model for each way."""
         one_thread()
         import keras
 

@@ -33,7 +33,7 @@ _UNTIMED = 3
 
 
 class Worker(FlatWorker):
-    """An actor of a group that is also a member of a meeting."""
+    """An actor of a group that is also a member of a process group."""
 
     member: Member
 
@@ -45,7 +45,7 @@ class Worker(FlatWorker):
         return {f"v{i}": tf.Variable(v, name=f"v{i}") for i, v in enumerate(values)}
 
     def join(self, name: str, rank: int, size: int) -> None:
-        """Join the meeting."""
+        """Join the process group."""
         self.member = join(name, rank=rank, size=size)
 
     def averages(self, way: str, seconds: float) -> list[float]:

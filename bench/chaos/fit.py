@@ -37,7 +37,7 @@ class Gradients:
         self._log, self._size = log, size
         self.calls, self.averaged, self.fault = 0, 0, ""
 
-    def note(self, member: Member, meeting: str) -> None:
+    def note(self, member: Member, group: str) -> None:
         """Note all averages of a member."""
         average = member.average_variables
 
@@ -48,7 +48,7 @@ class Gradients:
             assert result.number is not None
             outcome = result.number, result.used, range(self._size), self._mean
             late = member.rank not in result.used
-            self._log.got(*outcome, (self.calls,), meeting, late)
+            self._log.got(*outcome, (self.calls,), group, late)
             self.averaged += 1
             return result
 
@@ -98,8 +98,8 @@ def _fit(
 
     from flatweights.keras import AverageLogs, average_gradients
 
-    meeting = members.host_of(member.name)
-    gradients.note(member, meeting)
+    group = members.host_of(member.name)
+    gradients.note(member, group)
     averaged = 0
 
     def begin(batch: int, logs: Any) -> None:
@@ -112,7 +112,7 @@ def _fit(
         if gradients.averaged > averaged:  # else it was apart from the others
             arrays = enumerate((*model.trainable_weights, *optimizer.variables))
             digest = oracle.digest_of({str(k): np.asarray(array) for k, array in arrays})
-            log.note(f"state:{meeting}:{int(optimizer.iterations)}:{digest.hex()}")
+            log.note(f"state:{group}:{int(optimizer.iterations)}:{digest.hex()}")
         if over.exists():
             model.stop_training = True
 

@@ -1,4 +1,4 @@
-"""Members of a meeting without a driver: each calls in a loop, in its own process."""
+"""Members of a process group without a driver: each calls in a loop, in its own process."""
 
 import itertools
 import os
@@ -26,7 +26,7 @@ def weight_of(rank: int, k: int) -> float:
 
 
 def host_of(name: str) -> str:
-    """Return the id of the host of a meeting: a new host counts calls from 1 again."""
+    """Return the id of the host of a process group: a new host counts calls from 1 again."""
     space = f"flatweights-{ray.get_runtime_context().get_job_id()}"
     host: str = ray.get_actor(f"flatweights:{name}", space)._actor_id.hex()
     return host
@@ -42,7 +42,7 @@ def live(folder: str, plan: Plan, rank: int) -> None:
     while not over.exists():
         try:
             with join(f"chaos {folder}", rank=rank, size=plan.size, timeout=HANG) as member:
-                meeting = host_of(member.name)
+                group = host_of(member.name)
                 while not over.exists():
                     k += 1
                     fault = faults.obey(log)
@@ -71,7 +71,7 @@ def live(folder: str, plan: Plan, rank: int) -> None:
                         range(plan.size),
                         result.weights,
                         (k,),
-                        meeting,
+                        group,
                         rank in result.late,
                     )
         except (MemberError, TimeoutError) as error:
@@ -133,10 +133,10 @@ class Mode(AnyMode):
         for entry in entries:
             if isinstance(entry, Got):
                 call = entry.life, entry.key[0]
-                outcomes[entry.meeting, entry.number].append(entry)
+                outcomes[entry.group, entry.number].append(entry)
                 over.add((entry.rank, call))
                 if not entry.is_late:
-                    gave[entry.meeting, entry.number, entry.rank].append(call)
+                    gave[entry.group, entry.number, entry.rank].append(call)
         # Calls in which the process or the host died: their outcome was not noted.
         dangling: defaultdict[int, list[tuple[float, Call]]] = defaultdict(list)
         for entry in entries:
@@ -145,13 +145,13 @@ class Mode(AnyMode):
                 if (entry.rank, call) not in over:
                     dangling[entry.rank].append((entry.at, call))
         wrong = []
-        for (meeting, number), given in sorted(outcomes.items()):
+        for (group, number), given in sorted(outcomes.items()):
             used, digest = given[0].used, given[0].digest
             if any((got.used, got.digest) != (used, digest) for got in given):
                 wrong.append(f"call {number}: members were given different outcomes")
             end = min(got.at for got in given)
             ways = [
-                gave[meeting, number, rank]
+                gave[group, number, rank]
                 or [call for at, call in sorted(dangling[rank]) if at < end][-2:]
                 for rank in used
             ]

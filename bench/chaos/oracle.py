@@ -104,12 +104,12 @@ class Got(NamedTuple):
         rank: The rank of the process; -1 is the driver.
         life: The number of processes that had this rank before.
         at: The time.
-        number: The number of the step, within ``meeting``.
+        number: The number of the step, within ``group``.
         used: The ranks in it.
         expected: The ranks that could have been in it.
         digest: The digest of the average, or of the weights that were read.
         key: The key of the model that this process sent for it.
-        meeting: The series that ``number`` belongs to.
+        group: The series that ``number`` belongs to.
         is_late: Whether this process was too late for it.
     """
 
@@ -121,7 +121,7 @@ class Got(NamedTuple):
     expected: tuple[int, ...]
     digest: bytes
     key: tuple[int, ...] = ()
-    meeting: str = ""
+    group: str = ""
     is_late: bool = False
 
 
@@ -169,7 +169,7 @@ class Log:
         expected: Sequence[int],
         model: Mapping[str, Any] | bytes,
         key: tuple[int, ...] = (),
-        meeting: str = "",
+        group: str = "",
         is_late: bool = False,
     ) -> None:
         """Note a received result; see `Got`."""
@@ -179,7 +179,7 @@ class Log:
             self._folder.joinpath(f"{rank}.seen").touch()
         if set(ranks).issuperset(expected):
             self._folder.joinpath(FULL).touch()
-        entry = (number, ranks, tuple(expected), digest, key, meeting, is_late)
+        entry = (number, ranks, tuple(expected), digest, key, group, is_late)
         self._write(Got(self.rank, self.life, at, *entry))
 
     def note(self, text: str) -> None:

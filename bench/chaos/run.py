@@ -378,7 +378,7 @@ def _steps_of(entries: Sequence[Entry]) -> list[Got]:
     first: dict[Any, Got] = {}
     for got in entries:
         if isinstance(got, Got):
-            key = (got.meeting, got.number, got.used)
+            key = (got.group, got.number, got.used)
             if key not in first or got.at < first[key].at:
                 first[key] = got
     return sorted(first.values(), key=lambda got: got.at)

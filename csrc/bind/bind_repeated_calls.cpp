@@ -1,4 +1,4 @@
-// The two ends of calls that the members of a meeting repeat, for Python.
+// The two ends of calls that the members of a process group repeat, for Python.
 //
 // The protocol is in repeated_calls.hpp. Both ends run without the GIL; what keeps their memory
 // alive is here.
@@ -113,7 +113,7 @@ class BoundRepeatedAsk {
   std::optional<Extent> extent_;
 };
 
-// Calls that the members of a meeting repeat, with what keeps their memory alive.
+// Calls that the members of a process group repeat, with what keeps their memory alive.
 class BoundRepeatedCalls {
  public:
   // `segments`: by member, generation and `PeerSegment` by index, as in `read_message`.

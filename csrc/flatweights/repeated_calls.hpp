@@ -1,4 +1,5 @@
-// Calls of a meeting's members that are the same as earlier ones, made by the host from end to end.
+// Calls of a process group's members that are the same as earlier ones, made by the host from end
+// to end.
 //
 // A member whose ask is the same as one that was prepared sends the number of that one instead, in
 // a message of kind kRepeat, with its weight, and its model in a segment. Once all have, the host

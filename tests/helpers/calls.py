@@ -1,4 +1,4 @@
-"""The core of a meeting with some members, and a clock that a test sets."""
+"""The core of a process group with some members, and a clock that a test sets."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from flatweights.ray.core._peer import Peer, Peers
 PLAIN = Ask("average", "weights")
 
 
-class TheMeeting:
+class TheProcessGroup:
     """The core and its members.
 
     Attributes:

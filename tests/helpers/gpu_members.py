@@ -96,12 +96,12 @@ def stop_at(point: str) -> None:
 
 
 class Members:
-    """The members of a meeting, each in a process of its own."""
+    """The members of a process group, each in a process of its own."""
 
     def __init__(self, library: str, size: int, **env: str) -> None:
-        from meetings import LocalMeeting
+        from process_groups import LocalProcessGroup
 
-        self.meeting = LocalMeeting(size)
+        self.group = LocalProcessGroup(size)
         self.library = library
         self.env = {"FLATWEIGHTS_GPU": "device", **env}  # for few bytes, too
         self.processes: dict[int, GPUProcess] = {}
@@ -110,7 +110,7 @@ class Members:
 
     def join(self, *ranks: int) -> None:
         """Start processes for ``ranks``."""
-        entries = {rank: self.meeting.enter(rank) for rank in ranks}
+        entries = {rank: self.group.enter(rank) for rank in ranks}
         for rank, entry in entries.items():
             ticket = entry.ticket.result()
             process = self.processes[rank] = GPUProcess(self.library, **self.env)
@@ -119,7 +119,7 @@ class Members:
                 f"place = {rank}, {ticket.seat}, {ticket.address!r}, {entry.token!r}\n"
                 "channel = attach(*place)\nresult = channel.mailbox.nonce"
             )
-            self.meeting.meeting.news.ask(self.meeting.meeting.attach, entry.token, nonce)
+            self.group.group.news.ask(self.group.group.attach, entry.token, nonce)
         self.run("member = member_of(channel, place[0], place[1], place[3])", *ranks)
 
     def begin(self, program: str, *ranks: int) -> dict[int, Future[Any]]:
@@ -135,10 +135,10 @@ class Members:
         return {rank: future.result() for rank, future in self.begin(program, *ranks).items()}
 
     def close(self) -> None:
-        """End all processes, and the meeting."""
+        """End all processes, and the process group."""
         for process in self.processes.values():
             process.close()
         self._threads.shutdown()
-        self.meeting.thread.join(60)
-        assert not self.meeting.thread.is_alive()
+        self.group.thread.join(60)
+        assert not self.group.thread.is_alive()
         assert threading.main_thread().is_alive()

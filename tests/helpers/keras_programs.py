@@ -22,7 +22,7 @@ class Place(NamedTuple):
     """The part of a training that a process has.
 
     Attributes:
-        name: The meeting; empty for a training by itself.
+        name: The process group; empty for a training by itself.
         rank: The rank of this member.
         size: The number of members.
     """
@@ -32,7 +32,7 @@ class Place(NamedTuple):
     size: int = 1
 
     def member(self) -> Any:
-        """This process's member of the meeting, which all tests share."""
+        """This process's member of the process group, which all tests share."""
         import flatweights.ray
 
         if self.name not in _members:
@@ -335,8 +335,9 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
     Args:
         config: ``folder`` for notes; ``dies``, by rank, the epoch; ``epochs``, how many others each
             has to have done afterwards, or None if the training ends with the epoch of the death;
-            ``host``, whether the host of the meeting is killed instead; ``reports``, whether rank 1
-            dies in a report of that epoch, and that of rank 0 comes once it is being replaced.
+            ``host``, whether the host of the process group is killed instead; ``reports``, whether
+            rank 1 dies in a report of that epoch, and that of rank 0 comes once it is being
+            replaced.
     """
     import json
 

@@ -17,7 +17,7 @@ import time
 from typing import Any, NoReturn
 
 import numpy as np
-from meetings import LocalMeeting
+from process_groups import LocalProcessGroup
 
 import flatweights as fw
 from flatweights.ray import MemberError
@@ -88,18 +88,18 @@ class Run:
 
     def __init__(self, orders: socket.socket, inbox: socket.socket) -> None:
         self.orders, self.inbox = orders, inbox
-        self.meeting = LocalMeeting(SIZE)
+        self.group = LocalProcessGroup(SIZE)
         self.wrong: list[str] = []
         self.members: dict[int, int] = {}  # by rank, the process
         self.made = 0
-        self.meeting.watch_series(self._count)
+        self.group.watch_series(self._count)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _count(self, series: Series) -> None:
         self.made += series.calls
 
     def _listen(self) -> None:
-        meeting = self.meeting.meeting
+        group = self.group.group
         while True:
             said = json.loads(self.inbox.recv(4096))
             if "wrong" in said:
@@ -107,11 +107,11 @@ class Run:
                 continue
             with contextlib.suppress(Exception):  # it was killed meanwhile
                 token, nonce = bytes.fromhex(said["token"]), bytes.fromhex(said["nonce"])
-                meeting.news.ask(meeting.attach, token, nonce)
+                group.news.ask(group.attach, token, nonce)
 
     def start(self, rank: int) -> None:
         """Start a member."""
-        entry = self.meeting.enter(rank)
+        entry = self.group.enter(rank)
         ticket = entry.ticket.result(STUCK)
         assert ticket.address is not None
         order = {"token": entry.token.hex(), "rank": rank, "seat": ticket.seat}
@@ -122,10 +122,10 @@ class Run:
         """Kill a member, and start another one."""
         process = self.members[rank]
         os.kill(process, signal.SIGKILL)
-        meeting = self.meeting.meeting
-        for seat in [*meeting.door.present.values()]:
+        group = self.group.group
+        for seat in [*group.door.present.values()]:
             if seat.rank == rank and seat.channel is None:  # it had not connected
-                meeting.news.tell(meeting.lose, seat.token, None)
+                group.news.tell(group.lose, seat.token, None)
         self.start(rank)
 
     def stop(self, rank: int, seconds: float) -> None:
@@ -136,9 +136,7 @@ class Run:
 
     def number(self) -> int:
         """Return the number of calls so far."""
-        return self.meeting.meeting.news.asked(lambda: self.meeting.meeting.calls.number).result(
-            STUCK
-        )
+        return self.group.group.news.asked(lambda: self.group.group.calls.number).result(STUCK)
 
 
 def main(faults: int, seed: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from keras_programs import BATCH, STEPS, Place, Together, build, images, outcome
-from meetings import LocalMeeting, kill
+from process_groups import LocalProcessGroup, kill
 
 import flatweights as fw
 from flatweights.ray import CallsDifferError
@@ -163,7 +163,7 @@ def in_threads(function: Callable[[Place, Any, Any], Any]) -> list[Any]:
             return function(Place("", member.rank, 2), member, models[member.rank])
 
     with ThreadPoolExecutor(2) as pool:
-        return [*pool.map(call, LocalMeeting(2).join_all())]
+        return [*pool.map(call, LocalProcessGroup(2).join_all())]
 
 
 def test_an_outer_optimizer_that_was_given_goes_on_in_the_next_fit() -> None:
@@ -218,7 +218,7 @@ def test_members_start_from_those_of_another_if_rank_0_dies(dies: str, averages:
         kill(members[0])
         raise RuntimeError("killed")
 
-    members = LocalMeeting(3).join_all()
+    members = LocalProcessGroup(3).join_all()
     if dies == "before":
         kill(members[0])
     vars(members[0])["broadcast_variables"] = die
@@ -309,15 +309,15 @@ def test_callbacks_of_a_fit_do_nothing_in_an_evaluation_of_the_users() -> None:
     def interrupt(batch: int, logs: Any) -> None:
         raise KeyboardInterrupt
 
-    meeting = LocalMeeting(1)
-    (member,) = meeting.join_all()
+    group = LocalProcessGroup(1)
+    (member,) = group.join_all()
     model = compiled(Place())
     stop = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
     callbacks = [AverageWeights(member=member), AverageLogs(member=member), stop]
     for _ in range(2):  # before a fit, and after one that was broken off in its epoch
-        before = meeting.meeting.calls.number
+        before = group.group.calls.number
         model.evaluate(*images("dense"), verbose=0, callbacks=callbacks)
-        assert meeting.meeting.calls.number == before
+        assert group.group.calls.number == before
         with pytest.raises(KeyboardInterrupt):
             model.fit(*images("dense"), verbose=0, callbacks=callbacks)
     member.leave()
@@ -328,7 +328,7 @@ def test_logs_that_are_no_numbers_are_left_as_they_are() -> None:
     models = [compiled(Place()) for _ in range(3)]
     logs: Any = {"loss": 1.0, "count": 2, "flag": True, **texts}
     with ThreadPoolExecutor(3) as pool:
-        members = LocalMeeting(3).join_all()
+        members = LocalProcessGroup(3).join_all()
         replies = pool.map(logged, members, models, [logs] * 3, [False] * 3, [{}] * 3)
         assert [*replies] == [(logs, False)] * 3
 
@@ -408,7 +408,7 @@ def test_the_order_of_callbacks_is_that_of_the_fit_not_of_other_lists() -> None:
             self.held.set_model(self.model)
             self.held.on_train_begin(logs)
 
-    (member,) = LocalMeeting(1).join_all()
+    (member,) = LocalProcessGroup(1).join_all()
     early, history = keras.callbacks.EarlyStopping("loss"), keras.callbacks.History()
     with member:
         model, data = compiled(Place()), images("dense")
@@ -472,17 +472,17 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
 def test_an_optimizer_whose_step_was_traced_before_averages_or_raises() -> None:
     from flatweights.keras import AverageLogs, average_gradients
 
-    meeting = LocalMeeting(1)
-    (member,) = meeting.join_all()
+    group = LocalProcessGroup(1)
+    (member,) = group.join_all()
     for callbacks in ([AverageLogs()], []):
         model = compiled(Place())
         model.fit(*images("dense"), BATCH, verbose=0)
         average_gradients(model.optimizer, member=member)
-        before = meeting.meeting.calls.number
+        before = group.group.calls.number
         if callbacks:
             model.fit(*images("dense"), BATCH, verbose=0, callbacks=callbacks)
             steps = len(images("dense")[0]) // BATCH
-            assert meeting.meeting.calls.number >= before + steps
+            assert group.group.calls.number >= before + steps
         else:
             with pytest.raises(RuntimeError, match="this fit has averaged nothing"):
                 model.fit(*images("dense"), BATCH, verbose=0)
@@ -505,7 +505,7 @@ def test_members_that_train_alone_are_warned(caplog: pytest.LogCaptureFixture) -
     for others, of_the_model in cases:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "flatweights"), ThreadPoolExecutor(2) as pool:
-            members = LocalMeeting(2).join_all()
+            members = LocalProcessGroup(2).join_all()
             mores = [[kind(member=member) for kind in others] for member in members]
             done = [
                 pool.submit(fit, *one, of_the_model) for one in zip(members, mores, strict=True)
@@ -549,7 +549,7 @@ def test_logs_that_sample_weights_or_masks_weight_are_those_of_all_samples() -> 
     expected = model().evaluate(x, y, 10, 0, sample_weight=weight, return_dict=True)
     assert expected.keys() == {"loss", "mse", "binary_accuracy", "weighted_binary_accuracy"}
     expected |= {f"val_{name}": value for name, value in expected.items()}
-    members, networks = LocalMeeting(2).join_all(), [model(), model()]
+    members, networks = LocalProcessGroup(2).join_all(), [model(), model()]
     with ThreadPoolExecutor(2) as pool:
         for logs in pool.map(fit, members, networks, [slice(0, 20), slice(20, 60)]):
             assert logs == pytest.approx(expected, rel=1e-5)
@@ -586,7 +586,7 @@ def test_losses_of_several_outputs_are_weighted_by_samples() -> None:
     assert {"a_loss", "b_loss"} < expected.keys()
     expected |= {f"val_{name}": value for name, value in expected.items()}
     with ThreadPoolExecutor(2) as pool:
-        for logs in pool.map(fit, LocalMeeting(2).join_all(), [model(), model()], parts):
+        for logs in pool.map(fit, LocalProcessGroup(2).join_all(), [model(), model()], parts):
             assert logs == pytest.approx(expected, rel=1e-5)
 
 
@@ -602,7 +602,7 @@ def test_metrics_whose_weights_are_all_zero_are_zero_as_without_members() -> Non
     expected = fit(None, models[2], [])
     assert expected["mae"] == [0.0]
     with ThreadPoolExecutor(2) as pool:
-        for logs in pool.map(fit, LocalMeeting(2).join_all(), models[:2]):
+        for logs in pool.map(fit, LocalProcessGroup(2).join_all(), models[:2]):
             assert logs == expected
 
 
@@ -647,7 +647,7 @@ def test_a_model_that_is_built_by_its_first_step_is_refused_by_name() -> None:
 
     from flatweights.keras import AverageLogs, average_gradients
 
-    (member,) = LocalMeeting(1).join_all()
+    (member,) = LocalProcessGroup(1).join_all()
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile(average_gradients(keras.optimizers.Adam(), member=member), "mse")
     for _ in range(2):
@@ -668,7 +668,7 @@ def test_variables_that_the_optimizer_does_not_know_are_named_with_the_remedy() 
         def call(self, x: Any) -> Any:
             return self.dense(x) * self.scale
 
-    (member,) = LocalMeeting(1).join_all()
+    (member,) = LocalProcessGroup(1).join_all()
     x, y = np.ones((8, 2), np.float32), np.ones(8)
     for is_called in (False, True):
         model = Scaled()
@@ -716,7 +716,7 @@ def test_layers_that_the_first_batch_builds_are_averaged_too() -> None:
         return model.get_weights()
 
     with ThreadPoolExecutor(2) as pool:
-        ours, others = pool.map(fit, LocalMeeting(2).join_all())
+        ours, others = pool.map(fit, LocalProcessGroup(2).join_all())
     assert len(ours) == 3
     assert all(map(np.array_equal, ours, others))
 
@@ -769,7 +769,7 @@ def test_members_whose_calls_differ_get_the_advice_that_fits_the_cause() -> None
     with ThreadPoolExecutor(2) as pool:
         for kinds, options, advice in cases:
             models = [build(kind, 0) for kind in kinds]
-            replies = [*pool.map(advised, LocalMeeting(2).join_all(), models, options)]
+            replies = [*pool.map(advised, LocalProcessGroup(2).join_all(), models, options)]
             for reply in replies:
                 assert re.search(advice, reply, re.DOTALL), (advice, reply)
 
@@ -812,7 +812,7 @@ def logs_of_three(
     stop = [rank in stops for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         call = partial(outcome, logged)
-        return [*pool.map(call, LocalMeeting(3).join_all(), models, own, stop, [options] * 3)]
+        return [*pool.map(call, LocalProcessGroup(3).join_all(), models, own, stop, [options] * 3)]
 
 
 def test_a_rule_for_logs_withstands_a_liar_but_a_stop_of_one_still_stops_all() -> None:
@@ -934,7 +934,7 @@ def test_variables_that_stay_at_home_keep_their_bits_and_the_others_are_averaged
     models = [with_a_head(rank) for rank in range(2)]
     count = len(models[0].weights)
     with ThreadPoolExecutor(2) as pool:
-        both = [*pool.map(fit, LocalMeeting(2).join_all())]
+        both = [*pool.map(fit, LocalProcessGroup(2).join_all())]
     assert [len(notes) for notes in both] == [8, 8]
     for k in range(0, 8, 2):  # the start, and three epochs
         for i, (layer, _) in enumerate(both[0][k]):
@@ -972,7 +972,7 @@ def test_best_weights_of_layers_that_stay_at_home_are_each_members_own() -> None
     models = [with_a_head(rank) for rank in range(2)]
     paths = [one.path.partition("/")[2] for one in models[0].weights]
     with ThreadPoolExecutor(2) as pool:
-        both = [*pool.map(fit, LocalMeeting(2).join_all())]
+        both = [*pool.map(fit, LocalProcessGroup(2).join_all())]
     for i, path in enumerate(paths):
         firsts, lasts = ([one[j][i] for one in both] for j in (0, 1))
         if path in ("head/kernel", "head/bias", "norm/gamma"):
@@ -989,7 +989,7 @@ def test_a_choice_that_is_none_is_refused_before_or_at_the_start_of_the_training
         AverageWeights(exclude="head", only="body")
     with pytest.raises(TypeError, match="only: expected names, prefixes of names, or a function"):
         AverageWeights(only=3)  # type: ignore[arg-type]
-    (member,) = LocalMeeting(1).join_all()
+    (member,) = LocalProcessGroup(1).join_all()
     model = with_a_head(0)
     x, y = images("dense")
     outer = partial(FedAvgM, momentum=0.9)
@@ -1015,5 +1015,5 @@ def test_members_with_other_choices_get_names_of_both() -> None:
 
     models = [with_a_head(rank) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        for text in pool.map(fit, LocalMeeting(2).join_all()):
+        for text in pool.map(fit, LocalProcessGroup(2).join_all()):
             assert "expected 6 slots, got 4, without 'norm/gamma', with 'head/kernel'" in text

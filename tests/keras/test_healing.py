@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_programs import build, images, prepare
-from meetings import LocalMeeting, kill
+from process_groups import LocalProcessGroup, kill
 
 from flatweights import Layout
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
@@ -123,8 +123,8 @@ class _Act(keras.callbacks.Callback):  # type: ignore[misc]
             act()
 
 
-def fits(meeting: LocalMeeting, kind: str = "normalized", **options: Any) -> list[Fit]:
-    return [Fit(member, kind, **options) for member in meeting.join_all()]
+def fits(group: LocalProcessGroup, kind: str = "normalized", **options: Any) -> list[Fit]:
+    return [Fit(member, kind, **options) for member in group.join_all()]
 
 
 def check_alike(states: list[list[Any]]) -> None:
@@ -147,18 +147,18 @@ def swap(fit: Fit) -> None:
     fit.more = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
 
 
-def replacement(meeting: LocalMeeting, dead: Fit, **options: Any) -> Fit:
+def replacement(group: LocalProcessGroup, dead: Fit, **options: Any) -> Fit:
     with pytest.raises(KilledError):
         dead.done.result(LIMIT)
-    return Fit(meeting.join(dead.member.rank), **options)
+    return Fit(group.join(dead.member.rank), **options)
 
 
 @pytest.mark.parametrize("swaps", [False, True], ids=["", "swaps"])
 def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
     pool: ThreadPoolExecutor, swaps: bool
 ) -> None:
-    meeting, go_on = LocalMeeting(3), threading.Event()
-    first, dead, last = fits(meeting)
+    group, go_on = LocalProcessGroup(3), threading.Event()
+    first, dead, last = fits(group)
     dead.at[1, 3] = dies(dead)
     for fit in (first, last):
         fit.at[2, -1] = lambda: go_on.wait(LIMIT)
@@ -166,11 +166,11 @@ def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
         if swaps:
             swap(fit)
         fit.start(pool)
-    new = replacement(meeting, dead)
+    new = replacement(group, dead)
     if swaps:
         swap(new)
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new, last)]
     epochs = [history.epoch for history, _ in ended]
@@ -193,16 +193,16 @@ def test_a_replaced_member_keeps_no_weights_that_a_callback_restores(
                 variable.assign(variable + 1)
             self.model._initial_epoch = epoch or self.model._initial_epoch
 
-    meeting, go_on = LocalMeeting(2), threading.Event()
-    first, dead = fits(meeting)
+    group, go_on = LocalProcessGroup(2), threading.Event()
+    first, dead = fits(group)
     dead.at[1, 3] = dies(dead)
     first.at[2, -1] = lambda: go_on.wait(LIMIT)
     for fit in (first, dead):
         fit.start(pool)
-    new = replacement(meeting, dead)
+    new = replacement(group, dead)
     new.more = [Restores()]
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     assert epoch or ended[1][0].epoch == [*range(2, EPOCHS)]
@@ -212,12 +212,12 @@ def test_a_replaced_member_keeps_no_weights_that_a_callback_restores(
 def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     pool: ThreadPoolExecutor,
 ) -> None:
-    meeting, slept = LocalMeeting(3), threading.Event()
-    first, late, last = fits(meeting)
+    group, slept = LocalProcessGroup(3), threading.Event()
+    first, late, last = fits(group)
 
     def sleep() -> None:
-        number = meeting.meeting.calls.number
-        meeting.wait_until(lambda inside: inside.calls.number > number + 9)
+        number = group.group.calls.number
+        group.wait_until(lambda inside: inside.calls.number > number + 9)
         slept.set()
 
     late.at[2, 4] = sleep
@@ -226,7 +226,7 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     late.at[2, 5] = lambda: steps.append(int(late.model.optimizer.iterations))
     for fit in (first, last):  # they take their time once it has overslept
         fit.at[2, 16] = lambda: slept.wait(LIMIT)
-        fit.at[2, 18] = lambda: meeting.wait_until(
+        fit.at[2, 18] = lambda: group.wait_until(
             lambda inside: inside.calls.healings or inside.calls.waiting.lacking
         )
     for fit in (first, late, last):
@@ -241,20 +241,20 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
 def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_others(
     pool: ThreadPoolExecutor,
 ) -> None:
-    meeting, slept = LocalMeeting(2), threading.Event()
-    first, late = fits(meeting, "dense", epochs=4)
+    group, slept = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense", epochs=4)
     for fit in (first, late):
         fit.optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
 
     def sleep() -> None:
-        number = meeting.meeting.calls.number
-        meeting.wait_until(lambda inside: inside.calls.number > number + 5)
+        number = group.group.calls.number
+        group.wait_until(lambda inside: inside.calls.number > number + 5)
         slept.set()
 
     late.at[2, 4] = sleep
     first.goes_on_without(2, 4)
     first.at[2, 16] = lambda: slept.wait(LIMIT)
-    first.at[2, 18] = lambda: meeting.wait_until(
+    first.at[2, 18] = lambda: group.wait_until(
         lambda inside: inside.calls.healings or inside.calls.waiting.lacking
     )
     for fit in (first, late):
@@ -265,18 +265,18 @@ def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_o
 def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
     pool: ThreadPoolExecutor,
 ) -> None:
-    meeting = LocalMeeting(3)
-    first, second, third = fits(meeting, "dense")
+    group = LocalProcessGroup(3)
+    first, second, third = fits(group, "dense")
     woken: list[Fit] = []
 
     def sleep(fit: Fit, calls: int) -> None:
-        number = meeting.meeting.calls.number
-        meeting.wait_until(lambda inside: inside.calls.number >= number + calls)
+        number = group.group.calls.number
+        group.wait_until(lambda inside: inside.calls.number >= number + calls)
         woken.append(fit)
 
     def hold(fit: Fit, number: int) -> None:
-        meeting.wait_until(lambda inside: len(woken) >= number)
-        meeting.wait_until(lambda inside: fit.member.lacks_state and inside.calls.waiting.lacking)
+        group.wait_until(lambda inside: len(woken) >= number)
+        group.wait_until(lambda inside: fit.member.lacks_state and inside.calls.waiting.lacking)
 
     first.at[2, 1] = lambda: sleep(first, 2)
     second.goes_on_without(2, 1)
@@ -310,8 +310,8 @@ class _Acts(keras.layers.Layer):  # type: ignore[misc]
 def test_the_others_go_on_without_a_member_in_the_middle_of_a_synchronized_step(
     ends: bool, pool: ThreadPoolExecutor
 ) -> None:
-    meeting, go_on, slept = LocalMeeting(3), threading.Event(), threading.Event()
-    first, late, last = fits(meeting)
+    group, go_on, slept = LocalProcessGroup(3), threading.Event(), threading.Event()
+    first, late, last = fits(group)
     steps: list[int] = []
 
     def act() -> None:
@@ -320,8 +320,8 @@ def test_the_others_go_on_without_a_member_in_the_middle_of_a_synchronized_step(
             if ends:
                 kill(late.member)
                 raise KilledError
-            number = meeting.meeting.calls.number
-            meeting.wait_until(lambda inside: inside.calls.number > number + 40)
+            number = group.group.calls.number
+            group.wait_until(lambda inside: inside.calls.number > number + 40)
             slept.set()
 
     def model(between: Callable[[], object]) -> Any:
@@ -339,7 +339,7 @@ def test_the_others_go_on_without_a_member_in_the_middle_of_a_synchronized_step(
         first.goes_on_without(2, 4)
         for fit in (first, last):  # they take their time once it has overslept
             fit.at[2, 16] = lambda: slept.wait(LIMIT)
-            fit.at[2, 18] = lambda: meeting.wait_until(
+            fit.at[2, 18] = lambda: group.wait_until(
                 lambda inside: inside.calls.healings or inside.calls.waiting.lacking
             )
     for fit in (first, late, last):
@@ -348,10 +348,10 @@ def test_the_others_go_on_without_a_member_in_the_middle_of_a_synchronized_step(
     if ends:
         with pytest.raises((tf.errors.OpError, KilledError)):
             late.done.result(LIMIT)
-        new = Fit(meeting.join(late.member.rank))
+        new = Fit(group.join(late.member.rank))
         new.model = model(lambda: None)
         new.start(pool)
-        meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+        group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
         go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new, last)]
     check_alike([state for _, state in ended])
@@ -370,8 +370,8 @@ def test_a_member_that_sleeps_for_epochs_meets_the_others_again(
 
 
 def test_a_py_dataset_goes_on_after_epochs_that_were_cut_short(pool: ThreadPoolExecutor) -> None:
-    meeting, slept = LocalMeeting(2), threading.Event()
-    first, late = fits(meeting, "dense", epochs=MORE)
+    group, slept = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense", epochs=MORE)
     for fit in (first, late):
         fit.data = Stream(fit.member.rank, 8)
         fit.options.pop("batch_size")
@@ -380,7 +380,7 @@ def test_a_py_dataset_goes_on_after_epochs_that_were_cut_short(pool: ThreadPoolE
 
     def wake() -> None:
         slept.set()
-        meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
+        group.wait_until(lambda inside: inside.calls.waiting.lacking)
 
     first.at[3, 2] = wake
     for fit in (first, late):
@@ -391,8 +391,8 @@ def test_a_py_dataset_goes_on_after_epochs_that_were_cut_short(pool: ThreadPoolE
 
 def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]:
     """The epochs of which a member that sleeps from the second to the fifth has all batches."""
-    meeting, slept = LocalMeeting(2), threading.Event()
-    first, late = fits(meeting, "dense", epochs=MORE)
+    group, slept = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense", epochs=MORE)
     for fit in (first, late) if swaps else ():
         swap(fit)
 
@@ -405,10 +405,10 @@ def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]
     def wake() -> None:
         slept.set()
         # It is healed in this epoch.
-        meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
+        group.wait_until(lambda inside: inside.calls.waiting.lacking)
 
     first.at[4, 2] = wake
-    first.at[4, 19] = lambda: meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
+    first.at[4, 19] = lambda: group.wait_until(lambda inside: inside.calls.waiting.lacking)
     whole: list[int] = []  # the epochs of which the late one has more than a first batch
     for epoch in range(2, MORE):
         late.at[epoch, 1] = functools.partial(whole.append, epoch)
@@ -423,14 +423,14 @@ def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]
 def test_a_member_that_is_late_for_the_start_is_healed_and_the_others_go_on(
     pool: ThreadPoolExecutor, averages: bool
 ) -> None:
-    meeting, has_begun = LocalMeeting(2), threading.Event()
-    first, late = fits(meeting, "dense")
+    group, has_begun = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense")
     for fit in (first, late):
         fit.more = [AverageWeights()] if averages else []
     first.patience = 0.2
     first.at[0, -1] = lambda: first._wait_for_others(PATIENCE)
     first.at[0, 3] = has_begun.set
-    first.at[1, -1] = lambda: meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
+    first.at[1, -1] = lambda: group.wait_until(lambda inside: inside.calls.waiting.lacking)
     first.start(pool)
     assert has_begun.wait(LIMIT) or first.done.result(0)
     late.start(pool)
@@ -443,8 +443,8 @@ def test_a_member_that_is_late_for_the_start_is_healed_and_the_others_go_on(
 def test_a_member_that_is_late_at_the_end_gets_what_the_others_have(
     pool: ThreadPoolExecutor,
 ) -> None:
-    meeting, slept = LocalMeeting(2), threading.Event()
-    first, late = fits(meeting, "dense")
+    group, slept = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense")
     late.at[2, 4] = lambda: slept.wait(LIMIT)
     first.goes_on_without(2, 4)
     first.at[EPOCHS - 1, 19] = slept.set
@@ -455,8 +455,8 @@ def test_a_member_that_is_late_at_the_end_gets_what_the_others_have(
 
 
 def test_the_training_ends_for_all_if_a_callback_of_one_stops_it(pool: ThreadPoolExecutor) -> None:
-    meeting = LocalMeeting(2)
-    both = fits(meeting, "dense", epochs=MORE)
+    group = LocalProcessGroup(2)
+    both = fits(group, "dense", epochs=MORE)
     stop = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, _: setattr(both[1].model, "stop_training", epoch == 2)
     )
@@ -487,8 +487,8 @@ class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
 def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
     pool: ThreadPoolExecutor, kind: type[Any], comes: int
 ) -> None:
-    meeting, there, go_on = LocalMeeting(2), threading.Event(), threading.Event()
-    first, dead = fits(meeting, "dense", epochs=3)
+    group, there, go_on = LocalProcessGroup(2), threading.Event(), threading.Event()
+    first, dead = fits(group, "dense", epochs=3)
     first.more, dead.more = [keras.callbacks.Callback(), best_of_first(kind)], [best_of_first(kind)]
     dead.at[1, 3] = dies(dead)
     first.at[2, comes] = lambda: there.set() or go_on.wait(LIMIT)  # type: ignore[func-returns-value]
@@ -496,11 +496,11 @@ def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
     first.at[1, 0] = lambda: after_first.extend(first.model.get_weights())
     for fit in (first, dead):
         fit.start(pool)
-    new = replacement(meeting, dead, kind="dense", epochs=3)
+    new = replacement(group, dead, kind="dense", epochs=3)
     new.more = [best_of_first(kind)]
     assert there.wait(LIMIT)
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT)[1] for fit in (first, new)]
     check_alike(ended)
@@ -520,8 +520,8 @@ def watched(fit: Fit, foreign: Callable[[int], bool]) -> list[Any]:
 
 
 def test_epochs_that_a_late_member_passes_by_stop_no_training(pool: ThreadPoolExecutor) -> None:
-    meeting, slept = LocalMeeting(2), threading.Event()
-    first, late = fits(meeting, "dense", epochs=MORE)
+    group, slept = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense", epochs=MORE)
     first.more = watched(first, lambda epoch: False)
 
     def is_apart(epoch: int) -> bool:
@@ -532,7 +532,7 @@ def test_epochs_that_a_late_member_passes_by_stop_no_training(pool: ThreadPoolEx
     late.at[1, 4] = lambda: slept.wait(LIMIT)
     first.goes_on_without(1, 4)
     first.at[3, 2] = slept.set
-    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
+    first.at[3, 19] = lambda: group.wait_until(lambda inside: inside.calls.waiting.lacking)
     for fit in (first, late):
         fit.start(pool)
     (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
@@ -542,15 +542,15 @@ def test_epochs_that_a_late_member_passes_by_stop_no_training(pool: ThreadPoolEx
 
 def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> None:
     """A member that sleeps before it averages its logs is given those of the next epoch."""
-    meeting, slept = LocalMeeting(2), threading.Event()
-    first, late = fits(meeting, "dense", epochs=MORE)
+    group, slept = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense", epochs=MORE)
     first.more = watched(first, lambda epoch: False)
     late.more = watched(late, lambda epoch: epoch == 1)
     late.at[1, END] = lambda: slept.wait(LIMIT)
     first.at[1, END] = lambda: first._wait_for_others(1.0)
     first.at[3, -1] = lambda: first._wait_for_others(PATIENCE)
     first.at[3, 2] = slept.set
-    first.at[3, 19] = lambda: meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
+    first.at[3, 19] = lambda: group.wait_until(lambda inside: inside.calls.waiting.lacking)
     for fit in (first, late):
         fit.start(pool)
     (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
@@ -562,8 +562,8 @@ def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> Non
 def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
     pool: ThreadPoolExecutor,
 ) -> None:
-    meeting, there, go_on = LocalMeeting(2), threading.Event(), threading.Event()
-    first, dead = fits(meeting, "dense", epochs=3)
+    group, there, go_on = LocalProcessGroup(2), threading.Event(), threading.Event()
+    first, dead = fits(group, "dense", epochs=3)
     dead.at[1, 3] = dies(dead)
 
     def wait() -> None:
@@ -574,10 +574,10 @@ def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
     for fit in (first, dead):
         fit.start(pool)
     assert there.wait(LIMIT)  # a replacement that came earlier would miss the last epoch
-    new = replacement(meeting, dead, kind="dense", epochs=3)
+    new = replacement(group, dead, kind="dense", epochs=3)
     new.at[2, 3] = dies(new)
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     with pytest.raises(KilledError):
         new.done.result(LIMIT)
@@ -589,7 +589,7 @@ def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
 
 def test_another_fit_needs_the_callback_too_but_not_a_loop_of_ones_own() -> None:
     prepare()
-    (fit,) = fits(LocalMeeting(1), "dense", epochs=1)
+    (fit,) = fits(LocalProcessGroup(1), "dense", epochs=1)
     fit._run()
     x, y = images("dense")
     with pytest.raises(ValueError, match="expected the callback AverageLogs or AverageWeights"):
@@ -609,7 +609,7 @@ def test_a_replaced_member_counts_as_the_others_do(
 
     Only one of them may have a callback more, in front of it.
     """
-    meeting, go_on = LocalMeeting(2), threading.Event()
+    group, go_on = LocalProcessGroup(2), threading.Event()
 
     def callbacks(who: str) -> list[Any]:
         file = tmp_path / "best.keras"
@@ -617,16 +617,16 @@ def test_a_replaced_member_counts_as_the_others_do(
         plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=4, min_delta=100.0)
         return [best, plateau] if who == saves else [plateau]
 
-    first, dead = fits(meeting, "dense", epochs=MORE)
+    first, dead = fits(group, "dense", epochs=MORE)
     first.more, dead.more = callbacks("the others"), callbacks("the replaced")
     dead.at[1, 3] = dies(dead)
     first.at[2, -1] = lambda: go_on.wait(LIMIT)
     for fit in (first, dead):
         fit.start(pool)
-    new = replacement(meeting, dead, kind="dense", epochs=MORE)
+    new = replacement(group, dead, kind="dense", epochs=MORE)
     new.more = callbacks("the replaced")
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state for _, state in ended])
@@ -637,18 +637,18 @@ def test_a_replaced_member_counts_as_the_others_do(
 
 
 def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) -> None:
-    meeting, go_on = LocalMeeting(2), threading.Event()
-    first, dead = fits(meeting, "dense")
+    group, go_on = LocalProcessGroup(2), threading.Event()
+    first, dead = fits(group, "dense")
     for fit in (first, dead):
         fit.more = [AverageWeights(every=2)]
     dead.at[1, 3] = dies(dead)
     first.at[2, -1] = lambda: go_on.wait(LIMIT)
     for fit in (first, dead):
         fit.start(pool)
-    new = replacement(meeting, dead, kind="dense")
+    new = replacement(group, dead, kind="dense")
     new.more = [AverageWeights(every=2)]
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state for _, state in ended])
@@ -658,20 +658,20 @@ def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) 
 def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
     pool: ThreadPoolExecutor,
 ) -> None:
-    meeting, slept = LocalMeeting(2), threading.Event()
-    first, late = fits(meeting, "dense", epochs=4)
+    group, slept = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense", epochs=4)
     for fit in (first, late):
         fit.more = [AverageWeights(every=3, unit="batch")]
 
     def sleep() -> None:
-        number = meeting.meeting.calls.number
-        meeting.wait_until(lambda inside: inside.calls.number > number + 9)
+        number = group.group.calls.number
+        group.wait_until(lambda inside: inside.calls.number > number + 9)
         slept.set()
 
     late.at[2, 4] = sleep
     first.goes_on_without(2, 4)
     first.at[2, 16] = lambda: slept.wait(LIMIT)
-    first.at[2, 18] = lambda: meeting.wait_until(
+    first.at[2, 18] = lambda: group.wait_until(
         lambda inside: inside.calls.healings or inside.calls.waiting.lacking
     )
     for fit in (first, late):
@@ -692,8 +692,8 @@ def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
 def test_ways_to_fit(
     pool: ThreadPoolExecutor, compiled: dict[str, Any], fitted: dict[str, Any]
 ) -> None:
-    meeting, go_on, slept = LocalMeeting(3), threading.Event(), threading.Event()
-    first, dead, late = fits(meeting, **fitted)
+    group, go_on, slept = LocalProcessGroup(3), threading.Event(), threading.Event()
+    first, dead, late = fits(group, **fitted)
     dead.at[1, 4] = dies(dead)
     late.at[1, 8] = lambda: slept.wait(LIMIT)
     first.goes_on_without(1, 8)
@@ -706,17 +706,17 @@ def test_ways_to_fit(
     for fit in (first, dead, late):
         fit.compile = compiled
         fit.start(pool)
-    new = replacement(meeting, dead, **fitted)
+    new = replacement(group, dead, **fitted)
     new.compile = compiled
     new.start(pool)
-    meeting.wait_until(lambda inside: 1 in [seat.rank for seat in inside.calls.waiting.lacking])
+    group.wait_until(lambda inside: 1 in [seat.rank for seat in inside.calls.waiting.lacking])
     go_on.set()
     check_alike([fit.done.result(LIMIT)[1] for fit in (first, new, late)])
 
 
 def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> None:
-    meeting = LocalMeeting(2)
-    members = meeting.join_all()
+    group = LocalProcessGroup(2)
+    members = group.join_all()
     data = np.random.default_rng(0).normal(size=(2, 40, 3)).astype(np.float32)
 
     def train(member: Member, steps: int, dies_at: int = -1) -> list[Any]:
@@ -738,7 +738,7 @@ def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> No
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                meeting.wait_until(
+                group.wait_until(
                     lambda inside: inside.calls.waiting.lacking or inside.calls.healings
                 )
             step(data[member.rank, done])
@@ -748,7 +748,7 @@ def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> No
     survivor = pool.submit(train, members[0], 40)
     with pytest.raises(KilledError):
         train(members[1], 40, dies_at=5)
-    new = meeting.join(1)
+    new = group.join(1)
     own = train(new, 40)
     check_alike([own, survivor.result(LIMIT)])
 
@@ -757,8 +757,8 @@ def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> No
 def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
     pool: ThreadPoolExecutor, named: bool
 ) -> None:
-    meeting = LocalMeeting(2)
-    members = meeting.join_all()
+    group = LocalProcessGroup(2)
+    members = group.join_all()
 
     def train(member: Member, steps: int, dies_at: int = -1) -> list[Any]:
         weights = [keras.Variable(np.full(3, 9.0 + k), dtype="float32") for k in range(2)]
@@ -773,7 +773,7 @@ def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                meeting.wait_until(
+                group.wait_until(
                     lambda inside: inside.calls.waiting.lacking or inside.calls.healings
                 )
             for target, (optimizer, one) in enumerate(zip(optimizers, weights, strict=True)):
@@ -785,7 +785,7 @@ def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
         train(members[1], 40, dies_at=5)
     if not named:
         survivor.result(LIMIT)
-    new = meeting.join(1)
+    new = group.join(1)
     if named:
         own = train(new, 40)
         check_alike([own, survivor.result(LIMIT)])
@@ -836,7 +836,7 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]
 def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
     pool: ThreadPoolExecutor, in_list: bool
 ) -> None:
-    meeting, arrays = LocalMeeting(2), [np.zeros(1), np.zeros(1), np.zeros(1)]
+    group, arrays = LocalProcessGroup(2), [np.zeros(1), np.zeros(1), np.zeros(1)]
 
     class Counter:
         """The epochs that have begun, in an array that is set in place."""
@@ -867,17 +867,17 @@ def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
 
     first, dead = (
         prepared(fit, array)
-        for fit, array in zip(fits(meeting, "dense", epochs=MORE), arrays, strict=False)
+        for fit, array in zip(fits(group, "dense", epochs=MORE), arrays, strict=False)
     )
     dead.at[2, 3] = dies(dead)
     there, go_on = threading.Event(), threading.Event()
     first.at[3, 2] = lambda: there.set() or go_on.wait(LIMIT)  # type: ignore[func-returns-value]
     for fit in (first, dead):
         fit.start(pool)
-    new = prepared(replacement(meeting, dead, kind="dense", epochs=MORE), arrays[2])
+    new = prepared(replacement(group, dead, kind="dense", epochs=MORE), arrays[2])
     assert there.wait(LIMIT)
     new.start(pool)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on.set()
     (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state, other])
@@ -890,7 +890,7 @@ def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
 
 
 def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor) -> None:
-    meeting = LocalMeeting(2)
+    group = LocalProcessGroup(2)
     x, y = images("dense")
 
     def loop(member: Member, place: Stream, model: Any, dies_at: int) -> Any:
@@ -905,7 +905,7 @@ def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor
                 kill(member)
                 raise KilledError
             if number == 20 and member.rank == 0:  # the other has come
-                meeting.wait_until(
+                group.wait_until(
                     lambda inside: inside.calls.waiting.lacking or inside.calls.healings
                 )
             with tf.GradientTape() as tape:
@@ -916,7 +916,7 @@ def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor
             numbers.append((int(optimizer.iterations), place.epochs))
         return numbers
 
-    members = meeting.join_all()
+    members = group.join_all()
     models = [build("dense", 0) for _ in range(3)]
     calls = [
         pool.submit(loop, member, Stream(member.rank, 1), models[member.rank], dies_at)
@@ -924,8 +924,8 @@ def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor
     ]
     with pytest.raises(KilledError):
         calls[1].result(LIMIT)
-    meeting.wait_until(lambda inside: inside.door.seats[1].why is not None)
-    again = pool.submit(loop, meeting.join(1), Stream(1, 1), models[2], -1)
+    group.wait_until(lambda inside: inside.door.seats[1].why is not None)
+    again = pool.submit(loop, group.join(1), Stream(1, 1), models[2], -1)
     survivor, replaced = calls[0].result(LIMIT), again.result(LIMIT)
     assert survivor == [(step, step) for step in range(1, 31)]
     healed = replaced[0][0]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_programs import prepare
-from meetings import LocalMeeting, kill
 from numpy.typing import NDArray
+from process_groups import LocalProcessGroup, kill
 
 from flatweights.keras import average_gradients
 from flatweights.keras._gradients import averaging_of_optimizer
@@ -72,7 +72,7 @@ class Run:
 
     def __init__(self, program: Program, seed: int) -> None:
         self.program = program
-        self.meeting = LocalMeeting(program.size)
+        self.group = LocalProcessGroup(program.size)
         self.data = np.random.default_rng(seed).normal(size=(program.size, STEPS, SIZE))
         self.data = self.data.astype(program.dtype)
         self.used: dict[int, set[tuple[int, ...]]] = {step: set() for step in range(STEPS)}
@@ -87,7 +87,7 @@ class Run:
     def train(self, member: Member) -> list[NDArray[Any]]:
         """Train; after a death, train as another member."""
         while (state := self.live(member)) is None:
-            member = self.meeting.join(member.rank)
+            member = self.group.join(member.rank)
         return state
 
     def live(self, member: Member) -> list[NDArray[Any]] | None:
@@ -122,7 +122,7 @@ class Run:
                 if sleeps == 0:
                     kill(member)
                     return None
-                self.sleep_until(self.meeting.meeting.calls.number + sleeps)
+                self.sleep_until(self.group.group.calls.number + sleeps)
             if done == STEPS - 2:
                 self.until_all_are_back(rank)
             step(tf.constant(min(done, STEPS - 1)))
@@ -133,15 +133,15 @@ class Run:
         return [np.asarray(one) for one in [weights, *optimizer.variables]]
 
     def sleep_until(self, number: int) -> None:
-        self.meeting.wait_until(lambda inside: inside.calls.number >= number)
+        self.group.wait_until(lambda inside: inside.calls.number >= number)
 
     def until_all_are_back(self, rank: int) -> None:
         """Wait until absent members have asked, so that the next steps heal them."""
-        meeting = self.meeting.meeting
+        group = self.group.group
         while True:
             with self._lock:
                 away = {*self.away} - {rank}
-            lacking = meeting.news.ask(lambda: [*meeting.calls.waiting.lacking])
+            lacking = group.news.ask(lambda: [*group.calls.waiting.lacking])
             if away <= {seat.rank for seat in lacking}:
                 return
             time.sleep(0.005)
@@ -164,7 +164,7 @@ def test_the_result_is_that_of_an_optimizer_that_applies_the_means_of_those_used
     program = program_of(seed)
     run = Run(program, seed)
     with ThreadPoolExecutor(program.size) as pool:
-        running = [pool.submit(run.train, member) for member in run.meeting.join_all()]
+        running = [pool.submit(run.train, member) for member in run.group.join_all()]
         ended = [one.result(120) for one in running]
     oracle = run.oracle()
     for state in ended:

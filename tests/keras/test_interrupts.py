@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from meetings import seated
+from process_groups import seated
 from reference import clean_environment
 
-from flatweights.ray.members._meeting import Meeting
+from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._terms import Terms
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -62,8 +62,8 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
     has_timeout: bool, tmp_path: Path
 ) -> None:
     stalled = tmp_path / "stalled"
-    meeting = Meeting("interrupted", Terms.of(2), "here", None)
-    entered = seated(meeting, 0, 1)
+    group = ProcessGroup("interrupted", Terms.of(2), "here", None)
+    entered = seated(group, 0, 1)
     members = []
     for entry, ticket in entered:
         assert ticket.address is not None
@@ -76,10 +76,10 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
     for (entry, _), process in zip(entered, members, strict=True):
         assert process.stdout is not None
         outputs.append(process.stdout)
-        meeting.attach(entry.token, bytes.fromhex(outputs[-1].readline()))
-    thread = threading.Thread(target=meeting.run)
+        group.attach(entry.token, bytes.fromhex(outputs[-1].readline()))
+    thread = threading.Thread(target=group.run)
     thread.start()
-    channel = meeting.door.seats[1].channel
+    channel = group.door.seats[1].channel
     while not (stalled.exists() and channel is not None and channel.is_answered):
         assert members[0].poll() is None
         time.sleep(0.01)  # until rank 1 waits for rank 0
@@ -94,6 +94,6 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
     kind, text = json.loads(outputs[0].readline())
     assert "WorkerError: rank 1 left with KeyboardInterrupt" in text, (kind, text)
     assert members[0].wait() == 0
-    thread.join()  # the meeting has ended
+    thread.join()  # the process group has ended
     for output in outputs:
         output.close()

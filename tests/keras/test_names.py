@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from meetings import LocalMeeting
+from process_groups import LocalProcessGroup
 
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 from flatweights.ray import CallsDifferError
@@ -31,7 +31,7 @@ def in_members(function: Callable[[Any], Any]) -> list[Any]:
                 return str(error)
 
     with ThreadPoolExecutor(2) as pool:
-        return [*pool.map(call, LocalMeeting(2).join_all())]
+        return [*pool.map(call, LocalProcessGroup(2).join_all())]
 
 
 def towers(names: list[str]) -> tuple[Any, dict[str, Any]]:

@@ -515,7 +515,7 @@ def test_a_training_goes_on_without_a_member_that_sleeps() -> None:
     assert all(map(np.array_equal, weights, others))  # it has the latest average
 
 
-def test_without_a_meeting_to_join_it_says_so() -> None:
+def test_without_a_group_to_join_it_says_so() -> None:
     model = build("dense", 0)
     model.compile("sgd", "mse")
     with pytest.raises(RuntimeError, match=r"member: outside of Ray Train expected flatweights"):

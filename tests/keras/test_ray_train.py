@@ -237,7 +237,7 @@ def test_a_worker_whose_others_do_not_join_gives_up_in_time(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_trials_have_meetings_of_their_own(tmp_path: Path) -> None:
+def test_trials_have_groups_of_their_own(tmp_path: Path) -> None:
     from ray import tune
 
     names = ["momentum", "Adam, clipped"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_programs import build, images, outcome, prepare
-from meetings import LocalMeeting
+from process_groups import LocalProcessGroup
 
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 from flatweights.ray import CallsDifferError, Member
@@ -42,7 +42,7 @@ def together(
         with member:
             return function(member, *args)
 
-    members = LocalMeeting(size).join_all()
+    members = LocalProcessGroup(size).join_all()
     return [*pool.map(outcome, [take_part] * size, members)]
 
 

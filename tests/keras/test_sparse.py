@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_programs import prepare
-from meetings import LocalMeeting, kill
+from process_groups import LocalProcessGroup, kill
 
 from flatweights import robust
 from flatweights.keras import average_gradients
@@ -106,7 +106,7 @@ def train(member: Member, name: str, sparse: Any, compiled: bool, **options: Any
 
 
 def in_all(pool: ThreadPoolExecutor, size: int, function: Any, *args: Any, **options: Any) -> Any:
-    members = LocalMeeting(size).join_all()
+    members = LocalProcessGroup(size).join_all()
     try:
         calls = [pool.submit(function, member, *args, **options) for member in members]
         return [call.result(LIMIT) for call in calls]
@@ -195,8 +195,8 @@ def test_a_member_with_nan_is_left_out_with_its_rows(pool: ThreadPoolExecutor) -
 def test_a_replaced_member_is_healed_in_a_loop_of_ones_own(
     sparse: bool, pool: ThreadPoolExecutor
 ) -> None:
-    meeting = LocalMeeting(2)
-    members = meeting.join_all()
+    group = LocalProcessGroup(2)
+    members = group.join_all()
 
     def go(member: Member, dies_at: int = -1) -> Any:
         optimizer = average_gradients(
@@ -213,7 +213,7 @@ def test_a_replaced_member_is_healed_in_a_loop_of_ones_own(
                 kill(member)
                 raise KilledError
             if done == 20 and dies_at < 0:
-                meeting.wait_until(
+                group.wait_until(
                     lambda inside: inside.calls.waiting.out_of_sync or inside.calls.healings
                 )
             training.step(*batch(member.rank, done))
@@ -223,14 +223,14 @@ def test_a_replaced_member_is_healed_in_a_loop_of_ones_own(
     survivor = pool.submit(go, members[0])
     with pytest.raises(KilledError):
         go(members[1], dies_at=5)
-    new = go(meeting.join(1))
+    new = go(group.join(1))
     check_alike([new, survivor.result(LIMIT)])
 
 
 def test_a_member_that_was_late_for_the_numbers_does_not_count(pool: ThreadPoolExecutor) -> None:
     """Rank 1 sleeps until rank 0 has gone on to the values, and then comes in time for these."""
-    meeting = LocalMeeting(2)
-    members = meeting.join_all()
+    group = LocalProcessGroup(2)
+    members = group.join_all()
 
     def go(member: Member) -> Any:
         optimizer = keras.optimizers.SGD(1.0)
@@ -250,16 +250,16 @@ def test_a_member_that_was_late_for_the_numbers_does_not_count(pool: ThreadPoolE
 
             def not_wait(*args: Any, **options: Any) -> Round:
                 result = gather(*args, **options | {"timeout": 0.05})
-                peers = meeting.meeting.door.peers
-                meeting.wait_until(lambda inside: peers.newest[1].has == result.number)
+                peers = group.group.door.peers
+                group.wait_until(lambda inside: peers.newest[1].has == result.number)
                 return result
 
             vars(member)["all_gather"] = not_wait
             step()
             del vars(member)["all_gather"]
         else:
-            number = meeting.meeting.door.peers.newest[1].has  # of the first step
-            meeting.wait_until(lambda inside: inside.calls.number > number)
+            number = group.group.door.peers.newest[1].has  # of the first step
+            group.wait_until(lambda inside: inside.calls.number > number)
             step()
         step()
         return table.numpy().ravel().tolist()

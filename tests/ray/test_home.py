@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from meetings import LocalMeeting
+from process_groups import LocalProcessGroup
 
 from flatweights.ray import (
     CallsDifferError,
@@ -111,7 +111,7 @@ def test_members_average_and_broadcast_what_is_not_at_home() -> None:
         return [averaged, broadcast]
 
     with ThreadPoolExecutor(2) as pool:
-        replies = [*pool.map(call, LocalMeeting(2).join_all())]
+        replies = [*pool.map(call, LocalProcessGroup(2).join_all())]
     for home, (averaged, broadcast) in zip(first, replies, strict=True):
         check(averaged, home, mean(*first))
         check(broadcast, home, {name: np.ones_like(home[name]) for name in SHARED})
@@ -140,7 +140,7 @@ def test_a_healed_member_keeps_what_its_state_leaves_at_home() -> None:
             member.average({"x": np.zeros(1)}, state=state, min_results=1)
 
     with ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(call, LocalMeeting(2).join_all())] == [None, None]
+        assert [*pool.map(call, LocalProcessGroup(2).join_all())] == [None, None]
     check(values(models[1]), trained[1], trained[0])
     for variable, given in zip(optimizers[1].variables, slots[0].values(), strict=True):
         is_home = "head" in variable.path or "norm" in variable.path

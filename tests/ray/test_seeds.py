@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from meetings import LocalMeeting
+from process_groups import LocalProcessGroup
 
 import flatweights as fw
 from flatweights.ray import FlatWorker, Member, Publisher, Subscriber, WorkerGroup, average
@@ -82,7 +82,7 @@ def test_members_keep_their_seeds_and_a_healed_one_gets_the_givers() -> None:
         return states
 
     with ThreadPoolExecutor(2) as pool:
-        replies = [*pool.map(call, LocalMeeting(2).join_all())]
+        replies = [*pool.map(call, LocalProcessGroup(2).join_all())]
     assert replies[0] == [([0, 0], 1.5), ([0, 0], 8.0), ([0, 0], 8.0)]
     assert replies[1] == [([1, 1], 1.5), ([1, 1], 8.0), ([0, 0], 8.0)]
 

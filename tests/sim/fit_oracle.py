@@ -1,4 +1,4 @@
-"""What must hold in a `fit`, besides what holds in a meeting (`oracle`).
+"""What must hold in a `fit`, besides what holds in a process group (`oracle`).
 
 - Members average at one place: the same epoch and batch, with equal weights and equal states.
 - No step is left out, and none is made twice: the number of steps in a state follows from the place
@@ -94,7 +94,7 @@ class FitOracle(Oracle):
         self._agree(member, "the best weights", weights.tobytes())
 
     def _agree(self, member: Any, what: str, state: Any) -> None:
-        """Check that all members of a meeting have the same ``state``."""
+        """Check that all members of a process group have the same ``state``."""
         noted = self.of(member)
         key = id(self._record_of(noted)), what
         if self._states.setdefault(key, state) != state:

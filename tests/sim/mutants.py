@@ -55,7 +55,7 @@ MUTANTS = {
         "            if now - entry.since < _GRACE:\n",
         "            if False:\n",
     ),
-    "a meeting opens with too few": Mutant(
+    "a group opens with too few": Mutant(
         "members/_door.py",
         "if self._grace is None or ready < self._terms.min_size:",
         "if not ready:",
@@ -66,7 +66,7 @@ MUTANTS = {
         "if False:",
     ),
     "the grace is never over": Mutant(
-        "members/_meeting.py",
+        "members/_process_group.py",
         "        ends = [*self.door.ends(), *(",
         "        ends = [*(",
     ),
@@ -85,7 +85,7 @@ MUTANTS = {
         "for peer in self.present.values() if peer.is_missed}",
         "for peer in self.present.values()}",
     ),
-    "a meeting ends before the first comes in": Mutant(
+    "a group ends before the first comes in": Mutant(
         "members/_door.py",
         "        return not self.seats and bool(self._entries)\n",
         "        return False\n",
@@ -152,12 +152,12 @@ MUTANTS = {
         "        if peer.why is not None:\n            del self.present[peer.number]\n",
     ),
     "two kinds of call are one": Mutant(
-        "members/_meeting.py",
+        "members/_process_group.py",
         "        if len(alike) > 1:\n",
         "        if len(alike) > 2:\n",
     ),
     "all weights are equal": Mutant(
-        "members/_meeting.py",
+        "members/_process_group.py",
         "tuple(asks[k].weight if k in asks",
         "tuple(1.0 if k in asks",
     ),
@@ -177,7 +177,7 @@ MUTANTS = {
         "if len(heard) >= enough or left <= 0 or any",
     ),
     "the first outcome comes too soon": Mutant(
-        "members/_meeting.py",
+        "members/_process_group.py",
         "        if ready and self.door.is_open:\n",
         "        if ready:\n",
     ),
@@ -192,7 +192,7 @@ MUTANTS = {
         "            pass\n",
     ),
     "a leave is taken for a death": Mutant(
-        "members/_meeting.py",
+        "members/_process_group.py",
         "        if seat is not None and seat.look():  # it may have left before\n",
         "        if False:\n",
     ),
@@ -383,7 +383,7 @@ MUTANTS = {
         "        return not self._past.has_twins\n",
     ),
     "the outcomes of a series are not kept": Mutant(
-        "members/_meeting.py",
+        "members/_process_group.py",
         "            self._kept[number] = _Kept(pickle.dumps(outcome.fields), weights)\n",
         "            self._kept.setdefault(number, next(reversed(self._kept.values())))\n",
     ),

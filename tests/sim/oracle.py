@@ -1,4 +1,4 @@
-"""What must hold: checked when a meeting posts an outcome, when calls return, and at the end.
+"""What must hold: checked when a process group posts an outcome, when calls return, and at the end.
 
 The truth is what members have sent. Each ask is noted when the host can see it, with the model, the
 weight and the state that its process had then. All models are small integers, and weights are small
@@ -12,7 +12,7 @@ powers of two, so exactly one average is right, bit by bit. In particular:
   on time is none of these;
 - a call ends within its timeout, unless the host or the member was stopped;
 - nobody waits if nothing is going to answer;
-- at the end the meeting is over, and no weights of members are held.
+- at the end the process group is over, and no weights of members are held.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Known:
 
 
 class Record:
-    """What is known of one meeting."""
+    """What is known of one process group."""
 
     def __init__(self, began: float) -> None:
         self.began = began
@@ -227,12 +227,12 @@ class Oracle:
         elif name == "lose" and self.members[args[0]].process is process:
             self.members[args[0]].is_gone = True
 
-    def entered(self, token: bytes, ticket: Any, meeting: Any) -> None:
+    def entered(self, token: bytes, ticket: Any, group: Any) -> None:
         """Note that a process gets a ticket."""
         member = self.members[token]
         self._entering.discard(token)
         member.rank, member.number = ticket.rank, ticket.seat
-        self._record(meeting).entered[ticket.rank].append(member)
+        self._record(group).entered[ticket.rank].append(member)
 
     def asked(self, process: Process, token: bytes, body: bytes, kind: int = ASK) -> None:
         """Note an ask, which the host can see from now on."""
@@ -271,10 +271,10 @@ class Oracle:
     # Outcomes.
 
     def posting(
-        self, meeting: Any, number: int, body: bytes, weights: Any, seats: Sequence[Any]
+        self, group: Any, number: int, body: bytes, weights: Any, seats: Sequence[Any]
     ) -> None:
-        """Check an outcome that a meeting is about to post to some seats."""
-        record = self._record(meeting)
+        """Check an outcome that a process group is about to post to some seats."""
+        record = self._record(group)
         outcome = Outcome(*pickle.loads(body))
         buffer = weights.buffer if isinstance(weights, Packed) else None
         content = None if buffer is None else buffer.tobytes()
@@ -313,7 +313,7 @@ class Oracle:
         least = self._plan["min_size"] or size
         waited = self._world.now - record.began + 1e-6
         if count < least or (count < size and waited < grace):
-            self._fail(f"a meeting opens with {count} members after {waited:.3f} s")
+            self._fail(f"a process group opens with {count} members after {waited:.3f} s")
 
     def _check_told(
         self,
@@ -624,7 +624,7 @@ class Oracle:
                 self._fail(f"{number}: rank {rank} has sent no NaN")
         elif rank in parts and not text.startswith("it "):
             self._fail(f"{number}: rank {rank} took part and has failed: {why!r}")
-        elif text in ("it has left", "it has not joined the meeting") and (
+        elif text in ("it has left", "it has not joined the process group") and (
             joined is None or joined.has_left
         ):
             pass  # a root that is not there
@@ -830,14 +830,14 @@ class Oracle:
         return self.members[member._host._pass.token]
 
     def lost_states_of(self, member: Any) -> tuple[int, int]:
-        """Return how often the state was lost in a `Member`'s meeting, and its last outcome."""
+        """Return how often the state was lost in a `Member`'s group, and its last outcome."""
         record = self._record_of(self.of(member))
         return record.lost_states, record.last
 
-    def _record(self, meeting: Any) -> Record:
-        record = self._records.get(id(meeting))
+    def _record(self, group: Any) -> Record:
+        record = self._records.get(id(group))
         if record is None:
-            record = self._records[id(meeting)] = Record(self._world.now)
+            record = self._records[id(group)] = Record(self._world.now)
         return record
 
     def _record_of(self, member: Noted) -> Record:
@@ -859,8 +859,8 @@ class Oracle:
         """Check that nothing is left."""
         for host in self.hosts:
             if not host.process.is_dead and host.object is not None:
-                present = [seat.who for seat in host.object._meeting.door.present.values()]
-                self._fail(f"a meeting has not ended: {present}")
+                present = [seat.who for seat in host.object._group.door.present.values()]
+                self._fail(f"a process group has not ended: {present}")
         if any(map(_is_held, links)):
             gc.collect()
             for link in filter(_is_held, links):

@@ -102,10 +102,10 @@ def plan_of(seed: int, mix: str) -> Plan:
     - ``lives``: by rank, its processes one after the other: the delay until it starts, its faults
       by the number of a point, and whether two start at once;
     - ``ways``: by rank, "shm" or "store"; ``host_faults``: by host, its faults, likewise;
-    - ``keeps_few``: whether meetings keep the outcomes of one kind of call only;
+    - ``keeps_few``: whether process groups keep the outcomes of one kind of call only;
     - ``in_place``: whether members average variables; ``alone``: after how many calls twins begin
       to take turns;
-    - ``repeats``: the share of repeated calls that are made without the meeting's thread;
+    - ``repeats``: the share of repeated calls that are made without the process group's thread;
     - ``yields``: how likely a task is preempted at a point.
     """
     rng = random.Random(f"{seed} {mix}")
@@ -211,7 +211,7 @@ def _add_faults(rng: random.Random, plan: Plan) -> None:
         plan["differs"] = rng.choice((0.0, 0.1))
         plan["raises"] = rng.choice((0.0, 0.03))
         plan["drops"] = rng.choice((0.0, 0.03))
-    # Members of the next meeting may have other states, so such programs end with their host.
+    # Members of the next process group may have other states, so such programs end with their host.
     has_state = plan["program"] in ("state", "mixed", "gathered")
     if not has_state and (mix == "host" or (mix == "wild" and rng.random() < 0.2)):
         faults: dict[int, dict[str, Any]] = {}

@@ -29,8 +29,8 @@ from flatweights.ray.channels._protocol import (
     TOLD_AGAIN,
 )
 from flatweights.ray.channels._segments import Extent
-from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._platform import Place, Platform
+from flatweights.ray.members._process_group import ProcessGroup
 
 _NODE = "here"
 _AWAKE = 0.25  # seconds after which a member looks at its mailbox without being woken
@@ -54,8 +54,8 @@ class Simulated(Platform):
         self.listeners: dict[bytes, SimulatedChannels] = {}
         self._host_faults = plan["host_faults"]
 
-        class Watched(Meeting):
-            """A meeting that shows the oracle what it posts, and to whom, before it does."""
+        class Watched(ProcessGroup):
+            """A process group that shows the oracle what it posts, and to whom, before it does."""
 
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
@@ -79,7 +79,7 @@ class Simulated(Platform):
                 oracle.posting(self, number, body, weights, seats)
                 super()._post(number, body, weights, seats, exchanged)
 
-        self._meeting = Watched
+        self._group = Watched
 
     # Of a host.
 
@@ -164,7 +164,7 @@ class Simulated(Platform):
             started = actor
 
             def start() -> None:
-                started.object = cls(*args, self, self._meeting)
+                started.object = cls(*args, self, self._group)
                 started.beginning.changed()
 
             world.spawn(process, start, f"{process.name}.init")
@@ -300,7 +300,7 @@ class Handle:
                 task_error = ray.exceptions.RayTaskError(name, str(raised), raised)
                 value, error = None, task_error.as_instanceof_cause()
             if name == "enter" and value is not None:
-                platform.oracle.entered(args[0], value, self.object._meeting)
+                platform.oracle.entered(args[0], value, self.object._group)
             if ref in self.pending:
                 self.pending.remove(ref)
             if caller.is_dead:

@@ -133,7 +133,7 @@ class Program:
                     self._plan["program"] in ("state", "gathered", "fit")
                     and self._has_a_host_died()
                 ):
-                    return  # the members of another meeting may have other states
+                    return  # the members of another process group may have other states
                 if not self._has_a_host_died():
                     # A process that was stopped has no time left to find another host.
                     if not (self._oracle.losses or self._process.stops):

@@ -33,7 +33,7 @@ _SMALLER = {
 
 
 class Schedule:
-    """The processes of one meeting.
+    """The processes of one process group.
 
     Attributes:
         models: The number of models that were sent so far.
@@ -123,7 +123,7 @@ class _Log(logging.Handler):
         self._world, self._thread = world, threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.thread != self._thread:  # of a meeting of another test
+        if record.thread != self._thread:  # of a process group of another test
             return
         if record.levelno >= logging.ERROR:
             self._world.fail(f"{record.getMessage()}: {sys.exc_info()[1]!r}")
@@ -137,7 +137,7 @@ class _Log(logging.Handler):
 def _installed(world: World, keeps_few: bool) -> Iterator[None]:
     """Give the package the clock, the points and the log of a world; this is all that it replaces.
 
-    Other seams are arguments. The outcomes of which meetings keep few are those of constants.
+    Other seams are arguments. The outcomes of which process groups keep few are those of constants.
     """
     log = logging.getLogger("flatweights")
     handler = _Log(world)

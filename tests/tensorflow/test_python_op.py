@@ -78,7 +78,7 @@ def test_it_runs_in_loops_and_at_each_call() -> None:
     assert calls == [0, 1, 2, 3]
 
 
-MEETING = """
+GROUP = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
@@ -112,7 +112,7 @@ def test_functions_that_wait_for_each_other_hold_no_thread_of_tensorflow(
     """There are more such functions than threads in its pool."""
     if path == "ops":
         pytest.skip("TensorFlow's own op holds one")
-    done = forks.run(MEETING)
+    done = forks.run(GROUP)
     assert done.returncode == 0, done.stderr
 
 

@@ -25,7 +25,7 @@ _log = logging.getLogger("flatweights")
 
 
 class AverageLogs(MemberCallback):
-    """Averages the losses and metrics of each epoch over the members of a meeting.
+    """Averages the losses and metrics of each epoch over the members of a process group.
 
     Put it first in the list of callbacks. Callbacks after it see the averages and so decide alike
     in all members, such as `keras.callbacks.EarlyStopping`, ``ReduceLROnPlateau`` and
@@ -62,7 +62,7 @@ class AverageLogs(MemberCallback):
         nonfinite: Nonfinite = "propagate",
         rule: AnyRule | None = None,
     ) -> None:
-        """Average in a meeting.
+        """Average in a process group.
 
         Args:
             member: This process's member. If None, that of the worker of Ray Train, shared with
@@ -176,7 +176,7 @@ def _number(value: Any) -> np.float64 | None:
 def _over_members(rule: Rule) -> Callable[[list[FlatWeights]], FlatWeights]:
     """Return a rule for what members send: ``rule`` for their logs, the mean for the rest."""
 
-    # Being local, it is pickled with its code: the host of the meeting imports no Keras.
+    # Being local, it is pickled with its code: the host of the process group imports no Keras.
     def over_members(models: list[FlatWeights]) -> FlatWeights:
         result = average(models)
         names = [name.removeprefix("logs/") for name in result if name.startswith("logs/")]

@@ -42,7 +42,7 @@ _log = logging.getLogger("flatweights")
 
 
 class AverageWeights(MemberCallback):
-    """Averages the model's weights over the members of a meeting, every few epochs or batches.
+    """Averages the model's weights over a process group's members, every few epochs or batches.
 
     All members start from the weights of rank 0, or of the lowest rank that is there. Each then
     trains by itself. After ``every`` epochs or batches, and at the end of training, all continue
@@ -94,7 +94,7 @@ class AverageWeights(MemberCallback):
         exclude: Which | None = None,
         only: Which | None = None,
     ) -> None:
-        """Average in a meeting.
+        """Average in a process group.
 
         Args:
             every: The number of epochs or batches between two averages. With the

@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 
 class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback that averages something in a meeting.
+    """A callback that averages something in a process group.
 
     Attributes:
         weighs_logs: Whether it reads the weight of each log.
@@ -112,5 +112,5 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._samples.begin_test()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Leave the meeting, if no member was given."""
+        """Leave the process group, if no member was given."""
         self._lease.end()

@@ -173,7 +173,7 @@ class MemberLease:
         """Return the member; join first, if it is shared and no lease has joined yet.
 
         Raises:
-            RuntimeError: If there is no meeting to join, outside of Ray Train.
+            RuntimeError: If there is no process group to join, outside of Ray Train.
             ValueError: If Ray Train replaces single workers, and an average needs all.
         """
         global _shared

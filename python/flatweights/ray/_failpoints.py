@@ -13,7 +13,7 @@ DRIVER = ("shared", "posted", "calling", "called", "waiting", "averaging", "send
 """Points of a round of a `WorkerGroup`."""
 
 HOST = ("shared", "posted", "waiting", "averaging", "sending")
-"""The points of a round that the host of a meeting reaches, too."""
+"""The points of a round that the host of a process group reaches, too."""
 
 MEMBER = ("asking", "asked", "told")
 """Points of a `Member`'s call: with its weights in a segment, after its ask, with the outcome."""

@@ -60,7 +60,7 @@ def test_an_interrupt_at_any_point_loses_nothing(
     if not is_hot:
         leave_mailboxes(group)
     reached: list[str] = []
-    driver = threading.get_ident()  # a meeting of an earlier test may still have its thread
+    driver = threading.get_ident()  # a process group of an earlier test may still have its thread
 
     def interrupt(name: str) -> None:
         if name == point and not reached and threading.get_ident() == driver:

@@ -1,11 +1,11 @@
-"""`Member.all_gather`: small objects of all members, in a meeting of threads of this process."""
+"""`Member.all_gather`: small objects of all members, which are threads of this process."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from meetings import LocalMeeting, kill
+from process_groups import LocalProcessGroup, kill
 
 from flatweights import Layout
 from flatweights.ray import CallsDifferError, Member, WorkerError
@@ -38,7 +38,7 @@ def gathered(members: list[Member], values: list[Any], **options: Any) -> list[A
 
 
 def test_all_members_get_the_objects_of_all_by_rank() -> None:
-    members = LocalMeeting(3).join_all()
+    members = LocalProcessGroup(3).join_all()
     for k in range(len(OBJECTS)):
         values = [OBJECTS[(rank + k) % len(OBJECTS)] for rank in range(3)]
         for result in gathered(members, values):
@@ -49,7 +49,7 @@ def test_all_members_get_the_objects_of_all_by_rank() -> None:
 
 
 def test_averages_and_objects_take_turns() -> None:
-    members = LocalMeeting(2).join_all()
+    members = LocalProcessGroup(2).join_all()
 
     def steps(member: Member) -> list[Any]:
         results = []
@@ -65,7 +65,7 @@ def test_averages_and_objects_take_turns() -> None:
 
 
 def test_names_tell_calls_apart() -> None:
-    members = LocalMeeting(2).join_all()
+    members = LocalProcessGroup(2).join_all()
 
     def error_of(member: Member) -> str:
         with pytest.raises(CallsDifferError) as error:
@@ -80,8 +80,8 @@ def test_names_tell_calls_apart() -> None:
 
 
 def test_objects_of_the_dead_and_the_late_are_left_out() -> None:
-    meeting = LocalMeeting(3)
-    members = meeting.join_all()
+    group = LocalProcessGroup(3)
+    members = group.join_all()
     kill(members[2])
     for result in gathered(members[:2], ["a", "b"], min_results=1):
         assert result.weights == {0: "a", 1: "b"}
@@ -95,7 +95,7 @@ def test_objects_of_the_dead_and_the_late_are_left_out() -> None:
 
 
 def test_a_member_that_lacks_the_state_is_healed_by_the_call() -> None:
-    members = LocalMeeting(2).join_all()
+    members = LocalProcessGroup(2).join_all()
     states = [Counter(7.0), Counter(0.0)]
     members[1].lacks_state = True
     with ThreadPoolExecutor(2) as pool:
@@ -111,7 +111,7 @@ def test_a_member_that_lacks_the_state_is_healed_by_the_call() -> None:
 
 
 def test_what_cannot_be_pickled_raises_before_anything_is_sent() -> None:
-    members = LocalMeeting(2).join_all()
+    members = LocalProcessGroup(2).join_all()
     with pytest.raises(TypeError, match="value: cannot be pickled"):
         members[0].all_gather(iter_forever())
     with pytest.raises(TypeError, match="name: expected a text, got 3"):
@@ -120,7 +120,7 @@ def test_what_cannot_be_pickled_raises_before_anything_is_sent() -> None:
 
 
 def test_an_object_that_cannot_be_unpickled_breaks_no_later_call() -> None:
-    members = LocalMeeting(2).join_all()
+    members = LocalProcessGroup(2).join_all()
 
     def call(member: Member) -> str:
         with pytest.raises(RuntimeError, match="not here") as error:

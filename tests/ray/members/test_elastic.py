@@ -1,11 +1,11 @@
-"""Meetings that open before all members have joined, and members that join later."""
+"""ProcessGroups that open before all members have joined, and members that join later."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from meetings import LocalMeeting
+from process_groups import LocalProcessGroup
 
 from flatweights import Layout
 from flatweights.ray import Member, Round, join
@@ -38,9 +38,9 @@ def average(member: Member, value: float, state: State | None = None) -> Round:
     return member.average({"w": np.full(3, value)}, timeout=60.0, state=state)
 
 
-def test_a_meeting_opens_with_enough_once_its_grace_is_over(pool: ThreadPoolExecutor) -> None:
-    meeting = LocalMeeting(3, 2, 0.2)
-    members = [*pool.map(meeting.join, [0, 2])]
+def test_a_group_opens_with_enough_once_its_grace_is_over(pool: ThreadPoolExecutor) -> None:
+    group = LocalProcessGroup(3, 2, 0.2)
+    members = [*pool.map(group.join, [0, 2])]
     assert {member.ranks for member in members} == {(0, 2)}
     results = [*pool.map(average, members, [1.0, 4.0])]
     for result in results:
@@ -51,24 +51,24 @@ def test_a_meeting_opens_with_enough_once_its_grace_is_over(pool: ThreadPoolExec
 
 
 def test_with_fewer_than_enough_it_waits_after_its_grace(pool: ThreadPoolExecutor) -> None:
-    meeting = LocalMeeting(3, 2, 0.0)
-    first = pool.submit(meeting.join, 0)
-    meeting.wait_until(lambda inside: inside.door._grace is not None)
-    assert not meeting.meeting.news.ask(lambda: meeting.meeting.door.is_open)
-    second = pool.submit(meeting.join, 1)
+    group = LocalProcessGroup(3, 2, 0.0)
+    first = pool.submit(group.join, 0)
+    group.wait_until(lambda inside: inside.door._grace is not None)
+    assert not group.group.news.ask(lambda: group.group.door.is_open)
+    second = pool.submit(group.join, 1)
     assert first.result(60).ranks == second.result(60).ranks == (0, 1)
 
 
 def test_it_waits_for_no_grace_once_all_are_there(pool: ThreadPoolExecutor) -> None:
-    meeting = LocalMeeting(3, 1, LONG)
-    assert {member.ranks for member in pool.map(meeting.join, range(3))} == {(0, 1, 2)}
+    group = LocalProcessGroup(3, 1, LONG)
+    assert {member.ranks for member in pool.map(group.join, range(3))} == {(0, 1, 2)}
 
 
 def test_who_comes_later_takes_part_from_its_second_call_on(pool: ThreadPoolExecutor) -> None:
-    meeting = LocalMeeting(3, 2, 0.0)
-    members = [*pool.map(meeting.join, [0, 1])]
+    group = LocalProcessGroup(3, 2, 0.0)
+    members = [*pool.map(group.join, [0, 1])]
     before = [*pool.map(average, members, [1.0, 3.0])]
-    third = meeting.join(2)
+    third = group.join(2)
     late = average(third, 100.0)
     assert late.late == before[0].late or late.late == (2,)
     assert late.weights["w"].tolist() == before[0].weights["w"].tolist() == [2.0] * 3
@@ -78,14 +78,14 @@ def test_who_comes_later_takes_part_from_its_second_call_on(pool: ThreadPoolExec
 
 
 def test_who_comes_later_gets_the_state(pool: ThreadPoolExecutor) -> None:
-    meeting = LocalMeeting(3, 2, 0.0)
-    members = [*pool.map(meeting.join, [0, 1])]
+    group = LocalProcessGroup(3, 2, 0.0)
+    members = [*pool.map(group.join, [0, 1])]
     states = [State(7.0, 8.0), State(7.0, 8.0), State(0.0, 0.0)]
     [*pool.map(average, members, [1.0, 3.0], states)]
-    third = meeting.join(2)
+    third = group.join(2)
     assert third.lacks_state
     healed = pool.submit(average, third, 100.0, states[2])
-    meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
+    group.wait_until(lambda inside: inside.calls.waiting.lacking)
     results = [*pool.map(average, members, [2.0, 4.0], states), healed.result(60)]
     for result in results:
         assert result.used == (0, 1)
@@ -97,10 +97,10 @@ def test_who_comes_later_gets_the_state(pool: ThreadPoolExecutor) -> None:
 
 
 def test_all_means_those_who_take_part_now(pool: ThreadPoolExecutor) -> None:
-    meeting = LocalMeeting(4, 2, 0.0)
-    members = [*pool.map(meeting.join, [0, 1])]
+    group = LocalProcessGroup(4, 2, 0.0)
+    members = [*pool.map(group.join, [0, 1])]
     [*pool.map(average, members, [1.0, 3.0])]
-    members.append(meeting.join(3))
+    members.append(group.join(3))
     average(members[2], 0.0)
     for result in pool.map(average, members, [1.0, 2.0, 6.0]):
         assert result.used == (0, 1, 3)
@@ -124,7 +124,7 @@ def test_wrong_terms_raise() -> None:
 
 
 @pytest.mark.ray
-def test_processes_of_ray_open_a_meeting_without_the_third() -> None:
+def test_processes_of_ray_open_a_group_without_the_third() -> None:
     import ray
 
     @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
@@ -144,7 +144,7 @@ def test_processes_of_ray_open_a_meeting_without_the_third() -> None:
     with pytest.raises(TimeoutError, match=r"expected at least 2 of 3 members in 0.5 s; missing"):
         join("alone", rank=0, size=3, min_size=2, grace=0.0, timeout=0.5)
     both = [take_part.remote(rank) for rank in (0, 1)]
-    # Any two would open the meeting: the third starts once the first two have.
+    # Any two would open the process group: the third starts once the first two have.
     assert [ray.get(next(used), timeout=60) for used in both] == [(0, 1)] * 2
     seen = [ray.get([*used], timeout=60) for used in (*both, take_part.remote(2))]
     assert seen[:2] == [[(0, 1, 2)]] * 2

@@ -35,7 +35,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(params=["stand-in", "GPU"])
 def start(request: pytest.FixtureRequest) -> Iterator[Start]:
-    """Start members of a meeting."""
+    """Start members of a process group."""
     if request.param == "stand-in":
         library = request.getfixturevalue("stand_in")
     elif shown_gpus() == 0:
@@ -267,8 +267,8 @@ def test_segments_are_let_go(start: Start) -> None:
         members.run("for k in range(30):\n    " + program.replace("; ", "\n    ") + count)
         for rank, descriptors in members.run(count).items():  # one for each segment of each member
             assert descriptors - before[rank] <= 3 * MOST + 1
-    meeting = members.meeting.meeting
-    held: int = meeting.news.ask(lambda meeting: len(meeting._gpu._stayed), meeting)
+    group = members.group.group
+    held: int = group.news.ask(lambda group: len(group._gpu._stayed), group)
     assert held <= 2
 
 

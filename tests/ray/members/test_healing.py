@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from meetings import LocalMeeting, kill
 from numpy.typing import NDArray
+from process_groups import LocalProcessGroup, kill
 
 from flatweights import FlatWeights, Layout
 from flatweights.ray import CallsDifferError, Member, WorkerError
@@ -69,9 +69,9 @@ class Training:
         return b"".join(part.tobytes() for part in self._parts().values())
 
 
-def begin(meeting: LocalMeeting) -> list[Training]:
+def begin(group: LocalProcessGroup) -> list[Training]:
     """Return trainings with equal states."""
-    trainings = [Training(member) for member in meeting.join_all()]
+    trainings = [Training(member) for member in group.join_all()]
     for training in trainings:
         training.weights[:] = 1.0
     return trainings
@@ -88,23 +88,23 @@ def pool() -> Any:
     made.shutdown(wait=False)  # a test that failed may have left some in a call
 
 
-def replaced(meeting: LocalMeeting, training: Training) -> Training:
+def replaced(group: LocalProcessGroup, training: Training) -> Training:
     kill(training.member)
     rank = training.member.rank
-    meeting.wait_until(lambda inside: inside.door.seats[rank].why is not None)
-    return Training(meeting.join(rank))
+    group.wait_until(lambda inside: inside.door.seats[rank].why is not None)
+    return Training(group.join(rank))
 
 
 def test_a_new_process_is_healed_and_is_no_part_of_that_average(pool: Any) -> None:
-    meeting = LocalMeeting(3)
-    trainings = begin(meeting)
+    group = LocalProcessGroup(3)
+    trainings = begin(group)
     for _ in range(3):
         together(pool, trainings)
-    trainings[1] = replaced(meeting, trainings[1])
+    trainings[1] = replaced(group, trainings[1])
     assert [one.member.lacks_state for one in trainings] == [False, True, False]
     own = {k: one.gradient() for k, one in enumerate(trainings)}
     waiting = pool.submit(trainings[1].step)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     results = [*together(pool, [trainings[0], trainings[2]]), waiting.result(60)]
     expected = np.mean([own[0], own[2]], axis=0, dtype=np.float64).astype(np.float32)
     for result in results:
@@ -119,11 +119,11 @@ def test_a_new_process_is_healed_and_is_no_part_of_that_average(pool: Any) -> No
 
 
 def test_one_that_missed_a_single_call_applies_it(pool: Any) -> None:
-    meeting = LocalMeeting(3)
-    trainings = begin(meeting)
+    group = LocalProcessGroup(3)
+    trainings = begin(group)
     together(pool, trainings)
     first = pool.submit(trainings[0].step, timeout=60.0)
-    meeting.until_asked(0)
+    group.until_asked(0)
     trainings[1].step(timeout=0.01)  # the shortest of all members' counts
     assert first.result(60).used == (0, 1)
     result = trainings[2].step()
@@ -133,8 +133,8 @@ def test_one_that_missed_a_single_call_applies_it(pool: Any) -> None:
 
 def test_one_that_caught_up_by_a_call_without_a_state_is_healed(pool: Any) -> None:
     """The call's latest outcome is one of the others' future: between lie steps it has missed."""
-    meeting = LocalMeeting(2)
-    first, late = trainings = begin(meeting)
+    group = LocalProcessGroup(2)
+    first, late = trainings = begin(group)
     together(pool, trainings)
     for _ in range(2):
         first.member.average({"loss": np.ones(1)}, timeout=0.01, min_results=1)
@@ -149,13 +149,13 @@ def test_one_that_caught_up_by_a_call_without_a_state_is_healed(pool: Any) -> No
 
 
 def test_one_that_missed_several_is_healed(pool: Any) -> None:
-    meeting = LocalMeeting(3)
-    trainings = begin(meeting)
+    group = LocalProcessGroup(3)
+    trainings = begin(group)
     together(pool, trainings)
     for _ in range(5):
         together(pool, trainings[:2], timeout=0.01)
     late = pool.submit(trainings[2].step, timeout=0.01)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     together(pool, trainings[:2], timeout=5.0)
     assert late.result(60).healed == (2,)
     assert len({one.bits() for one in trainings}) == 1
@@ -164,12 +164,12 @@ def test_one_that_missed_several_is_healed(pool: Any) -> None:
 
 
 def test_the_next_one_gives_if_the_giver_is_gone(pool: Any) -> None:
-    meeting = LocalMeeting(4)
-    trainings = begin(meeting)
+    group = LocalProcessGroup(4)
+    trainings = begin(group)
     together(pool, trainings)
-    trainings[3] = replaced(meeting, trainings[3])
+    trainings[3] = replaced(group, trainings[3])
     healing = pool.submit(trainings[3].step)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
 
     def die() -> None:
         kill(trainings[0].member)
@@ -187,12 +187,12 @@ def test_the_next_one_gives_if_the_giver_is_gone(pool: Any) -> None:
 
 @pytest.mark.parametrize("what", ["raises", "is late"])
 def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> None:
-    meeting = LocalMeeting(3)
-    trainings = begin(meeting)
+    group = LocalProcessGroup(3)
+    trainings = begin(group)
     together(pool, trainings)
-    trainings[2] = replaced(meeting, trainings[2])
+    trainings[2] = replaced(group, trainings[2])
     healing = pool.submit(trainings[2].step, timeout=60.0)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     go_on = threading.Event()
 
     def do_not_give() -> None:
@@ -203,7 +203,7 @@ def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> N
 
     trainings[0].in_gather = do_not_give
     first = pool.submit(trainings[0].step, timeout=60.0)
-    meeting.until_asked(0)
+    group.until_asked(0)
     second = pool.submit(trainings[1].step, timeout=0.2)  # the shortest of all members' counts
     assert second.result(60).healed == (2,)
     if what == "raises":
@@ -211,7 +211,7 @@ def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> N
         # It has not applied that average, and asks to be healed.
         trainings[0].member.lacks_state = True
         again = pool.submit(trainings[0].step, timeout=0.2)
-        meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 2)
+        group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 2)
     waiting = [healing, again] if what == "raises" else [healing]
     while not all(call.done() for call in waiting):  # late asks are healed next time
         trainings[1].step(timeout=0.2)
@@ -230,30 +230,30 @@ def test_only_those_that_need_the_state_are_told_that_there_is_no_memory_for_it(
     def fail(_: Any) -> None:
         raise MemoryError("no room")
 
-    meeting = LocalMeeting(3)
-    trainings = begin(meeting)
+    group = LocalProcessGroup(3)
+    trainings = begin(group)
     together(pool, trainings)
-    trainings[2] = replaced(meeting, trainings[2])
+    trainings[2] = replaced(group, trainings[2])
     healing = pool.submit(trainings[2].step)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
-    monkeypatch.setattr(meeting.meeting, "_copied", fail)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    monkeypatch.setattr(group.group, "_copied", fail)
     together(pool, trainings[:2])
     with pytest.raises(RuntimeError, match="the state could not be copied: MemoryError: no room"):
         healing.result(60)
     monkeypatch.undo()
     healing = pool.submit(trainings[2].step)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     together(pool, trainings[:2])
     assert healing.result(60).healed == (2,)
     assert len({one.bits() for one in trainings}) == 1
 
 
 def test_without_anybody_who_has_the_state_all_raise(pool: Any) -> None:
-    meeting = LocalMeeting(2)
-    trainings = begin(meeting)
+    group = LocalProcessGroup(2)
+    trainings = begin(group)
     together(pool, trainings)
     for rank in range(2):
-        trainings[rank] = replaced(meeting, trainings[rank])
+        trainings[rank] = replaced(group, trainings[rank])
     waiting = [pool.submit(one.step) for one in trainings]
     for one in waiting:
         with pytest.raises(WorkerError, match="no member is left that has the state"):
@@ -261,12 +261,12 @@ def test_without_anybody_who_has_the_state_all_raise(pool: Any) -> None:
 
 
 def test_a_call_of_another_kind_goes_on_without_those_that_wait_for_the_state(pool: Any) -> None:
-    meeting = LocalMeeting(2)
-    trainings = begin(meeting)
+    group = LocalProcessGroup(2)
+    trainings = begin(group)
     together(pool, trainings)
-    trainings[1] = replaced(meeting, trainings[1])
+    trainings[1] = replaced(group, trainings[1])
     waiting: Future[Any] = pool.submit(trainings[1].step)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     other = trainings[0].member.average({"loss": np.ones(1)})
     assert (other.used, other.late, other.failed) == ((0,), (), {})
     assert not waiting.done()
@@ -298,8 +298,8 @@ class Critic:
 def test_a_member_is_never_healed_with_another_model_of_the_same_layout(
     pool: Any, names: tuple[str, str]
 ) -> None:
-    meeting = LocalMeeting(2)
-    members = meeting.join_all()
+    group = LocalProcessGroup(2)
+    members = group.join_all()
     critics = [[Critic(1.0, names[0]), Critic(2.0, names[1])] for _ in range(2)]
 
     def take_turns(rank: int) -> None:
@@ -310,16 +310,16 @@ def test_a_member_is_never_healed_with_another_model_of_the_same_layout(
     for calls in [pool.submit(take_turns, rank) for rank in range(2)]:
         calls.result(60)
     kill(members[1])
-    meeting.wait_until(lambda inside: inside.door.seats[1].why is not None)
+    group.wait_until(lambda inside: inside.door.seats[1].why is not None)
     critics[0][0].step(members[0])
-    members[1] = meeting.join(1)
+    members[1] = group.join(1)
     critics[1] = [Critic(-1.0, names[0]), Critic(-2.0, names[1])]
     healing = pool.submit(critics[1][0].step, members[1])
     if names[0] == names[1]:  # else it would get the state of the second critic
         with pytest.raises(RuntimeError, match="several models of one layout take turns in this"):
             healing.result(60)
         return
-    meeting.wait_until(lambda inside: inside.calls.waiting.lacking)
+    group.wait_until(lambda inside: inside.calls.waiting.lacking)
     critics[0][1].step(members[0])
     assert not healing.done()
     critics[0][0].step(members[0])
@@ -331,8 +331,8 @@ def test_a_member_is_never_healed_with_another_model_of_the_same_layout(
 
 
 def test_a_late_member_gets_no_average_of_another_model_of_the_same_layout(pool: Any) -> None:
-    meeting = LocalMeeting(2)
-    first, late = meeting.join_all()
+    group = LocalProcessGroup(2)
+    first, late = group.join_all()
     critics = [[Critic(1.0, "w"), Critic(2.0, "w")] for _ in range(2)]
 
     def average(member: Member, critic: Critic, **options: Any) -> Any:
@@ -351,8 +351,8 @@ def test_a_late_member_gets_no_average_of_another_model_of_the_same_layout(pool:
 
 
 def test_a_member_that_joins_again_is_given_no_other_model_if_calls_need_all(pool: Any) -> None:
-    meeting = LocalMeeting(2)
-    members = meeting.join_all()
+    group = LocalProcessGroup(2)
+    members = group.join_all()
     critics = [[Critic(1.0, "w"), Critic(1000.0, "w")] for _ in range(2)]
     for k in (0, 1, 0, 1):
         calls = [
@@ -363,7 +363,7 @@ def test_a_member_that_joins_again_is_given_no_other_model_if_calls_need_all(poo
     kill(members[1])
     with pytest.raises(WorkerError, match="rank 1: "):
         members[0].average_variables(critics[0][0])
-    again = meeting.join(1)
+    again = group.join(1)
     with pytest.raises(RuntimeError, match="rank 1 was late, or has joined again, and could be"):
         again.average_variables(Critic(-1.0, "w"))
     for one in (again, members[0]):
@@ -375,8 +375,8 @@ def test_a_member_that_got_another_model_before_that_was_noticed_raises(
     pool: Any, asks_first: int
 ) -> None:
     """It is one call off, so it would mix both models in every second call."""
-    meeting = LocalMeeting(2)
-    first, late = meeting.join_all()
+    group = LocalProcessGroup(2)
+    first, late = group.join_all()
     critics = [[Critic(1.0, "w"), Critic(1000.0, "w")] for _ in range(2)]
     for critic in critics[0]:  # the first cycle
         result = first.average_variables(critic, min_results=1, timeout=0.01)
@@ -387,7 +387,7 @@ def test_a_member_that_got_another_model_before_that_was_noticed_raises(
         member, critic = ((first, critics[0][0]), (late, critics[1][1]))[rank]
         calls[rank] = pool.submit(member.average_variables, critic, min_results=1)
         if not calls.keys() - {asks_first}:
-            meeting.until_asked(rank)
+            group.until_asked(rank)
     with pytest.raises(RuntimeError, match="rank 1 was late, or has joined again, and could be"):
         calls[1].result(60)
     late.leave()
@@ -396,7 +396,7 @@ def test_a_member_that_got_another_model_before_that_was_noticed_raises(
 
 
 def test_objects_that_are_made_anew_for_each_call_take_no_turns() -> None:
-    [member] = LocalMeeting(1).join_all()
+    [member] = LocalProcessGroup(1).join_all()
     kept = []
     for k in range(6):
         critic = Critic(float(k), "w")
@@ -419,16 +419,16 @@ def test_variables_are_set_after_the_state_that_they_are_part_of(pool: Any) -> N
         def scatter(self, buffer: NDArray[np.uint8]) -> None:
             self.training.weights[:] = FlatWeights.wrap(buffer, self.layout)["weights"]
 
-    meeting = LocalMeeting(2)
-    trainings = begin(meeting)
+    group = LocalProcessGroup(2)
+    trainings = begin(group)
     together(pool, trainings)
-    trainings[1] = replaced(meeting, trainings[1])
+    trainings[1] = replaced(group, trainings[1])
 
     def average(training: Training) -> Any:
         return training.member.average_variables(Weights(training), state=training)
 
     waiting = pool.submit(average, trainings[1])
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     average(trainings[0])
     assert waiting.result(60).healed == (1,)
     assert trainings[0].bits() == trainings[1].bits()
@@ -490,8 +490,8 @@ class InParts(Training):
     ],
 )
 def test_a_state_in_parts_heals_all_of_them(order: str, pool: Any) -> None:
-    meeting = LocalMeeting(3)
-    trainings = [InParts(member, order) for member in meeting.join_all()]
+    group = LocalProcessGroup(3)
+    trainings = [InParts(member, order) for member in group.join_all()]
     for training in trainings:
         training.weights[:] = 1.0
         training.half.weights[:] = 2.0
@@ -499,10 +499,10 @@ def test_a_state_in_parts_heals_all_of_them(order: str, pool: Any) -> None:
         for victim in (1, 2):
             together(pool, trainings)
             kill(trainings[victim].member)
-            meeting.wait_until(lambda inside, k=victim: inside.door.seats[k].why is not None)
-            trainings[victim] = InParts(meeting.join(victim), order)
+            group.wait_until(lambda inside, k=victim: inside.door.seats[k].why is not None)
+            trainings[victim] = InParts(group.join(victim), order)
             waiting = pool.submit(trainings[victim].step)
-            meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+            group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
             others = [one for k, one in enumerate(trainings) if k != victim]
             result, *_ = [*together(pool, others), waiting.result(60)]
             assert result.healed == (victim,)
@@ -524,20 +524,20 @@ def test_a_state_in_parts_heals_all_of_them(order: str, pool: Any) -> None:
 
 
 def test_a_part_that_cannot_be_restored_is_healed_by_the_next_call(pool: Any) -> None:
-    meeting = LocalMeeting(2)
-    trainings: list[Any] = [InParts(member, "training first") for member in meeting.join_all()]
+    group = LocalProcessGroup(2)
+    trainings: list[Any] = [InParts(member, "training first") for member in group.join_all()]
     together(pool, trainings)
     trainings[1].member.lacks_state = True
     trainings[1].places[0].breaks = True
     waiting = pool.submit(trainings[1].step)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     trainings[0].step()
     with pytest.raises(OSError, match="the data are gone"):
         waiting.result(60)
     assert trainings[1].member.lacks_state
     trainings[1].places[0].breaks = False
     waiting = pool.submit(trainings[1].step)
-    meeting.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
     trainings[0].step()
     assert waiting.result(60).healed == (1,)
     assert trainings[0].places[0].drawn == trainings[1].places[0].drawn
@@ -545,7 +545,7 @@ def test_a_part_that_cannot_be_restored_is_healed_by_the_next_call(pool: Any) ->
 
 
 def test_a_state_of_other_kinds_is_refused_before_anything_is_averaged() -> None:
-    (member,) = LocalMeeting(1).join_all()
+    (member,) = LocalProcessGroup(1).join_all()
 
     class OfText:
         def save(self) -> Any:
@@ -574,7 +574,7 @@ def test_a_state_of_other_kinds_is_refused_before_anything_is_averaged() -> None
 
 
 def test_members_whose_states_have_other_parts_are_told(pool: Any) -> None:
-    members = LocalMeeting(2).join_all()
+    members = LocalProcessGroup(2).join_all()
     states: list[Any] = [[Place()], [Place(), Place()]]
     calls = [
         pool.submit(member.average, {"x": np.zeros(1)}, state=state)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ray
 
 
 def host_of(name: str) -> int:
-    """Return the process of the host of a meeting."""
+    """Return the process of the host of a process group."""
     space = f"flatweights-{ray.get_runtime_context().get_job_id()}"
     host = ray.get_actor(f"flatweights:{name}", space)
     pid: int = ray.get(host.__ray_call__.remote(lambda _: os.getpid()))

@@ -35,8 +35,9 @@ from flatweights.ray.members._host import Host
 pytestmark = pytest.mark.ray
 
 N = 3
-NAMES = (f"meeting {k}" for k in itertools.count())
-BY_ONE_WAY = pytest.mark.starts_actors  # the meeting decides it, whichever way brings the calls
+NAMES = (f"process group {k}" for k in itertools.count())
+# the process group decides it, whichever way brings the calls
+BY_ONE_WAY = pytest.mark.starts_actors
 
 
 @ray.remote(num_cpus=0)
@@ -71,7 +72,7 @@ class Puppets:
         self._all: list[Any] = []
 
     def meet(self, n: int = N) -> list[Any]:
-        """Return ``n`` puppets that have joined a new meeting, by rank."""
+        """Return ``n`` puppets that have joined a new process group, by rank."""
         puppets = self.idle(n)
         name = next(NAMES)
         joined = ray.get([p.join.remote(name, rank=r, size=n) for r, p in enumerate(puppets)])
@@ -79,7 +80,7 @@ class Puppets:
         return puppets
 
     def idle(self, n: int) -> list[Any]:
-        """Return ``n`` puppets that are in no meeting."""
+        """Return ``n`` puppets that are in no process group."""
         alive = []
         for puppet in self._all:
             try:
@@ -449,7 +450,7 @@ def test_a_process_that_dies_or_gives_up_while_it_joins_leaves_nothing(puppets: 
 
 
 @BY_ONE_WAY
-def test_a_cancelled_process_ends_no_meeting(puppets: Puppets, tmp_path: Path) -> None:
+def test_a_cancelled_process_ends_no_group(puppets: Puppets, tmp_path: Path) -> None:
     def take_the_rank_of_another(name: str, rank: int, enters: Path) -> None:
         _failpoints.hook = lambda point: enters.touch() if point == "entering" else None
         join(name, rank=rank, size=2, timeout=60.0)
@@ -470,7 +471,7 @@ def test_a_cancelled_process_ends_no_meeting(puppets: Puppets, tmp_path: Path) -
 
 
 def host_of(name: str) -> Any:
-    """Return the host of a meeting; None if there is none."""
+    """Return the host of a process group; None if there is none."""
     namespace = f"flatweights-{ray.get_runtime_context().get_job_id()}"
     try:
         return ray.get_actor(f"flatweights:{name}", namespace=namespace)
@@ -520,7 +521,7 @@ def test_a_host_whose_members_gave_up_ends(puppets: Puppets) -> None:
     name = next(NAMES)
     with pytest.raises(TimeoutError):
         ray.get(puppet.join.remote(name, rank=0, size=2, timeout=0.05))
-    wait_for_the_end_of(name, 50.0)  # a meeting without members lasts for 60 s
+    wait_for_the_end_of(name, 50.0)  # a process group without members lasts for 60 s
 
 
 @BY_ONE_WAY
@@ -559,7 +560,9 @@ def test_who_joins_after_the_end_is_told_so(puppets: Puppets) -> None:
     ray.get(first.join.remote(name, rank=0, size=1))
     ray.get(first.leave.remote())
     wait_for_the_end_of(name, 60.0)
-    with pytest.raises(TimeoutError, match=r"ranks: 0; a meeting of this name has ended [0-9]+ s"):
+    with pytest.raises(
+        TimeoutError, match=r"ranks: 0; a process group of this name has ended [0-9]+ s"
+    ):
         ray.get(late.join.remote(name, rank=1, size=2, timeout=0.5))
 
 
@@ -762,7 +765,7 @@ def test_a_member_that_ends_at_any_point_leaves_nothing_half_done(
         ray.kill(puppet)
 
 
-def test_two_meetings_at_once_in_one_process() -> None:
+def test_two_groups_at_once_in_one_process() -> None:
     results: list[float] = []
 
     def take_part(name: str, rank: int) -> None:

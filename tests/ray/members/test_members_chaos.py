@@ -43,7 +43,7 @@ def test_each_outcome_is_the_average_of_what_its_ranks_gave(seconds: int, seed: 
     assert {faults.KILLED, faults.STOPPED} <= {fault.kind for fault in record.faults}
 
 
-def test_the_host_of_another_meeting_is_left_alone(tmp_path: Path) -> None:
+def test_the_host_of_another_group_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "0.pid").write_text(str(os.getpid()))
     with join("that of another test", size=1) as member:
         injector = faults.Injector(tmp_path, [])

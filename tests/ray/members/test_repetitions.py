@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from held import Held
-from meetings import LocalMeeting, kill
+from process_groups import LocalProcessGroup, kill
 from reference import same_bits
 
 import flatweights as fw
@@ -32,8 +32,8 @@ PATIENCE = 60.0
 Act = Callable[[Member], Any]
 
 
-class Watched(LocalMeeting):
-    """A meeting that counts the calls that were made in C++, and notes why series have ended."""
+class Watched(LocalProcessGroup):
+    """A process group that counts calls that were made in C++, and notes why series have ended."""
 
     all: ClassVar[list["Watched"]] = []
 
@@ -65,7 +65,7 @@ class Watched(LocalMeeting):
 
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
-    """End the meetings of a test: their hosts would look around in other tests, too."""
+    """End the process groups of a test: their hosts would look around in other tests, too."""
     yield
     while Watched.all:
         Watched.all.pop().end()
@@ -103,7 +103,7 @@ def weight_of(rank: int, step: int) -> float:
 def test_series_of_calls_have_the_bits_of_an_average(
     threads: ThreadPoolExecutor, options: dict[str, Any], is_in_place: bool
 ) -> None:
-    meeting = Watched(3)
+    group = Watched(3)
 
     def train(member: Member) -> list[tuple[Any, Round]]:
         variables = Held(**models_of(0, 0))
@@ -121,7 +121,7 @@ def test_series_of_calls_have_the_bits_of_an_average(
             rounds.append((mean, result))
         return rounds
 
-    told = all_of(threads, meeting.members, train)
+    told = all_of(threads, group.members, train)
     for step in range(40):
         models = [models_of(rank, step) for rank in range(3)]
         expected = fw.average(models, [weight_of(rank, step) for rank in range(3)])
@@ -134,11 +134,11 @@ def test_series_of_calls_have_the_bits_of_an_average(
             assert [*result.seconds] == ["wait", "average"]
             assert min(result.seconds.values()) >= 0.0
             assert result.nbytes == 3 * fw.Layout.of(expected).nbytes
-    assert meeting.made >= 30
+    assert group.made >= 30
 
 
 def test_kinds_of_calls_take_turns(threads: ThreadPoolExecutor) -> None:
-    meeting = Watched(2)
+    group = Watched(2)
 
     def act(member: Member) -> list[Any]:
         actor, critic = Held(actor=np.zeros(50)), Held(critic=np.zeros(7))
@@ -156,7 +156,7 @@ def test_kinds_of_calls_take_turns(threads: ThreadPoolExecutor) -> None:
             got.append((first, last, *values))
         return got
 
-    first, second = all_of(threads, meeting.members, act)
+    first, second = all_of(threads, group.members, act)
     assert first == second
     number = 0
     for step, (before, after, *values) in enumerate(first):
@@ -164,7 +164,7 @@ def test_kinds_of_calls_take_turns(threads: ThreadPoolExecutor) -> None:
         number += 4 if step % 8 == 5 else 3
         assert after == number
         assert values == [step + 0.5, step + 1.0, 10.0 * step + 0.5]
-    assert meeting.made >= 40
+    assert group.made >= 40
 
 
 def average_in_turns(member: Member, kinds: list[Held], steps: int) -> None:
@@ -179,19 +179,19 @@ def average_in_turns(member: Member, kinds: list[Held], steps: int) -> None:
 
 def test_many_small_kinds_of_calls_share_segments(threads: ThreadPoolExecutor) -> None:
     """As the moments of many layers, and of a few large models, in each step."""
-    meeting = Watched(2)
+    group = Watched(2)
     sizes = [*range(3, 43), *range(40_000, 40_012)]
 
     def act(member: Member) -> None:
         kinds = [Held(**{f"of {size}": np.zeros(size)}) for size in sizes]
         average_in_turns(member, kinds, 8)
 
-    all_of(threads, meeting.members, act)
-    assert meeting.made >= 5 * 48
+    all_of(threads, group.members, act)
+    assert group.made >= 5 * 48
 
 
 def test_models_with_nan_break_a_series_off(threads: ThreadPoolExecutor) -> None:
-    meeting = Watched(2)
+    group = Watched(2)
 
     def act(member: Member) -> list[str]:
         told = []
@@ -207,7 +207,7 @@ def test_models_with_nan_break_a_series_off(threads: ThreadPoolExecutor) -> None
             assert skipped.weights[0][0] == step
         return told
 
-    first, second = all_of(threads, meeting.members, act)
+    first, second = all_of(threads, group.members, act)
     assert first == second
     assert [text for text in first if "rank 1, slot 0" in text] == first[9:11]
     assert first[11:] == [str(float(step)) for step in range(11, 20)]
@@ -217,7 +217,7 @@ def test_models_with_nan_break_a_series_off(threads: ThreadPoolExecutor) -> None
 def test_a_member_that_dies_in_a_series_is_left_out(
     threads: ThreadPoolExecutor, min_results: int | None
 ) -> None:
-    meeting = Watched(3)
+    group = Watched(3)
 
     def average(member: Member, times: int = 10) -> list[tuple[int, ...]]:
         model = {"w": np.full(20, float(member.rank))}
@@ -225,17 +225,17 @@ def test_a_member_that_dies_in_a_series_is_left_out(
         assert all(round.weights["w"][0] == np.mean(round.used) for round in rounds)
         return [round.used for round in rounds]
 
-    assert all_of(threads, meeting.members, average) == [[(0, 1, 2)] * 10] * 3
-    kill(meeting.members[2])
+    assert all_of(threads, group.members, average) == [[(0, 1, 2)] * 10] * 3
+    kill(group.members[2])
     if min_results is None:
-        for call in [threads.submit(average, member) for member in meeting.members[:2]]:
+        for call in [threads.submit(average, member) for member in group.members[:2]]:
             with pytest.raises(WorkerError, match="rank 2"):
                 call.result(PATIENCE)
     else:
-        assert all_of(threads, meeting.members[:2], average) == [[(0, 1)] * 10] * 2
-    made = meeting.made
+        assert all_of(threads, group.members[:2], average) == [[(0, 1)] * 10] * 2
+    made = group.made
     assert made >= 7
-    replacement = meeting.join(2)
+    replacement = group.join(2)
 
     def go_on(member: Member) -> list[tuple[int, ...]]:
         used: list[tuple[int, ...]] = []
@@ -246,13 +246,13 @@ def test_a_member_that_dies_in_a_series_is_left_out(
                 break
         return used
 
-    for used in all_of(threads, [*meeting.members[:2], replacement], go_on):
+    for used in all_of(threads, [*group.members[:2], replacement], go_on):
         assert used.count((0, 1, 2)) >= 19  # the first may have been made without the newcomer
-    assert meeting.made >= made + 10
+    assert group.made >= made + 10
 
 
 def test_a_late_member_in_a_series_is_told_so(threads: ThreadPoolExecutor) -> None:
-    meeting = Watched(2)
+    group = Watched(2)
     is_late, may_go_on = threading.Event(), threading.Event()
 
     def act(member: Member) -> list[Round]:
@@ -268,18 +268,18 @@ def test_a_late_member_in_a_series_is_told_so(threads: ThreadPoolExecutor) -> No
         return rounds
 
     begin = time.monotonic()
-    first, second = all_of(threads, meeting.members, act)
+    first, second = all_of(threads, group.members, act)
     assert is_late.is_set()
     assert first[10].late == second[10].late == (1,)
     assert first[10].used == (0,)
     assert first[10].seconds["wait"] == pytest.approx(0.2, abs=0.1)
     assert [round.used for round in first[:10]] == [(0, 1)] * 10
-    assert "LATE" in meeting.endings
+    assert "LATE" in group.endings
     assert time.monotonic() - begin < PATIENCE
 
 
 def test_a_call_of_its_own_is_found_in_a_series(threads: ThreadPoolExecutor) -> None:
-    meeting = Watched(2)
+    group = Watched(2)
 
     def act(member: Member) -> str:
         for _ in range(8):
@@ -290,7 +290,7 @@ def test_a_call_of_its_own_is_found_in_a_series(threads: ThreadPoolExecutor) -> 
         member.average(np.zeros(4))
         return "averaged"
 
-    calls = [threads.submit(act, member) for member in meeting.members]
+    calls = [threads.submit(act, member) for member in group.members]
     for call in calls:
         with pytest.raises(fw.ray.CallsDifferError, match="expected the same call"):
             call.result(PATIENCE)
@@ -299,14 +299,14 @@ def test_a_call_of_its_own_is_found_in_a_series(threads: ThreadPoolExecutor) -> 
         model = np.full(3, 2.0 * member.rank)
         return float([member.average(model) for _ in range(5)][-1].weights[0])
 
-    assert all_of(threads, meeting.members, go_on) == [1.0, 1.0]
+    assert all_of(threads, group.members, go_on) == [1.0, 1.0]
 
 
 def test_a_host_that_does_not_know_a_number_asks_for_the_whole(
     threads: ThreadPoolExecutor,
 ) -> None:
     """As after an interrupt that kept the member from learning a later number."""
-    meeting = Watched(2)
+    group = Watched(2)
 
     def act(member: Member) -> list[float]:
         host = member._host
@@ -320,12 +320,12 @@ def test_a_host_that_does_not_know_a_number_asks_for_the_whole(
             means.append(float(mean[0]))
         return means
 
-    assert all_of(threads, meeting.members, act) == [[step + 0.5 for step in range(12)]] * 2
+    assert all_of(threads, group.members, act) == [[step + 0.5 for step in range(12)]] * 2
 
 
 def test_a_segment_that_is_held_is_not_written(threads: ThreadPoolExecutor) -> None:
     """A member that keeps the host's segment, or whose segment the host keeps, gets another."""
-    meeting = Watched(2)
+    group = Watched(2)
 
     def act(member: Member) -> None:
         host = member._host
@@ -342,24 +342,24 @@ def test_a_segment_that_is_held_is_not_written(threads: ThreadPoolExecutor) -> N
                 host._channel.mailbox.drop_hold(step == 14, 0)
                 host._channel.mailbox.drop_hold(step == 14, 1)
 
-    all_of(threads, meeting.members, act)
+    all_of(threads, group.members, act)
 
 
 def test_an_interrupt_in_a_repeated_call_ends_the_member(threads: ThreadPoolExecutor) -> None:
-    meeting = Watched(2)
+    group = Watched(2)
     variables = [Held(w=np.full(5, float(rank))) for rank in range(2)]
 
     def average(member: Member) -> None:
         for _ in range(8):
             member.average_variables(variables[member.rank], min_results=1)
 
-    all_of(threads, meeting.members, average)
-    assert meeting.made >= 5
-    other, member = meeting.members
+    all_of(threads, group.members, average)
+    assert group.made >= 5
+    other, member = group.members
     main = threading.main_thread().ident or 0
 
     def interrupt() -> None:
-        meeting.until_asked(1)
+        group.until_asked(1)
         signal.pthread_kill(main, signal.SIGINT)
 
     interrupted = threads.submit(interrupt)
@@ -374,7 +374,7 @@ def test_an_interrupt_in_a_repeated_call_ends_the_member(threads: ThreadPoolExec
 
 
 def test_a_member_is_healed_in_a_series(threads: ThreadPoolExecutor) -> None:
-    meeting = Watched(2)
+    group = Watched(2)
 
     def act(member: Member) -> list[Round]:
         state, gradient = Held(state=np.zeros(4)), Held(gradient=np.zeros(6))
@@ -391,7 +391,7 @@ def test_a_member_is_healed_in_a_series(threads: ThreadPoolExecutor) -> None:
         assert state.arrays["state"][0] == sum(step + 0.5 for step in range(20)) - 0.5
         return rounds
 
-    for rounds in all_of(threads, meeting.members, act):
+    for rounds in all_of(threads, group.members, act):
         assert [round.healed for round in rounds] == [() if k != 10 else (1,) for k in range(20)]
         assert rounds[10].used == (0,)
 
@@ -399,7 +399,7 @@ def test_a_member_is_healed_in_a_series(threads: ThreadPoolExecutor) -> None:
 def test_models_of_one_layout_that_take_turns_are_noticed(
     threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    meeting = Watched(2)
+    group = Watched(2)
 
     def act(member: Member) -> None:
         models = [Held(w=np.full(3, float(member.rank + k))) for k in range(2)]
@@ -407,23 +407,23 @@ def test_models_of_one_layout_that_take_turns_are_noticed(
             model = models[step % 2 if step >= 8 else 0]
             member.average_variables(model)
 
-    all_of(threads, meeting.members, act)
+    all_of(threads, group.members, act)
     assert "several models of one layout take turns" in caplog.text
 
 
 def test_time_begins_with_the_first_ask_after_a_death(threads: ThreadPoolExecutor) -> None:
     """In a series members ring no bell, and the host has just stopped to look by itself."""
-    meeting = Watched(4)
+    group = Watched(4)
     may_call = threading.Event()
 
     def average(member: Member) -> Round:
         model = np.full(3, float(member.rank))
         return [member.average(model, timeout=0.1, min_results=1) for _ in range(8)][-1]
 
-    all_of(threads, meeting.members, average)
-    assert meeting.made >= 5
-    kill(meeting.members[3])
-    meeting.wait_until(lambda meeting: len(meeting.door.present) == 3)
+    all_of(threads, group.members, average)
+    assert group.made >= 5
+    kill(group.members[3])
+    group.wait_until(lambda group: len(group.door.present) == 3)
 
     def call(member: Member) -> Round:
         if member.rank:
@@ -432,7 +432,7 @@ def test_time_begins_with_the_first_ask_after_a_death(threads: ThreadPoolExecuto
         may_call.set()
         return result
 
-    first, *_ = all_of(threads, meeting.members[:3], call)
+    first, *_ = all_of(threads, group.members[:3], call)
     assert first.used == (0,)
     assert first.late == (1, 2)
     assert first.seconds["wait"] < 0.9  # the host looks every second in any case
@@ -443,17 +443,17 @@ def test_a_series_is_logged_and_counted(
 ) -> None:
     counted: list[tuple[Any, ...]] = []
     monkeypatch.setattr(METRICS, "add", lambda *args: counted.append(args))
-    meeting = Watched(2)
+    group = Watched(2)
     with caplog.at_level(logging.INFO, "flatweights"):
         for _ in range(20):
-            all_of(threads, meeting.members, lambda member: member.average(np.zeros(8)))
-        averages = meeting.made
+            all_of(threads, group.members, lambda member: member.average(np.zeros(8)))
+        averages = group.made
         assert averages >= 15
         for _ in range(20):  # not counted, as broadcasts that are not repeated
-            all_of(threads, meeting.members, lambda member: member.broadcast(np.zeros(8)))
-        assert meeting.made >= averages + 15
+            all_of(threads, group.members, lambda member: member.broadcast(np.zeros(8)))
+        assert group.made >= averages + 15
     lines = [record.getMessage() for record in caplog.records if "as before" in record.message]
-    assert sum(int(line.split()[2]) for line in lines) == averages
+    assert sum(int(line.split()[3]) for line in lines) == averages
     rounds = sum(args[0].get(("rounds", "", ""), 0) for args in counted if len(args) == 4)
     assert rounds == averages
     nbytes = sum(args[0].get(("bytes", "direction", "in"), 0) for args in counted if len(args) == 4)
@@ -461,7 +461,7 @@ def test_a_series_is_logged_and_counted(
 
 
 def test_a_repeated_call_enters_few_functions(threads: ThreadPoolExecutor) -> None:
-    meeting = Watched(2)
+    group = Watched(2)
 
     def act(member: Member) -> int:
         variables = Held(w=np.zeros(8))
@@ -481,12 +481,12 @@ def test_a_repeated_call_enters_few_functions(threads: ThreadPoolExecutor) -> No
         return len(entered)
 
     moves = 2 * 5  # of `Held` itself
-    counts = all_of(threads, meeting.members, act)
+    counts = all_of(threads, group.members, act)
     assert max(counts) <= moves + 18, counts
 
 
 def test_a_weight_that_changes_in_place_counts(threads: ThreadPoolExecutor) -> None:
-    meeting = Watched(2)
+    group = Watched(2)
 
     def act(member: Member) -> list[float]:
         variables, weight, means = Held(w=np.zeros(4)), np.array(1.0), []
@@ -498,7 +498,7 @@ def test_a_weight_that_changes_in_place_counts(threads: ThreadPoolExecutor) -> N
         return means
 
     expected = [float(fw.average([[0.0], [1.0]], [1.0, 1.0 + step])[0]) for step in range(8)]
-    assert all_of(threads, meeting.members, act) == [expected] * 2
+    assert all_of(threads, group.members, act) == [expected] * 2
 
 
 def test_a_weight_that_is_no_number_is_refused_in_a_repeated_call_too() -> None:
@@ -515,7 +515,7 @@ def test_a_weight_that_is_no_number_is_refused_in_a_repeated_call_too() -> None:
 
 def test_a_call_that_waits_is_repeated_after_many_others(threads: ThreadPoolExecutor) -> None:
     """So many that the member has forgotten the number of the call, except in its shortcut."""
-    meeting = Watched(2)
+    group = Watched(2)
     is_alone = threading.Event()
 
     def act(member: Member) -> list[tuple[float, tuple[int, ...]]]:
@@ -541,7 +541,7 @@ def test_a_call_that_waits_is_repeated_after_many_others(threads: ThreadPoolExec
         return told
 
     expected = [(step + 0.5, (0, 1)) for step in range(8)]
-    assert all_of(threads, meeting.members, act) == [expected] * 2
+    assert all_of(threads, group.members, act) == [expected] * 2
 
 
 class Signalling(Held):
@@ -559,12 +559,12 @@ class Signalling(Held):
 def test_a_signal_handler_in_a_repeated_call_cannot_make_another(
     threads: ThreadPoolExecutor,
 ) -> None:
-    meeting = Watched(1)
-    (member,) = meeting.members
+    group = Watched(1)
+    (member,) = group.members
     variables = Signalling(w=np.zeros(3))
     for _ in range(8):
         member.average_variables(variables)
-    assert meeting.made >= 5
+    assert group.made >= 5
     told: list[str] = []
 
     def handle(*_: Any) -> None:
@@ -586,7 +586,7 @@ def test_small_kinds_beyond_the_shared_segments_leave_segments_to_others(
     threads: ThreadPoolExecutor,
 ) -> None:
     """As in a program whose phases have layers of their own."""
-    meeting = Watched(2)
+    group = Watched(2)
 
     def act(member: Member) -> None:
         for phase in range(6):
@@ -599,16 +599,16 @@ def test_small_kinds_beyond_the_shared_segments_leave_segments_to_others(
                     member.average_variables(variables)
                     assert (array == step + 0.5).all()
 
-    all_of(threads, meeting.members, act)
+    all_of(threads, group.members, act)
 
 
 def test_a_step_may_repeat_more_than_a_hundred_kinds(threads: ThreadPoolExecutor) -> None:
     """As the moments, and their gradients, of a ResNet's layers."""
-    meeting = Watched(2)
+    group = Watched(2)
 
     def act(member: Member) -> None:
         kinds = [Held(**{f"layer {k}": np.zeros(8)}) for k in range(110)]
         average_in_turns(member, kinds, 6)
 
-    all_of(threads, meeting.members, act)
-    assert meeting.made >= 3 * 110
+    all_of(threads, group.members, act)
+    assert group.made >= 3 * 110

@@ -1,4 +1,4 @@
-"""Members that die, leave, give up and are replaced, at each step of a meeting.
+"""Members that die, leave, give up and are replaced, at each step of a process group.
 
 No Ray is started: the host and the members are threads, with channels between them.
 """
@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import ray
-from meetings import LocalMeeting, kill
+from process_groups import LocalProcessGroup, kill
 
 from flatweights import FlatWeights, Layout
 from flatweights._sources import Template
@@ -62,7 +62,7 @@ def call_all(
     return [call.result(PATIENCE) for call in calls]
 
 
-def finish(local: LocalMeeting, *members: Member) -> None:
+def finish(local: LocalProcessGroup, *members: Member) -> None:
     """Let all members leave; then the host must end."""
     for member in members:
         member.leave()
@@ -73,7 +73,7 @@ def finish(local: LocalMeeting, *members: Member) -> None:
 def test_the_ask_of_a_dead_member_is_dropped_and_its_successor_is_late(
     threads: ThreadPoolExecutor,
 ) -> None:
-    local = LocalMeeting(3)
+    local = LocalProcessGroup(3)
     first, second, third = local.join_all()
     call_all(threads, [first, second, third], [40.0, 50.0, 60.0])
     asked = threads.submit(mean_of, first, 50.0)
@@ -91,7 +91,7 @@ def test_the_ask_of_a_dead_member_is_dropped_and_its_successor_is_late(
 
 
 def test_a_root_that_joins_again_gets_what_the_others_have(threads: ThreadPoolExecutor) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     members = local.join_all()
     states = [TheState(1.0), TheState(2.0)]
     calls = [
@@ -110,7 +110,7 @@ def test_a_member_that_joins_again_between_two_kinds_of_call_gets_the_latest_of_
     threads: ThreadPoolExecutor,
 ) -> None:
     """Its initial weights are in no average, though it comes in time for the second kind."""
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, second = local.join_all()
 
     def average(member: Member, kind: str, value: float) -> tuple[float, Any]:
@@ -121,13 +121,13 @@ def test_a_member_that_joins_again_between_two_kinds_of_call_gets_the_latest_of_
         calls = [threads.submit(average, one, kind, 100.0) for one in (first, second)]
         assert [call.result(PATIENCE)[0] for call in calls] == [100.0, 100.0]
     kill(second)
-    local.wait_until(lambda meeting: meeting.door.seats[1].state is State.DEAD)
+    local.wait_until(lambda group: group.door.seats[1].state is State.DEAD)
     average(first, "critic", 101.0)
     again = local.join(1)
     value, result = average(again, "critic", 0.0)
     assert (value, result.number, result.late) == (101.0, 3, (1,))
     asked = threads.submit(average, again, "actor", 0.0)
-    local.wait_until(lambda meeting: meeting.calls.waiting.behind)
+    local.wait_until(lambda group: group.calls.waiting.behind)
     for value, result in (average(first, "actor", 102.0), asked.result(PATIENCE)):
         assert (value, result.number, result.used, result.late) == (102.0, 4, (0,), (1,))
     for kind in ("critic", "actor"):  # each kind has been late once
@@ -141,10 +141,10 @@ def test_a_member_that_joins_again_between_two_kinds_of_call_gets_the_latest_of_
 def test_members_that_all_wait_for_another_kind_of_call_get_its_last_outcome(
     threads: ThreadPoolExecutor,
 ) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, second = local.join_all()
     kill(second)
-    local.wait_until(lambda meeting: meeting.door.seats[1].state is State.DEAD)
+    local.wait_until(lambda group: group.door.seats[1].state is State.DEAD)
     for kind in ("actor", "critic"):
         first.average({kind: np.full(2, 100.0)}, min_results=1)
     again = local.join(1)
@@ -161,14 +161,14 @@ def test_a_root_that_joins_again_sends_its_weights_in_time_for_any_broadcast(
     threads: ThreadPoolExecutor,
 ) -> None:
     """All take a root's weights as they are, so no average makes them stale."""
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, second = local.join_all()
     for k in range(2):
         for one in (first, second):
             threads.submit(one.broadcast if k else one.average, {f"{k}": np.ones(2)})
-    local.wait_until(lambda meeting: meeting.calls.number == 2)
+    local.wait_until(lambda group: group.calls.number == 2)
     kill(first)
-    local.wait_until(lambda meeting: meeting.door.seats[0].state is State.DEAD)
+    local.wait_until(lambda group: group.door.seats[0].state is State.DEAD)
     second.average({"0": np.ones(2)}, min_results=1)
     again = local.join(0)
     assert again.average({"0": np.zeros(2)}, min_results=1).late == (0,)
@@ -180,7 +180,7 @@ def test_a_root_that_joins_again_sends_its_weights_in_time_for_any_broadcast(
 def test_a_successor_that_works_has_no_part_in_the_call_its_predecessor_died_in(
     threads: ThreadPoolExecutor,
 ) -> None:
-    local = LocalMeeting(3)
+    local = LocalProcessGroup(3)
     first, second, third = local.join_all()
     call_all(threads, [first, second, third], [1.0, 2.0, 3.0])
     asked = threads.submit(mean_of, first, 50.0)
@@ -197,14 +197,14 @@ def test_a_successor_that_works_has_no_part_in_the_call_its_predecessor_died_in(
 
 
 def test_a_call_whose_only_askers_have_died_is_not_closed(threads: ThreadPoolExecutor) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, second = local.join_all()
     asked = threads.submit(mean_of, first, 1.0, timeout=1e4)
     local.until_asked(0)
     kill(first)
     with pytest.raises(MemberError):
         asked.result(PATIENCE)
-    local.wait_until(lambda meeting: meeting.door.seats[0].state is State.DEAD)
+    local.wait_until(lambda group: group.door.seats[0].state is State.DEAD)
     value, result = mean_of(second, 2.0, min_results=1)
     assert (value, result.number, list(result.failed)) == (2.0, 1, [0])
     finish(local, second)
@@ -213,7 +213,7 @@ def test_a_call_whose_only_askers_have_died_is_not_closed(threads: ThreadPoolExe
 def test_an_average_that_needs_more_members_than_are_left_says_so(
     threads: ThreadPoolExecutor,
 ) -> None:
-    local = LocalMeeting(3)
+    local = LocalProcessGroup(3)
     *members, third = local.join_all()
     third.leave()
     calls = [threads.submit(mean_of, one, 1.0, min_results=3) for one in members]
@@ -224,7 +224,7 @@ def test_an_average_that_needs_more_members_than_are_left_says_so(
 
 
 def test_a_call_that_raises_keeps_no_memory_that_the_host_maps() -> None:
-    local = LocalMeeting(1)
+    local = LocalProcessGroup(1)
     [member] = local.join_all()
     gc.collect()
     gc.disable()
@@ -242,7 +242,7 @@ def test_an_entry_that_is_given_up_leaves_nothing(threads: ThreadPoolExecutor) -
     """Between any two steps of `join`, with another process that wants the same rank."""
     gone = MemberDiedError("it has given up")
     for steps in range(4):
-        local = LocalMeeting(2)
+        local = LocalProcessGroup(2)
         [other_entry] = [local.enter(1)]
         other_channel = local.channel(other_entry)
         entry = local.enter(0)
@@ -267,9 +267,9 @@ def test_an_entry_that_is_given_up_leaves_nothing(threads: ThreadPoolExecutor) -
             channel.close()
 
 
-def test_a_meeting_ends_when_all_that_were_joining_have_given_up() -> None:
+def test_a_group_ends_when_all_that_were_joining_have_given_up() -> None:
     for steps in range(3):
-        local = LocalMeeting(2)
+        local = LocalProcessGroup(2)
         entry = local.enter(0)
         if steps:
             entry.ticket.result(PATIENCE)
@@ -283,9 +283,9 @@ def test_a_meeting_ends_when_all_that_were_joining_have_given_up() -> None:
 
 
 def in_state(
-    local: LocalMeeting, threads: ThreadPoolExecutor, state: State
+    local: LocalProcessGroup, threads: ThreadPoolExecutor, state: State
 ) -> tuple[Callable[[], None], Any, Future[Any] | None]:
-    """Bring rank 0 of a meeting of three into ``state``, and the other two to `WORKING`.
+    """Bring rank 0 of a process group of three into ``state``, and the other two to `WORKING`.
 
     Returns:
         A function that kills it, the other two members, and its call.
@@ -322,7 +322,7 @@ def test_a_death_and_a_successor_in_each_state(threads: ThreadPoolExecutor, stat
         is_open = state in (State.WORKING, State.ASKING)
         if not is_open and events[2] != "ask":
             continue  # nobody asks before all have joined
-        local = LocalMeeting(3)
+        local = LocalProcessGroup(3)
         die, others, asked = in_state(local, threads, state)
         joining: Future[Member] | None = None
         calls: list[Future[Any]] = []
@@ -360,7 +360,7 @@ def test_a_process_that_dies_while_it_joins_is_no_member(
     threads: ThreadPoolExecutor, before: str, state: State
 ) -> None:
     """The others see the last member of its rank, if that has died."""
-    local = LocalMeeting(2, min_size=1, grace=0.0)
+    local = LocalProcessGroup(2, min_size=1, grace=0.0)
     first = local.join(0)
     mean_of(first, 1.0)
     if before != "nobody":
@@ -368,7 +368,7 @@ def test_a_process_that_dies_while_it_joins_is_no_member(
         mean_of(second, 1.0)  # the last outcome
         call_all(threads, [first, second], [1.0, 3.0])
         (second.leave if before == "has left" else lambda: kill(second))()
-        local.wait_until(lambda meeting: not meeting.door.seats[1].is_present)
+        local.wait_until(lambda group: not group.door.seats[1].is_present)
     entry = local.enter(1)
     channel = local.channel(entry) if state is State.READY else None
     entry.ticket.result(PATIENCE)
@@ -395,7 +395,7 @@ def test_a_process_that_dies_while_it_joins_is_no_member(
 def test_what_leaves_a_with_is_named_in_all_others(
     threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, second = local.join_all()
     with pytest.raises(RuntimeError, match="bug"), second:
         raise RuntimeError("my own bug")
@@ -409,7 +409,7 @@ def test_what_leaves_a_with_is_named_in_all_others(
     local.thread.join(PATIENCE)
     told = [record.message for record in caplog.records if "rank" in record.message]
     assert told == [
-        "meeting 'local': rank 1 left with RuntimeError: my own bug (process of rank 1)"
+        "process group 'local': rank 1 left with RuntimeError: my own bug (process of rank 1)"
     ]
 
 
@@ -430,7 +430,7 @@ class TheState:
 def test_the_log_names_ranks_that_are_lost_and_those_that_are_back_once(
     threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    local = LocalMeeting(3)
+    local = LocalProcessGroup(3)
     first, second, third = local.join_all()
     options: dict[str, Any] = {"min_results": 1}
     with caplog.at_level(logging.WARNING, "flatweights"):
@@ -448,7 +448,7 @@ def test_the_log_names_ranks_that_are_lost_and_those_that_are_back_once(
         third = local.join(2)
         old, new = TheState(7.0), TheState(0.0)
         asked = threads.submit(mean_of, third, 1.0, state=new, **options)
-        local.wait_until(lambda meeting: meeting.calls.waiting.lacking)
+        local.wait_until(lambda group: group.calls.waiting.lacking)
         call_all(threads, [first, second], [1.0, 2.0], state=old, **options)
         assert asked.result(PATIENCE)[1].healed == (2,)
         assert new.value == 7.0
@@ -465,7 +465,7 @@ def test_the_log_names_ranks_that_are_lost_and_those_that_are_back_once(
 def test_a_late_member_gets_no_average_of_a_call_with_another_state(
     threads: ThreadPoolExecutor,
 ) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, late = members = local.join_all()
     one, other = TheState(1.0, count=1), TheState(2.0, count=2)
     options: dict[str, Any] = {"min_results": 1, "timeout": PATIENCE}
@@ -484,7 +484,7 @@ def test_a_late_member_gets_no_average_of_a_call_with_another_state(
 def test_members_that_all_lack_the_state_go_on_from_a_checkpoint(
     threads: ThreadPoolExecutor,
 ) -> None:
-    local = LocalMeeting(3)
+    local = LocalProcessGroup(3)
     first, second, third = local.join_all()
     options: dict[str, Any] = {"min_results": 1}
     for _ in range(3):
@@ -502,7 +502,7 @@ def test_members_that_all_lack_the_state_go_on_from_a_checkpoint(
             call.result(PATIENCE)
     second.lacks_state = False  # its state is that of a checkpoint
     asked = threads.submit(mean_of, third, 100.0, state=states[1], **options)
-    local.wait_until(lambda meeting: meeting.calls.waiting.lacking)
+    local.wait_until(lambda group: group.calls.waiting.lacking)
     value, result = mean_of(second, 2.0, state=states[0], **options)
     assert (value, result.used, result.healed) == (2.0, (1,), (2,))
     assert asked.result(PATIENCE)[1].healed == (2,)
@@ -520,9 +520,9 @@ def layer_of(member: Member, k: int, value: float, **options: Any) -> tuple[floa
     return float(result.weights[f"layer {k}"][0]), result
 
 
-def with_a_late_member() -> tuple[LocalMeeting, Member, Member]:
-    """Return a meeting and two members; the second has missed more kinds of calls than are kept."""
-    local = LocalMeeting(2)
+def with_a_late_member() -> tuple[LocalProcessGroup, Member, Member]:
+    """Return a group and two members; the second has missed more kinds of calls than are kept."""
+    local = LocalProcessGroup(2)
     first, late = local.join_all()
     for k in range(12):
         layer_of(first, k, float(k), timeout=0.01)
@@ -532,7 +532,7 @@ def with_a_late_member() -> tuple[LocalMeeting, Member, Member]:
 def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
     threads: ThreadPoolExecutor,
 ) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, late = local.join_all()
     layers = range(12)
     for k in layers:
@@ -541,7 +541,7 @@ def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
     for k in layers:
         assert layer_of(first, k, 100.0 + k, timeout=0.01)[1].late == (1,)
     asked = threads.submit(layer_of, late, 2, 0.0)
-    local.wait_until(lambda meeting: meeting.calls.waiting.behind)
+    local.wait_until(lambda group: group.calls.waiting.behind)
     for k in range(3):  # the others do not wait for it
         value, result = layer_of(first, k, 200.0 + k)
         assert (value, result.used, result.late) == (200.0 + k, (0,), (1,))
@@ -558,7 +558,7 @@ def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
 
 
 def test_small_outcomes_of_many_kinds_of_call_are_kept(threads: ThreadPoolExecutor) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, late = local.join_all()
     for value in (1.0, 2.0):
         for k in range(40):
@@ -573,18 +573,18 @@ def test_small_outcomes_of_many_kinds_of_call_are_kept(threads: ThreadPoolExecut
 def test_a_root_whose_broadcast_is_no_longer_kept_takes_part_in_the_next(
     threads: ThreadPoolExecutor,
 ) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     members = local.join_all()
     model = {"model": np.full(LARGE, 1.0)}
     for call in [threads.submit(one.broadcast, model) for one in members]:
         call.result(PATIENCE)
     kill(members[0])
-    local.wait_until(lambda meeting: meeting.door.seats[0].state is State.DEAD)
+    local.wait_until(lambda group: group.door.seats[0].state is State.DEAD)
     for k in range(12):
         layer_of(members[1], k, float(k))
     again = local.join(0)
     asked = threads.submit(again.broadcast, {"model": np.full(LARGE, 2.0)})
-    local.wait_until(lambda meeting: meeting.calls.waiting.behind)
+    local.wait_until(lambda group: group.calls.waiting.behind)
     layer_of(members[1], 0, 0.0)  # the others do not wait for it
     assert members[1].broadcast(model)["model"][0] == 2.0
     assert asked.result(PATIENCE)["model"][0] == 2.0
@@ -592,13 +592,13 @@ def test_a_root_whose_broadcast_is_no_longer_kept_takes_part_in_the_next(
 
 
 def test_a_root_takes_part_in_a_broadcast_that_waits_for_it(threads: ThreadPoolExecutor) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     members = local.join_all()
     model = {"model": np.full(LARGE, 1.0)}
     for call in [threads.submit(one.broadcast, model) for one in members]:
         call.result(PATIENCE)
     kill(members[0])
-    local.wait_until(lambda meeting: meeting.door.seats[0].state is State.DEAD)
+    local.wait_until(lambda group: group.door.seats[0].state is State.DEAD)
     for k in range(12):  # the outcome of the broadcast is no longer kept
         layer_of(members[1], k, float(k))
     again = local.join(0)
@@ -610,23 +610,25 @@ def test_a_root_takes_part_in_a_broadcast_that_waits_for_it(threads: ThreadPoolE
 
 
 def test_the_others_learn_why_a_root_takes_no_part(threads: ThreadPoolExecutor) -> None:
-    local = LocalMeeting(3, min_size=2, grace=0.0)
+    local = LocalProcessGroup(3, min_size=2, grace=0.0)
     first, second = (threads.submit(local.join, rank) for rank in range(2))
     root, other = first.result(PATIENCE), second.result(PATIENCE)
     root.lacks_state = True
     state = TheState(1.0)
     asked = threads.submit(mean_of, root, 1.0, state=state, min_results=1)
-    local.wait_until(lambda meeting: meeting.calls.waiting.lacking)
+    local.wait_until(lambda group: group.calls.waiting.lacking)
     with pytest.raises(
         WorkerError, match=r"^rank 0: RuntimeError: it waits for the others to call"
     ):
         other.broadcast(np.ones(1))
-    with pytest.raises(WorkerError, match=r"^rank 2: RuntimeError: it has not joined the meeting"):
+    with pytest.raises(
+        WorkerError, match=r"^rank 2: RuntimeError: it has not joined the process group"
+    ):
         other.broadcast(np.ones(1), root=2)
     mean_of(other, 1.0, state=state, min_results=1)
     asked.result(PATIENCE)
     root.leave()
-    local.wait_until(lambda meeting: not meeting.door.seats[0].is_present)
+    local.wait_until(lambda group: not group.door.seats[0].is_present)
     with pytest.raises(WorkerError, match=r"^rank 0: RuntimeError: it has left"):
         other.broadcast(np.ones(1))
     finish(local, other)
@@ -649,7 +651,7 @@ def test_a_member_that_waits_for_an_outcome_that_nobody_else_makes_takes_part(
 ) -> None:
     local, first, late = with_a_late_member()
     asked = threads.submit(layer_of, late, 0, 7.0)
-    local.wait_until(lambda meeting: meeting.calls.waiting.behind)
+    local.wait_until(lambda group: group.calls.waiting.behind)
     first.leave()
     value, result = asked.result(PATIENCE)
     assert (value, result.used, result.late) == (7.0, (1,), ())
@@ -657,7 +659,7 @@ def test_a_member_that_waits_for_an_outcome_that_nobody_else_makes_takes_part(
 
 
 def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, second = local.join_all()
 
     def interrupt(*args: Any) -> Any:
@@ -666,7 +668,7 @@ def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     second._host._channel.outcome = interrupt  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         second.average(np.ones(1))
-    local.wait_until(lambda meeting: meeting.door.seats[1].state is State.DEAD)
+    local.wait_until(lambda group: group.door.seats[1].state is State.DEAD)
     with pytest.raises(WorkerError, match=r"^rank 1 left with KeyboardInterrupt"):
         first.average(np.ones(1))
     finish(local, first)
@@ -691,7 +693,7 @@ def test_a_member_that_cannot_apply_an_outcome_ends(
     threads: ThreadPoolExecutor, call: str, error: BaseException
 ) -> None:
     """Its weights would lack that outcome in all later averages."""
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, second = local.join_all()
     other = threads.submit(getattr(first, call), TheState(1.0))
     with pytest.raises(type(error)):
@@ -709,7 +711,7 @@ def test_a_member_that_cannot_apply_an_outcome_ends(
 def test_a_member_that_cannot_apply_an_outcome_lacks_the_state(
     threads: ThreadPoolExecutor, broken: str, error: BaseException
 ) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, second = local.join_all()
     gradients = [TheState(1.0), TheState(3.0)]
     states = [TheState(7.0, count=2), TheState(0.0, count=2)]
@@ -731,10 +733,10 @@ def test_a_member_that_cannot_apply_an_outcome_lacks_the_state(
     assert before[0].exception() is None
     assert before[1].exception() is error
     assert second.lacks_state
-    local.wait_until(lambda meeting: meeting.door.seats[1].state is State.WORKING)
+    local.wait_until(lambda group: group.door.seats[1].state is State.WORKING)
     states[0].value[:] = 8.0
     asked = threads.submit(second.average_variables, gradients[1], state=states[1], min_results=1)
-    local.wait_until(lambda meeting: meeting.calls.waiting.lacking)
+    local.wait_until(lambda group: group.calls.waiting.lacking)
     result = first.average_variables(gradients[0], state=states[0], min_results=1)
     assert asked.result(PATIENCE).healed == result.healed == (1,)
     assert states[1].value.tolist() == [8.0, 8.0]
@@ -745,7 +747,7 @@ def test_a_member_that_cannot_apply_an_outcome_lacks_the_state(
 def test_a_member_whose_leave_is_interrupted_is_waited_for_no_longer(
     threads: ThreadPoolExecutor,
 ) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, second = local.join_all()
 
     def interrupt() -> None:
@@ -754,12 +756,12 @@ def test_a_member_whose_leave_is_interrupted_is_waited_for_no_longer(
     second._host.leave = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         second.leave()
-    local.wait_until(lambda meeting: meeting.door.seats[1].state is State.DEAD)
+    local.wait_until(lambda group: group.door.seats[1].state is State.DEAD)
     finish(local, first)
 
 
 def test_a_signal_handler_in_a_call_is_told_to_leave_later(threads: ThreadPoolExecutor) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, second = local.join_all()
 
     def handle(*args: Any) -> None:
@@ -777,14 +779,14 @@ def test_a_signal_handler_in_a_call_is_told_to_leave_later(threads: ThreadPoolEx
         sent.result(PATIENCE)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    local.wait_until(lambda meeting: meeting.door.seats[0].state is State.DEAD)
+    local.wait_until(lambda group: group.door.seats[0].state is State.DEAD)
     finish(local, second)
 
 
 def test_members_that_end_with_their_training_are_no_deaths(
     threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     members = local.join_all()
     with caplog.at_level(logging.WARNING, "flatweights"):
         call_all(threads, members, [1.0, 2.0])
@@ -795,7 +797,7 @@ def test_members_that_end_with_their_training_are_no_deaths(
 
 
 def test_all_calls_of_a_member_are_refused_in_a_fork(threads: ThreadPoolExecutor) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, second = local.join_all()
     asked = threads.submit(mean_of, first, 1.0)  # so a thread that no fork has holds the lock
     local.until_asked(0)
@@ -832,10 +834,10 @@ def test_a_host_that_fails_tells_waiting_members_why(
     def fail(*_: Any) -> None:
         raise MemoryError("no room for the average")
 
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     members = local.join_all()
     call_all(threads, members, [1.0, 2.0])
-    monkeypatch.setattr(local.meeting, "_transports", fail)
+    monkeypatch.setattr(local.group, "_transports", fail)
     for call in [threads.submit(mean_of, member, 1.0) for member in members]:
         with pytest.raises(MemberError, match="host has failed: MemoryError: no room for the"):
             call.result(PATIENCE)
@@ -849,9 +851,9 @@ def test_a_member_whose_outcome_cannot_be_put_into_the_store_is_told(
     def put(_: Any) -> None:
         raise ray.exceptions.ObjectStoreFullError("no room")
 
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     entries = [local.enter(rank) for rank in range(2)]
-    tell, expect = local.meeting.news.tell, local.meeting.expect
+    tell, expect = local.group.news.tell, local.group.expect
     started: Future[Any] = Future()  # of a member without a channel
     assert entries[1].ticket.result(PATIENCE).rank == 1
     tell(expect, entries[1].token, started)
@@ -865,7 +867,7 @@ def test_a_member_whose_outcome_cannot_be_put_into_the_store_is_told(
     ask = Ask("average", template.layout.digest)
     body = pickle.dumps((tuple(ask), template.layout.pickled))
     outcome: Future[Any] = Future()
-    tell(local.meeting.put, entries[1].token, Letter(body, weights.buffer, outcome))
+    tell(local.group.put, entries[1].token, Letter(body, weights.buffer, outcome))
     assert average.result(PATIENCE).used == (0, 1)
     with pytest.raises(MemberDiedError, match="ObjectStoreFullError: no room"):
         outcome.result(PATIENCE)
@@ -891,7 +893,7 @@ class TheHost:
 def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    local = LocalMeeting(2)
+    local = LocalProcessGroup(2)
     first, late = local.join_all()
     weights = FlatWeights({"w": np.full(1000, 7.0)})
     assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
@@ -910,13 +912,13 @@ def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
         [number] = NUMBER.unpack(channel.outcome(PATIENCE)[0])
     weights["w"][:] = 8.0
     assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
-    body, buffer = local.meeting.news.ask(local.meeting.fetch, number)
+    body, buffer = local.group.news.ask(local.group.fetch, number)
     assert Outcome(*pickle.loads(body)).number == 1
     assert buffer is not None
     assert FlatWeights.wrap(buffer, weights.layout)["w"][0] == 7.0
     finish(local, first, late)
     with pytest.raises(KeyError, match="no longer kept"):
-        local.meeting.fetch(number)
+        local.group.fetch(number)
 
 
 @pytest.fixture
@@ -1042,4 +1044,4 @@ def test_the_host_learns_why_a_branch_has_failed(
     made.news.tell(fail)
     with pytest.raises(MemoryError, match="no room"):
         BranchAgent.stay(cast("Any", stays))
-    assert "the agent of a node of a meeting has failed" in caplog.text
+    assert "the agent of a node of a process group has failed" in caplog.text

@@ -1,4 +1,4 @@
-"""Transcripts of the core of a meeting: what happens, and what it then decides, in text.
+"""Transcripts of the core of a process group: what happens, and what it then decides, in text.
 
 Each file of ``transcripts`` is one situation that the documentation describes. A block has events,
 a line with four dashes, and what the core says to them; blocks are divided by empty lines. The
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calls import TheMeeting
+from calls import TheProcessGroup
 
 from flatweights.ray.core._asks import Ask, MemberDiedError
 from flatweights.ray.core._events import (
@@ -89,41 +89,41 @@ def ranks(peers: Any) -> str:
     return " ".join(str(peer.rank) for peer in peers)
 
 
-def happen(meeting: TheMeeting, event: str) -> list[Action]:
+def happen(group: TheProcessGroup, event: str) -> list[Action]:
     """Let the event of a line happen; return what follows."""
     verb, *words = event.split()
     rank = int(words[0]) if words and verb != "wait" else 0
     match verb:
         case "members":
             for one in range(rank):
-                meeting.join(one)
+                group.join(one)
         case "join":
-            meeting.join(rank)
+            group.join(rank)
         case "ask":
             options: dict[str, Any] = {"digest": "weights"}
             for name, is_value, value in (word.partition("=") for word in words[2:]):
                 options[name] = NUMBERS.get(name, str)(value) if is_value else True
             operation: Any = words[1]
-            return meeting.ask(rank, Ask(operation), **options)
+            return group.ask(rank, Ask(operation), **options)
         case "heal":
-            return meeting.ask(rank, Ask("heal", "state"))
+            return group.ask(rank, Ask("heal", "state"))
         case "give":
-            meeting[rank].asks(Ask("give", "state"), meeting.now)
-            return meeting.tell(Gave(meeting[rank], True))
+            group[rank].asks(Ask("give", "state"), group.now)
+            return group.tell(Gave(group[rank], True))
         case "leave":
-            return meeting.tell(Ended(meeting[rank]))
+            return group.tell(Ended(group[rank]))
         case "die":
-            return meeting.tell(Ended(meeting[rank], MemberDiedError("it has died")))
+            return group.tell(Ended(group[rank], MemberDiedError("it has died")))
         case "wait":
-            meeting.now += float(words[0])
-            return meeting.tell()
+            group.now += float(words[0])
+            return group.tell()
         case "reduced":
-            call = next(one for one in meeting.done if isinstance(one, Reduce))
-            return meeting.tell(Reduced(sorted(call.asks), 8))
+            call = next(one for one in group.done if isinstance(one, Reduce))
+            return group.tell(Reduced(sorted(call.asks), 8))
         case "refused":
-            return meeting.tell(Refused())
+            return group.tell(Refused())
         case "copied":
-            return meeting.tell(StateCopied(rank))
+            return group.tell(StateCopied(rank))
         case _:
             raise ValueError(f"no such event: {event}")
     return []
@@ -131,7 +131,7 @@ def happen(meeting: TheMeeting, event: str) -> list[Action]:
 
 def played(text: str) -> str:
     """Return a transcript with what the core says now."""
-    meeting = TheMeeting(0)
+    group = TheProcessGroup(0)
     blocks = []
     for block in text.strip().split("\n\n"):
         lines = block.split("\n")
@@ -140,7 +140,7 @@ def played(text: str) -> str:
             line
             for event in events
             if not event.startswith("#")
-            for action in happen(meeting, event)
+            for action in happen(group, event)
             for line in lines_of(action)
         ]
         is_comment = all(event.startswith("#") for event in events)

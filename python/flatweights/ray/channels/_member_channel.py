@@ -26,7 +26,7 @@ _STAY = 1  # a member is in one call of the mailbox's protocol for ever: its num
 
 
 class HostDiedError(RuntimeError):
-    """The host of the meeting has ended."""
+    """The host of the process group has ended."""
 
 
 class Shortcut(NamedTuple):

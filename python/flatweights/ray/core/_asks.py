@@ -19,7 +19,7 @@ Kind = tuple[Operation, str | None, int | None, str | None, str | None]
 
 
 class MemberError(RuntimeError):
-    """A process cannot join a meeting, or a member cannot continue in it."""
+    """A process cannot join a process group, or a member cannot continue in it."""
 
 
 class MemberDiedError(RuntimeError):
@@ -198,9 +198,9 @@ class Outcome(NamedTuple):
     """The outcome of a call; the weights travel beside it.
 
     Attributes:
-        number: The number of the call in the meeting, from 1; 0 for the first outcome of each
+        number: The number of the call in the process group, from 1; 0 for the first outcome of each
             member.
-        size: The number of members of the meeting.
+        size: The number of members of the process group.
         ranks: The ranks that take part at present.
         seats: The numbers of the seats whose asks it answers: a rank may have had several seats.
         giver: The seat that gives its state to `lacking`; 0 without a giver.

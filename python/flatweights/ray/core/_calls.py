@@ -1,4 +1,4 @@
-"""The calls of a meeting's members: which one is due, who takes part, and what each is told.
+"""The calls of a process group's members: which one is due, who takes part, and what each is told.
 
 - Outcomes are numbered. A member whose outcome is older than the last is late, or has joined again.
   Its ask is answered at once by the last outcome of a call like it (`Past`), until none is newer.
@@ -83,14 +83,15 @@ class Calls:
         waiting: Those that wait for the outcome of a call.
         healings: The healings that are not over.
         number: The number of the last outcome.
-        is_open: Whether the meeting is open: before that, each death is worth a line of the log.
+        is_open: Whether the process group is open: before that, each death is worth a line of the
+            log.
     """
 
     def __init__(self, name: str, peers: Peers) -> None:
         """Begin without calls.
 
         Args:
-            name: The name of the meeting, for the log.
+            name: The name of the process group, for the log.
             peers: The members.
         """
         self.peers = peers
@@ -166,7 +167,7 @@ class Calls:
         self._actions.append(action)
 
     def _warn(self, text: str, *args: object) -> None:
-        self._do(Log(logging.WARNING, f"meeting %r: {text}", (self._name, *args)))
+        self._do(Log(logging.WARNING, f"process group %r: {text}", (self._name, *args)))
 
     # What is due.
 

@@ -1,4 +1,4 @@
-"""What a meeting's calls are told, and what they say is to be done: plain data."""
+"""What a process group's calls are told, and what they say is to be done: plain data."""
 
 from __future__ import annotations
 

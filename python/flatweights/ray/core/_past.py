@@ -1,4 +1,4 @@
-"""The calls that a meeting has made: what it knows of them, for members that are late.
+"""The calls that a process group has made: what it knows of them, for members that are late.
 
 The last outcomes of a few kinds of call are kept, and of more kinds if they are small, such as
 those that a `fit` makes when it begins. They answer late asks at once. Of many more kinds, only the
@@ -227,7 +227,7 @@ def _put_last(
 def _twin_error(seat: Peer) -> RuntimeError:
     return RuntimeError(
         f"rank {seat.rank} was late, or has joined again, and could be given another model's "
-        "weights: several models of one layout take turns in this meeting. Give their parts "
-        "names of their own, as in TensorFlowVariables({'critic 1': model}), or use a meeting "
-        "for each"
+        "weights: several models of one layout take turns in this process group. Give their parts "
+        "names of their own, as in TensorFlowVariables({'critic 1': model}), or use a process "
+        "group for each"
     )

@@ -46,9 +46,9 @@ class Peer:
         rank: Its rank.
         who: The name of the process in errors.
         token: The token by which it is recognised.
-        number: A number that no other process of the meeting has, from 1.
+        number: A number that no other process of the process group has, from 1.
         before: Until it has joined, the last process of its rank that had.
-        has_joined: Whether it was there when the meeting opened, or has asked since.
+        has_joined: Whether it was there when the process group opened, or has asked since.
         has_channel: Whether its weights come through memory that it shares with the host.
         state: Its state.
         has: The largest number of the outcomes that it got; 0 after the first outcome.
@@ -108,7 +108,7 @@ class Peer:
 
 
 class Peers:
-    """The members of a meeting, with those that are coming in.
+    """The members of a process group, with those that are coming in.
 
     Attributes:
         newest: By rank, the newest process that has joined, and may have ended, or is coming in.

@@ -1,4 +1,4 @@
-"""The members of a meeting that wait for the outcome of a call, in three lists.
+"""The members of a process group that wait for the outcome of a call, in three lists.
 
 | list | the member | waits for |
 | --- | --- | --- |

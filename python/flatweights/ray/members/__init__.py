@@ -4,6 +4,6 @@
 - `_terms` has what members must agree on. `_train` knows Ray Train.
 - `_member` has the public part: `join`, and a `Member` with its calls.
 - `_host_end` connects a member to its host: by a channel within a node, else by Ray's object store.
-- `_host` is the actor that members call, `_meeting` its one thread, `_seats` its members' records,
+- `_host` is the actor that members call, `_group` its one thread, `_seats` its members' records,
   `_door` lets them in.
 """

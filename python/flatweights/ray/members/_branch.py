@@ -1,4 +1,4 @@
-"""A branch: the agent of a meeting on another node than its host's.
+"""A branch: the agent of a process group on another node than its host's.
 
 The members of its node make channels to it, as other members do to the host. Large weights stay
 here: the host gets only the asks, and lets branches exchange pieces. Small weights go to the host
@@ -62,7 +62,7 @@ class BranchOutcome(NamedTuple):
 
 
 class Branch:
-    """The members of one node. One thread owns their seats, as in a meeting.
+    """The members of one node. One thread owns their seats, as in a process group.
 
     Attributes:
         news: The calls that other threads want that thread to make.
@@ -189,7 +189,7 @@ class Branch:
                         self._hand_on(seat)
                 self.news.read()
         except BaseException as error:  # else the members would wait for ever
-            _log.exception("the agent of a node of a meeting has failed")
+            _log.exception("the agent of a node of a process group has failed")
             self.failure.set_exception(error)
 
     def _hand_on(self, seat: Seat) -> None:
@@ -226,7 +226,7 @@ class BranchAgent(Agent):
     """The actor; see `Branch`."""
 
     def __init__(self, host: ray.actor.ActorHandle) -> None:
-        """Start, for the meeting of ``host``."""
+        """Start, for the process group of ``host``."""
         super().__init__()
         self._branch = Branch(host, self.channels, self.end, self.turn)
 

@@ -1,8 +1,8 @@
-"""The door of a meeting: processes come in, and get a rank in the order of their arrival.
+"""The door of a process group: processes come in, and get a rank in the order of their arrival.
 
-A rank is free once its old process has left or died. The meeting opens when all members are ready,
-or enough of them, and the grace is over. A process that is coming in counts as a member; if it
-gives up or dies, the meeting forgets it.
+A rank is free once its old process has left or died. The process group opens when all members are
+ready, or enough of them, and the grace is over. A process that is coming in counts as a member; if
+it gives up or dies, the process group forgets it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flatweights.ray.peers._store import end_actor
 from flatweights.ray.peers._wait import seconds_left
 
 _GRACE = 5.0  # seconds in which the end of a rank's old process may become known
-_EMPTY = 60.0  # seconds for which a meeting without members waits for the first one
+_EMPTY = 60.0  # seconds for which a process group without members waits for the first one
 
 _log = logging.getLogger("flatweights")
 
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
     Attributes:
         token: The token by which it is recognised.
         rank: The rank that it wants; any, if None.
-        terms: The terms that it expects of the meeting.
+        terms: The terms that it expects of the process group.
         who: The name of the process in errors.
         node: Its node.
         wants_channel: Whether it can use a channel.
@@ -81,7 +81,7 @@ class Entry(NamedTuple):
 
 
 class Door:
-    """The members of a meeting, and those that are coming in.
+    """The members of a process group, and those that are coming in.
 
     Attributes:
         peers: The members, as the calls see them.
@@ -103,12 +103,12 @@ class Door:
         """Let nobody in yet.
 
         Args:
-            name: The name of the meeting.
+            name: The name of the process group.
             terms: The terms that all members expect.
-            node: The node of the meeting.
+            node: The node of the process group.
             channels: The channels to members on this node.
             agents: The agents of other nodes.
-            news: The calls that the meeting's thread makes.
+            news: The calls that the process group's thread makes.
             hear: A function that handles the ask, or the end, of a member.
             lose: A function that counts a member as dead.
         """
@@ -182,10 +182,10 @@ class Door:
     def close(self) -> None:
         """Refuse those that wait."""
         for entry in self._entries:
-            entry.end(RuntimeError("the meeting has ended"))
+            entry.end(RuntimeError("the process group has ended"))
 
     def open_for(self, ready: int) -> None:
-        """Open if the meeting can, with ``ready`` members that wait."""
+        """Open if the process group can, with ``ready`` members that wait."""
         self.is_open = self.is_open or self._may_open(ready)
 
     def _seat(self, entry: Entry, now: float) -> Ticket | None:
@@ -203,7 +203,9 @@ class Door:
             if now - entry.since < _GRACE:
                 return None
             if entry.rank is None:
-                raise ValueError(f"meeting {self._name!r}: all {self._terms.size} ranks are taken")
+                raise ValueError(
+                    f"process group {self._name!r}: all {self._terms.size} ranks are taken"
+                )
             taken = f"{entry.rank}, which is {self.seats[entry.rank].who}'s"
             raise ValueError(f"rank: expected one that is free, got {taken}")
         self._entered += 1
@@ -250,5 +252,5 @@ class Door:
             return False
         if ready < self._terms.size:
             missing = ", ".join(map(str, self.absent()))
-            _log.info("meeting %r opens without ranks %s", self._name, missing)
+            _log.info("process group %r opens without ranks %s", self._name, missing)
         return True

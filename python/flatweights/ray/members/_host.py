@@ -1,9 +1,9 @@
-"""The host of a meeting: an actor without CPUs, on the node of the first member.
+"""The host of a process group: an actor without CPUs, on the node of the first member.
 
 Its methods are coroutines of one event loop. They hand the members' messages to the one thread of
-the meeting, and wait for its answer. So a waiting call takes no thread, however many members there
-are. The meeting itself is a plain object, since Ray wraps every method of an actor's class to trace
-its calls.
+the process group, and wait for its answer. So a waiting call takes no thread, however many members
+there are. The process group itself is a plain object, since Ray wraps every method of an actor's
+class to trace its calls.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.core._asks import MemberDiedError
 from flatweights.ray.members._door import Entry, Ticket
-from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._news import Result
 from flatweights.ray.members._platform import PLATFORM, Platform
+from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._seats import Away, Letter, Reply
 from flatweights.ray.members._terms import Terms
 
@@ -39,25 +39,25 @@ class Host:
         name: str,
         terms: Terms,
         platform: Platform = PLATFORM,
-        meeting: type[Meeting] = Meeting,
+        group: type[ProcessGroup] = ProcessGroup,
     ) -> None:
-        """Hold a meeting.
+        """Hold a process group.
 
         Args:
             name: Its name.
             terms: Its terms.
             platform: What it uses of Ray, channels and threads.
-            meeting: The class of the meeting; a simulator has one that shows what it does.
+            group: The class of the process group; a simulator has one that shows what it does.
         """
         self._platform = platform
         place = platform.begin_host()
-        self._meeting = meeting(name, terms, *place, platform)
+        self._group = group(name, terms, *place, platform)
         # By member, a future that is done at its end. Ray may begin its first calls in any order.
         self._ends: dict[bytes, Future[None]] = defaultdict(Future)
-        self._entered: set[bytes] = set()  # members whose end the meeting decides
+        self._entered: set[bytes] = set()  # members whose end the process group decides
         self._watches: set[asyncio.Task[None]] = set()  # the loop itself holds them weakly
         self._running = 0  # exchanges that have not returned; the thread below reads it
-        platform.start_thread(self._serve, (name, place.actor), "flatweights-meeting")
+        platform.start_thread(self._serve, (name, place.actor), "flatweights-group")
 
     async def stay(self, token: bytes) -> None:
         """Return when a member is gone: its process owns the result, so Ray reports its death."""
@@ -85,8 +85,8 @@ class Host:
             wants_channel: See `Entry`.
 
         Raises:
-            ValueError: If ``terms`` differ from those of the meeting, or ``rank`` is taken or too
-                large.
+            ValueError: If ``terms`` differ from those of the process group, or ``rank`` is taken or
+                too large.
             MemberDiedError: If the process has already given up.
         """
         over = self._ends[token]
@@ -99,7 +99,7 @@ class Host:
         ticket: Future[Ticket] = Future()
         now = _clock.now()
         entry = Entry(token, rank, terms, who, node, wants_channel, now, ticket, over)
-        self._meeting.news.tell(self._meeting.door.enter, entry)
+        self._group.news.tell(self._group.door.enter, entry)
         return await self._platform.until(ticket)
 
     async def attach(self, token: bytes, nonce: bytes) -> None:
@@ -108,7 +108,7 @@ class Host:
         Raises:
             ChannelError: If it has not connected.
         """
-        await self._ask(self._meeting.attach, token, nonce)
+        await self._ask(self._group.attach, token, nonce)
 
     async def exchange(
         self, token: bytes, body: bytes | None = None, buffer: NDArray[np.uint8] | None = None
@@ -121,25 +121,25 @@ class Host:
         self._running += 1
         try:
             if body is None:
-                self._meeting.news.tell(self._meeting.expect, token, caller)
+                self._group.news.tell(self._group.expect, token, caller)
             else:
-                self._meeting.news.tell(self._meeting.put, token, Letter(body, buffer, caller))
+                self._group.news.tell(self._group.put, token, Letter(body, buffer, caller))
             return await self._platform.until(caller)
         finally:
             self._running -= 1
 
     async def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """Take an ask that does not fit into a channel; the channel then announces it."""
-        await self._ask(self._meeting.put, token, Letter(body, buffer, None))
+        await self._ask(self._group.put, token, Letter(body, buffer, None))
 
     async def hand(
         self, token: bytes, body: bytes | None, buffer: NDArray[np.uint8] | Away | None
     ) -> None:
         """Take an ask from the agent of a node; without a body, the member is ready."""
         if body is None:
-            self._meeting.news.tell(self._meeting.expect, token, None)
+            self._group.news.tell(self._group.expect, token, None)
         else:
-            self._meeting.news.tell(self._meeting.put, token, Letter(body, buffer, None))
+            self._group.news.tell(self._group.put, token, Letter(body, buffer, None))
 
     async def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return an outcome that did not fit into a channel: its body and its buffer.
@@ -147,24 +147,24 @@ class Host:
         Raises:
             KeyError: If no member has to fetch it.
         """
-        return await self._ask(self._meeting.fetch, number)
+        return await self._ask(self._group.fetch, number)
 
     async def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead that has dropped its end, or has given up to enter."""
         if token not in self._entered and not self._ends[token].done():
             self._ends[token].set_result(None)
-        self._meeting.news.tell(self._meeting.lose, token, why)
+        self._group.news.tell(self._group.lose, token, why)
 
     async def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
-        return await self._ask(self._meeting.door.absent)
+        return await self._ask(self._group.door.absent)
 
     async def _ask(self, method: Callable[..., Result], *args: Any) -> Result:
-        """Call ``method`` in the meeting's thread; return its result, or raise its exception."""
-        return await self._platform.until(self._meeting.news.asked(method, *args))
+        """Call ``method`` in the group's thread; return its result, or raise its exception."""
+        return await self._platform.until(self._group.news.asked(method, *args))
 
     async def _watch(self, token: bytes, who: str, stays: ray.ObjectRef) -> None:
-        """Tell the meeting if the process that owns the result of `stay` dies."""
+        """Tell the process group if the process that owns the result of `stay` dies."""
         try:
             await stays
         except ray.exceptions.OwnerDiedError:
@@ -175,9 +175,9 @@ class Host:
             await self.lose(token, MemberDiedError(f"{who}: {reason_in_a_line(error)}"))
 
     def _serve(self, name: str, handle: ray.actor.ActorHandle) -> None:
-        """Run the meeting, then end the actor."""
+        """Run the process group, then end the actor."""
         try:
-            self._meeting.run()
+            self._group.run()
         finally:
             self._platform.mark_end(name)
             end = _clock.now() + _LAST_REPLIES

@@ -431,7 +431,7 @@ def enter(
     Args:
         name: See `flatweights.ray.join`.
         rank: See `flatweights.ray.join`.
-        terms: The terms of the meeting.
+        terms: The terms of the process group.
         timeout: See `flatweights.ray.join`; for errors.
         end: The time at which it is over, by `time.monotonic`.
         platform: What the member uses of Ray and channels.
@@ -468,7 +468,7 @@ def enter(
                 why = _who_is_missing(host, own, platform)
                 ended = platform.seconds_since_end(name)
                 if ended is not None:
-                    why += f"; a meeting of this name has ended {ended:.0f} s ago"
+                    why += f"; a process group of this name has ended {ended:.0f} s ago"
         finally:
             with contextlib.suppress(ray.exceptions.RayError):
                 host.lose.remote(pass_.token, MemberDiedError(f"{pass_.who} has given up to join"))
@@ -476,7 +476,7 @@ def enter(
                 host_end.close()
         if is_late:
             expected = f"expected {terms} in {timeout} s"
-            raise TimeoutError(f"meeting {name!r}: {expected}; {why}") from None
+            raise TimeoutError(f"process group {name!r}: {expected}; {why}") from None
         if isinstance(error, ray.exceptions.RayTaskError):
             if isinstance(error.cause, ValueError):
                 raise error.cause from None

@@ -62,7 +62,7 @@ class NotInTrainError(TypeError):
 
 
 _NO_WEIGHTS = Layout([], [], [])
-_RETRY = 0.05  # seconds between two tries to find the host of a meeting
+_RETRY = 0.05  # seconds between two tries to find the host of a process group
 _MOST_TOLD = 200  # characters
 _RESTART = 10.0  # seconds in which another host may take the place of one that has ended
 
@@ -77,7 +77,7 @@ def join(
     timeout: float | None = 300.0,
     sums: Sums = "float64",
 ) -> Member:
-    """Join a meeting: a set of processes that average their weights, each by its own calls.
+    """Join a process group: a set of processes that average their weights, each by its own calls.
 
     Any process of a Ray program can be a member: a task, an actor, the driver, a worker of Ray
     Train, a trial of Ray Tune. The call returns once ``size`` members have joined. The first member
@@ -86,7 +86,7 @@ def join(
     host starts an agent, which that node's members reach in the same way.
 
     In a worker of Ray Train no argument is needed: name, rank and size come from its context, and
-    each attempt of a run is a separate meeting.
+    each attempt of a run is a separate process group.
 
     >>> import numpy as np
     >>> import ray
@@ -99,13 +99,13 @@ def join(
     [{'w': array([0.5, 0.5])}, {'w': array([0.5, 0.5])}]
 
     Args:
-        name: The name of the meeting, local to the Ray job. If None, ``"default"``.
+        name: The name of the process group, local to the Ray job. If None, ``"default"``.
         rank: The rank of this member, below ``size``; the lowest free rank, if None.
         size: The number of members; with ``min_size``, the largest number.
-        min_size: The number of members with which the meeting opens once ``grace`` is over;
+        min_size: The number of members with which the process group opens once ``grace`` is over;
             ``size``, if None. Others join later, as a restarted process does.
-        grace: Seconds for which the meeting waits for all members, after the first is ready; for
-            ever, if None. Without ``min_size`` it has no effect.
+        grace: Seconds for which the process group waits for all members, after the first is ready;
+            for ever, if None. Without ``min_size`` it has no effect.
         timeout: Seconds to wait until all, or enough, members have joined; for ever, if None.
         sums: How sums of several members of a node travel to other nodes: ``"float64"`` or
             ``"float32"``; see `WorkerGroup`.
@@ -161,9 +161,10 @@ def joined(
         try:
             return Member(name, *enter(name, rank, terms, timeout, end, platform))
         except (ray.exceptions.RayActorError, HostDiedError) as error:
-            # It may have been the host of an earlier meeting of this name, which was about to end.
+            # It may have been the host of an earlier process group of this name, which was about to
+            # end.
             if _clock.now() >= give_up:
-                raise MemberError(f"meeting {name!r}: its host has ended: {error}") from None
+                raise MemberError(f"process group {name!r}: its host has ended: {error}") from None
             _clock.sleep(_RETRY)
 
 
@@ -186,7 +187,7 @@ class Member:
     the state instead. A signal handler that runs within a call cannot make another one.
 
     Attributes:
-        name: The name of the meeting.
+        name: The name of the process group.
         rank: The rank of this member.
         size: The largest number of members; ranks are below it. `ranks` are those that take part.
         lacks_state: Whether this member lacks the state of the training: because it joined after
@@ -220,7 +221,7 @@ class Member:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that took part in the meeting at the last call: neither dead nor gone."""
+        """The ranks that took part in the process group at the last call: neither dead nor gone."""
         return self._ranks
 
     def average(
@@ -526,11 +527,11 @@ class Member:
         return result
 
     def leave(self) -> None:
-        """Leave the meeting: the others continue without this member, and see no failure."""
+        """Leave the process group: the others continue without this member, and see no failure."""
         self._check_process()
         with self._alone():
             if not self._over:
-                self._over = "this member has left the meeting"
+                self._over = "this member has left the process group"
                 try:
                     with contextlib.suppress(HostDiedError, ray.exceptions.RayError):
                         self._host.leave()
@@ -644,7 +645,7 @@ class Member:
         _check_thread()
         with self._alone():
             if self._over:
-                raise MemberError(f"meeting {self.name!r}: {self._over}")
+                raise MemberError(f"process group {self.name!r}: {self._over}")
             self._host.is_asking = self._host.is_told = False
             try:
                 yield self._host
@@ -660,10 +661,10 @@ class Member:
         """
         if isinstance(error, HostDiedError):
             self._break_off(str(error))
-            raise MemberError(f"meeting {self.name!r}: {error}") from None
+            raise MemberError(f"process group {self.name!r}: {error}") from None
         if isinstance(error, ray.exceptions.RayError):
             self._break_off(f"the host cannot be reached: {error}")
-            raise MemberError(f"meeting {self.name!r}: {self._over}") from error
+            raise MemberError(f"process group {self.name!r}: {self._over}") from error
         if self._host.is_told and not self._host.is_asking and state is not None:
             self.lacks_state = True
         elif self._host.is_told or self._host.is_asking:

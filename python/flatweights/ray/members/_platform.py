@@ -81,7 +81,7 @@ class Platform:
         """Wait until ``done``; return its result, or raise its exception.
 
         If a member is cancelled (`ray.cancel`), Ray cancels its calls, too. The future is shielded
-        from that: the meeting's thread could not set it any more.
+        from that: the process group's thread could not set it any more.
         """
         return await asyncio.shield(asyncio.wrap_future(done))
 
@@ -113,7 +113,7 @@ class Platform:
     def find_host(
         self, cls: type, name: str, node: str, concurrency: int, *args: object
     ) -> ray.actor.ActorHandle:
-        """Find the host of a meeting, or start it; see `shared_actor`."""
+        """Find the host of a process group, or start it; see `shared_actor`."""
         return shared_actor(cls, name, node, concurrency, *args)
 
     def introduce(self) -> tuple[bytes, str]:

@@ -1,11 +1,11 @@
-"""The calls that all members of a meeting repeat: C++ makes them, as long as nothing else happens.
+"""Calls that all members of a process group repeat: C++ makes them, as long as nothing happens.
 
 If a call is plain, such as a mean of weights in shared memory in which all members take part, its
 outcome has a number (`Outcome.prepared`), and a member that asks for the same again sends that
 number. Once all have, the call is made ready: two segments for its results, of which all members
 know. From then on `_core.RepeatedCalls` waits for the members, averages, and tells them. It ends
-with whatever is no repetition, and leaves it for the meeting's thread; `Repeated` then tells the
-core what was done. A member that dies or joins makes all of that invalid.
+with whatever is no repetition, and leaves it for the process group's thread; `Repeated` then tells
+the core what was done. A member that dies or joins makes all of that invalid.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Repetitions:
     """The calls that members may repeat, and those that are ready."""
 
     def __init__(self, name: str, channels: Channels) -> None:
-        """Begin without calls, in the meeting ``name``."""
+        """Begin without calls, in the process group ``name``."""
         self._name = name
         self._channels = channels
         self._seats: list[Seat] = []  # those of the calls that are ready, by rank
@@ -324,8 +324,8 @@ class Repetitions:
         counts = {ROUND: count, RECEIVED: sent, SENT: sent, by_channel: count * members}
         METRICS.add(counts, {"wait": waited, "average": averaged}, members, count)
         _log.info(
-            "meeting %r: %d averages as before, the last one round %d, of %d ranks: wait %.6f, "
-            "average %.6f seconds each",
+            "process group %r: %d averages as before, the last one round %d, of %d ranks: wait "
+            "%.6f, average %.6f seconds each",
             self._name,
             count,
             number,

@@ -23,8 +23,9 @@ class ReplaceWorkers(BackendConfig):  # type: ignore[misc]
     By default, Ray Train starts all workers again if one of them fails. With this backend, it
     starts one process in the place of the one that has died or raised, under the same rank, and
     runs the training function in it. `join` without arguments, and callbacks and optimizers of
-    `flatweights.keras` without ``member``, then take part in the meeting that is under way, whose
-    members heal the new one. They need ``min_results``, since an average would otherwise need all.
+    `flatweights.keras` without ``member``, then take part in the process group that is under way,
+    whose members heal the new one. They need ``min_results``, since an average would otherwise need
+    all.
 
     >>> from ray.train import FailureConfig, RunConfig, ScalingConfig
     >>> from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer

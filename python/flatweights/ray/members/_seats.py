@@ -1,7 +1,7 @@
 """The record of one member, from its entry to its end, and its asks.
 
 A seat is a `Peer`, with what the process at the other end is reached by. One thread, that of the
-meeting or of the branch, calls these methods; no other thread reads a seat.
+process group or of the branch, calls these methods; no other thread reads a seat.
 
 Until a member has left or died, its end becomes known: the socket of its channel closes, and Ray
 reports the death of the process that owns the result of its call of `Host.stay`. Until then nobody

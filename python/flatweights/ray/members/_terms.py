@@ -1,4 +1,4 @@
-"""The terms on which the members of a meeting have to agree before it can open."""
+"""The terms on which the members of a process group have to agree before it can open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GRACE = 30.0  # seconds
 
 
 class Terms(NamedTuple):
-    """The terms of a meeting.
+    """The terms of a process group.
 
     Attributes:
         size: The largest number of members.

@@ -24,7 +24,7 @@ class Turns:
     """
 
     def __init__(self, name: str) -> None:
-        """Begin without calls, in the meeting ``name``."""
+        """Begin without calls, in the process group ``name``."""
         self._name = name
         self.changes = 0
         # By key: the object of the last call, and others of earlier ones, as far as they live.
@@ -53,7 +53,7 @@ class Turns:
         if key not in self._twins:
             self._twins.add(key)
             text = (
-                "meeting %r: several models of one layout take turns, so a member that is late, or "
-                "joins again, cannot be given any of them. Give their parts names of their own"
+                "process group %r: several models of one layout take turns, so a member that is "
+                "late or joins again cannot be given any of them. Give their parts names of their own"
             )
             _log.warning(text, self._name)

@@ -258,7 +258,7 @@ class AgentEnd:
 
 
 class Agents:
-    """The agents of a group or a meeting, by node, and this process's own part of exchanges.
+    """The agents of a group or a process group, by node, and this process's own part of exchanges.
 
     Attributes:
         sums: The dtype in which sums travel.

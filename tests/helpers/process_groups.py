@@ -1,4 +1,4 @@
-"""A meeting without Ray: its thread and its members are in this process, with real channels."""
+"""A process group without Ray: its thread and its members in this process, with real channels."""
 
 import secrets
 import socket
@@ -12,8 +12,8 @@ from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.core._peer import State
 from flatweights.ray.members._door import Entry, Ticket
 from flatweights.ray.members._host_end import HostByChannel, Pass
-from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._member import Member
+from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._repetitions import Series
 from flatweights.ray.members._seats import Seat
 from flatweights.ray.members._terms import Terms
@@ -25,29 +25,29 @@ def entry_of(rank: int | None, terms: Terms) -> Entry:
     return Entry(token, rank, terms, who, "here", True, now, Future(), Future())
 
 
-def seated(meeting: Meeting, *ranks: int) -> list[tuple[Entry, Ticket]]:
-    """Give ``ranks`` tickets, while no thread runs the meeting."""
-    entries = [entry_of(rank, meeting._terms) for rank in ranks]
+def seated(group: ProcessGroup, *ranks: int) -> list[tuple[Entry, Ticket]]:
+    """Give ``ranks`` tickets, while no thread runs the process group."""
+    entries = [entry_of(rank, group._terms) for rank in ranks]
     for entry in entries:
-        meeting.door.enter(entry)
-    meeting.door.admit()
+        group.door.enter(entry)
+    group.door.admit()
     return [(entry, entry.ticket.result()) for entry in entries]
 
 
-class LocalMeeting:
-    """A meeting and the thread that runs it."""
+class LocalProcessGroup:
+    """A process group and the thread that runs it."""
 
     def __init__(self, size: int, min_size: int | None = None, grace: float | None = None) -> None:
         self.size = size
         self.terms = Terms.of(size, min_size=min_size, grace=grace)
-        self.meeting = Meeting("local", self.terms, "here", None)
-        self.thread = threading.Thread(target=self.meeting.run, daemon=True)
+        self.group = ProcessGroup("local", self.terms, "here", None)
+        self.thread = threading.Thread(target=self.group.run, daemon=True)
         self.thread.start()
 
     def enter(self, rank: int | None) -> Entry:
         """Ask for a ticket."""
         entry = entry_of(rank, self.terms)
-        self.meeting.news.tell(self.meeting.door.enter, entry)
+        self.group.news.tell(self.group.door.enter, entry)
         return entry
 
     def channel(self, entry: Entry) -> MemberChannel:
@@ -56,7 +56,7 @@ class LocalMeeting:
         assert ticket.address is not None
         channel = MemberChannel(ticket.address, entry.token)
         try:
-            self.meeting.news.ask(self.meeting.attach, entry.token, channel.mailbox.nonce)
+            self.group.news.ask(self.group.attach, entry.token, channel.mailbox.nonce)
         except BaseException:
             channel.close()
             raise
@@ -83,7 +83,7 @@ class LocalMeeting:
 
     def watch_series(self, note: Callable[[Series], object]) -> None:
         """Call ``note`` after each series of calls that were made in C++."""
-        repetitions: Any = self.meeting._repetitions
+        repetitions: Any = self.group._repetitions
         run = repetitions.run
 
         def watched(*args: Any) -> Series:
@@ -95,16 +95,16 @@ class LocalMeeting:
 
     def lose(self, entry: Entry, why: Any) -> None:
         """Count a process as lost, as the host does when it gives up."""
-        self.meeting.news.tell(self.meeting.lose, entry.token, why)
+        self.group.news.tell(self.group.lose, entry.token, why)
 
     def wait_until(self, is_true: Any) -> None:
-        """Wait until ``is_true(meeting)`` holds in the thread of the meeting.
+        """Wait until ``is_true(group)`` holds in the thread of the process group.
 
         It looks ever less often: each look takes the interpreter from threads that trace a model,
         and on a busy machine they get it back late.
         """
         pause = 0.001
-        while not self.meeting.news.ask(is_true, self.meeting):
+        while not self.group.news.ask(is_true, self.group):
             time.sleep(pause)
             pause = min(1.2 * pause, 0.05)
 
@@ -112,7 +112,7 @@ class LocalMeeting:
         """Wait until the open call consists of the asks of ``ranks``, which may be unread."""
 
         def has_asked(seat: Seat) -> bool:
-            if seat in self.meeting.calls.waiting.asking:
+            if seat in self.group.calls.waiting.asking:
                 return True
             return (
                 seat.state is State.WORKING
@@ -121,13 +121,13 @@ class LocalMeeting:
             )
 
         self.wait_until(
-            lambda meeting: sorted(ranks) == [s.rank for s in by_rank(meeting) if has_asked(s)]
+            lambda group: sorted(ranks) == [s.rank for s in by_rank(group) if has_asked(s)]
         )
 
 
-def by_rank(meeting: Meeting) -> list[Seat]:
+def by_rank(group: ProcessGroup) -> list[Seat]:
     """Return the present members, in the order of their ranks."""
-    return sorted(meeting.door.present.values(), key=lambda seat: seat.rank)
+    return sorted(group.door.present.values(), key=lambda seat: seat.rank)
 
 
 def kill(member: Member) -> None:

@@ -1,4 +1,4 @@
-"""A meeting whose host is not an actor: its counts, and members whose host is killed."""
+"""A process group whose host is not an actor: its counts, and members whose host is killed."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from meetings import LocalMeeting, entry_of, seated
+from process_groups import LocalProcessGroup, entry_of, seated
 from reference import clean_environment
 
 from flatweights.ray import MemberDiedError, MemberError, _failpoints
@@ -18,17 +18,17 @@ from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._host_end import HostByChannel, Pass
-from flatweights.ray.members._meeting import Meeting
 from flatweights.ray.members._member import Member
+from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._terms import Terms
 from flatweights.ray.nodes._plan import check_sums
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 HOST = """
 import json, os, signal, time
-from meetings import seated
+from process_groups import seated
 from flatweights.ray import _failpoints
-from flatweights.ray.members._meeting import Meeting
+from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._terms import Terms
 
 orders = open(0, "rb", buffering=0)  # children read on where their siblings have stopped
@@ -37,19 +37,19 @@ for point in _failpoints.HOST:
     if child:
         os.waitpid(child, 0)
         continue
-    meeting = Meeting("doomed", Terms.of(2), "here", None)
-    entered = seated(meeting, 0, 1)
+    group = ProcessGroup("doomed", Terms.of(2), "here", None)
+    entered = seated(group, 0, 1)
     told = [[entry.token.hex(), *ticket[:2], ticket.address.hex()] for entry, ticket in entered]
     print(json.dumps(told), flush=True)
     for (entry, _), nonce in zip(entered, json.loads(orders.readline())):
-        meeting.attach(entry.token, bytes.fromhex(nonce))
+        group.attach(entry.token, bytes.fromhex(nonce))
 
     def die(reached):
-        if reached == point and meeting.calls.number >= 3:
+        if reached == point and group.calls.number >= 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
     _failpoints.hook = die
-    meeting.run()
+    group.run()
 """
 
 
@@ -98,7 +98,7 @@ def test_members_of_a_killed_host_are_told() -> None:
 
 
 def test_members_agree_on_the_terms() -> None:
-    meeting = Meeting("agreed", Terms.of(2, "float32", 1, 9.0), "here", None)
+    group = ProcessGroup("agreed", Terms.of(2, "float32", 1, 9.0), "here", None)
     refused = {
         Terms.of(3, "float32", 1, 9.0): "size: expected 2, as the others, got 3",
         Terms.of(2, "float64", 1, 9.0): "sums: expected 'float32', as the others, got 'float64'",
@@ -107,47 +107,47 @@ def test_members_agree_on_the_terms() -> None:
     }
     for terms, said in refused.items():
         entry = entry_of(0, terms)
-        meeting.door.enter(entry)
-        meeting.door.admit()
+        group.door.enter(entry)
+        group.door.admit()
         assert str(entry.ticket.exception()) == said
         assert entry.over.done()
-    meeting._channels.close()
+    group._channels.close()
     with pytest.raises(ValueError, match="sums: expected 'float64' or 'float32', got 'f4'"):
         check_sums("f4")
 
 
 def test_a_host_sleeps_while_members_are_still_to_join() -> None:
-    meeting = Meeting("quiet", Terms.of(2), "here", None)
-    [(entry, ticket)] = seated(meeting, 0)
+    group = ProcessGroup("quiet", Terms.of(2), "here", None)
+    [(entry, ticket)] = seated(group, 0)
     channel = MemberChannel(ticket.address or b"", entry.token)
-    meeting.attach(entry.token, channel.mailbox.nonce)
-    sleeps, poll = [], meeting._channels._poll
+    group.attach(entry.token, channel.mailbox.nonce)
+    sleeps, poll = [], group._channels._poll
 
     class Poll:
         def poll(self, seconds: float) -> Any:
             sleeps.append(seconds)
-            meeting.news.tell(lambda: None)  # so that it wakes
+            group.news.tell(lambda: None)  # so that it wakes
             return poll.poll(seconds)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting._channels, "_poll", Poll())
-        meeting._step()
+        patch.setattr(group._channels, "_poll", Poll())
+        group._step()
     assert len(sleeps) == 1
     channel.close()
-    meeting._channels.close()
+    group._channels.close()
 
 
 def test_a_host_does_not_wait_once_the_last_member_has_died(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may learn of that when it posts a state, at the beginning of a step."""
-    meeting = Meeting("over", Terms.of(1), "here", None)
-    [(entry, _)] = seated(meeting, 0)
-    seat, waits = meeting.door.present[entry.token], list[Any]()
+    group = ProcessGroup("over", Terms.of(1), "here", None)
+    [(entry, _)] = seated(group, 0)
+    seat, waits = group.door.present[entry.token], list[Any]()
     died = MemberDiedError("it died")
-    monkeypatch.setattr(meeting, "_welcome", lambda: meeting._lose(seat, died))
-    monkeypatch.setattr(meeting._channels, "wait", lambda *args: waits.append(args))
-    meeting.run()
+    monkeypatch.setattr(group, "_welcome", lambda: group._lose(seat, died))
+    monkeypatch.setattr(group._channels, "wait", lambda *args: waits.append(args))
+    group.run()
     assert not waits
     assert entry.over.done()
 
@@ -155,7 +155,7 @@ def test_a_host_does_not_wait_once_the_last_member_has_died(
 def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[Any] = []
     monkeypatch.setattr(METRICS, "add", lambda *values: counted.append(values))
-    local = LocalMeeting(1)
+    local = LocalProcessGroup(1)
     member = local.join(0)
     member.average({"w": np.ones(500)})
     member.broadcast({"w": np.ones(500)})

@@ -1,9 +1,9 @@
-"""A meeting: it averages for members as a driver does for workers, but members call it.
+"""A process group: it averages for members as a driver does for workers, but members call it.
 
-One thread (`Meeting.run`) owns all state; other threads send it calls to make (`Meeting.news`). It
-waits for the members' asks, and tells `Calls`, which decides what each member gets. It averages, as
-in every round (`DriverAverage`), and posts one outcome for all. The meeting ends when no member is
-left. Its `Door` lets members in.
+One thread (`ProcessGroup.run`) owns all state; other threads send it calls to make
+(`ProcessGroup.news`). It waits for the members' asks, and tells `Calls`, which decides what each
+member gets. It averages, as in every round (`DriverAverage`), and posts one outcome for all. The
+process group ends when no member is left. Its `Door` lets members in.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ class _Kept(NamedTuple):
     weights: Packed | Stayed | None
 
 
-class Meeting:
+class ProcessGroup:
     """The members, by rank, and their calls.
 
     Attributes:
-        news: The calls that other threads want the meeting's thread to make.
+        news: The calls that other threads want the process group's thread to make.
         door: The members, and those that come in.
         calls: What their calls come to.
     """
@@ -126,7 +126,7 @@ class Meeting:
         host: ray.actor.ActorHandle,
         platform: Platform = PLATFORM,
     ) -> None:
-        """Prepare; `run` holds the meeting.
+        """Prepare; `run` holds the process group.
 
         Args:
             name: The name.
@@ -160,12 +160,12 @@ class Meeting:
         self._posts = 0
 
     def run(self) -> None:
-        """Run the meeting until no member is left."""
+        """Run the process group until no member is left."""
         try:
             while self.door.is_in_use:
                 self._step()
         except Exception as error:
-            _log.exception("the host of meeting %r has failed", self._name)
+            _log.exception("the host of process group %r has failed", self._name)
             self._tell_failure(error)
         self._agents.shut_down()
         self.door.close()
@@ -251,13 +251,13 @@ class Meeting:
         elif isinstance(action, LogDeath):
             assert action.peer.why is not None
             text = error_of_rank(action.peer.rank, action.peer.why)
-            _log.warning("meeting %r: %s", self._name, text)
+            _log.warning("process group %r: %s", self._name, text)
         elif isinstance(action, Log):
             _log.log(action.level, action.text, *action.args)
         return False
 
     def _tell_failure(self, error: Exception) -> None:
-        """Tell members that wait why the meeting ends; others see that it has."""
+        """Tell members that wait why the process group ends; others see that it has."""
         asking = [seat for seat in self.door.present.values() if seat.answer is not None]
         with contextlib.suppress(Exception):  # memory may be short
             self._answer(asking, HostDiedError(f"the host has failed: {reason_in_a_line(error)}"))
@@ -344,7 +344,7 @@ class Meeting:
                 result = average(asks, arrivals)
                 weights = Packed(result.weights.buffer, result.weights.layout)
         except AskAgainError as why:
-            _log.info("meeting %r: weights leave the GPU to be averaged: %s", self._name, why)
+            _log.info("process group %r: weights leave the GPU to be averaged: %s", self._name, why)
             self._tell(AskAgain())
             return
         except Exception as raised:  # all members raise it; a rule may raise anything
@@ -578,7 +578,7 @@ class Meeting:
         assert first.root is not None
         seat = self.door.seats.get(first.root)
         if seat is None:
-            return RuntimeError("it has not joined the meeting")
+            return RuntimeError("it has not joined the process group")
         if seat in self.calls.waiting.out_of_sync:
             return RuntimeError(f"it waits for the others to call {seat.ask}")
         # A process that is joining is late for nobody else.
@@ -599,7 +599,7 @@ class Meeting:
         return {k: "store" if self.door.seats[k].channel is None else "shm" for k in sorted(asks)}
 
     def _welcome(self) -> None:
-        """Give members that are ready their first outcome, once the meeting is open."""
+        """Give members that are ready their first outcome, once the process group is open."""
         ready = [seat for seat in self.door.present.values() if seat.state is State.READY]
         was_open = self.door.is_open
         self.door.open_for(len(ready))
@@ -694,7 +694,7 @@ class Meeting:
         else:
             self._channels.forget(seat.token)
 
-    # The calls that other threads ask the meeting's thread to make.
+    # The calls that other threads ask the process group's thread to make.
 
     def attach(self, token: bytes, nonce: bytes) -> None:
         """Make the channel to a member.
@@ -744,7 +744,7 @@ class Meeting:
 
 
 def _seats(peers: Sequence[Peer]) -> list[Seat]:
-    """Return ``peers`` of this meeting, which its door has made."""
+    """Return ``peers`` of this process group, which its door has made."""
     return cast("list[Seat]", [*peers])
 
 
