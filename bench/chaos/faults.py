@@ -25,7 +25,7 @@ KILLED, STOPPED, AT_POINT = "kill -9", "SIGSTOP", "kill -9 inside a call"
 NAN, EXCEPTION, LATE, LAYOUT = "NaN", "exception", "late", "another layout"
 STORE = "object store full"
 ACTORS = {
-    "host killed": ("Host",),
+    "coordinator killed": ("Coordinator",),
     "agent killed": ("Agent", "BranchAgent"),
     "relay killed": ("Relay", "Outlet"),
 }

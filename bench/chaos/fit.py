@@ -72,7 +72,7 @@ class Gradients:
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
 def live(folder: str, plan: Plan, rank: int) -> None:
-    """Train until the run is over; join again if the host dies."""
+    """Train until the run is over; join again if the coordinator dies."""
     import keras
     import tensorflow as tf
 
@@ -98,7 +98,7 @@ def _fit(
 
     from flatweights.keras import AverageLogs, average_gradients
 
-    group = members.host_of(member.name)
+    group = members.coordinator_of(member.name)
     gradients.note(member, group)
     averaged = 0
 

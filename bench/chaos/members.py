@@ -25,16 +25,16 @@ def weight_of(rank: int, k: int) -> float:
     return 2.0 ** ((rank + k) % 3)
 
 
-def host_of(name: str) -> str:
-    """Return the id of the host of a process group: a new host counts calls from 1 again."""
+def coordinator_of(name: str) -> str:
+    """Return the id of a process group's coordinator: a new one counts calls from 1 again."""
     space = f"flatweights-{ray.get_runtime_context().get_job_id()}"
-    host: str = ray.get_actor(f"flatweights:{name}", space)._actor_id.hex()
-    return host
+    coordinator: str = ray.get_actor(f"flatweights:{name}", space)._actor_id.hex()
+    return coordinator
 
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
 def live(folder: str, plan: Plan, rank: int) -> None:
-    """Call again and again; join again if the host dies."""
+    """Call again and again; join again if the coordinator dies."""
     log, over = Log(Path(folder), rank), Path(folder) / "over"
     if rank == 0 and plan.seed % 2:
         os.environ["FLATWEIGHTS_RAY"] = "store"
@@ -42,7 +42,7 @@ def live(folder: str, plan: Plan, rank: int) -> None:
     while not over.exists():
         try:
             with join(f"chaos {folder}", rank=rank, size=plan.size, timeout=HANG) as member:
-                group = host_of(member.name)
+                group = coordinator_of(member.name)
                 while not over.exists():
                     k += 1
                     fault = faults.obey(log)
@@ -90,7 +90,7 @@ class Mode(AnyMode):
         faults.EXCEPTION,
         faults.LATE,
         faults.STORE,
-        "host killed",
+        "coordinator killed",
         "agent killed",
     )
     points: ClassVar[tuple[str, ...]] = _failpoints.MEMBER
@@ -137,7 +137,7 @@ class Mode(AnyMode):
                 over.add((entry.rank, call))
                 if not entry.is_late:
                     gave[entry.group, entry.number, entry.rank].append(call)
-        # Calls in which the process or the host died: their outcome was not noted.
+        # Calls in which the process or the coordinator died: their outcome was not noted.
         dangling: defaultdict[int, list[tuple[float, Call]]] = defaultdict(list)
         for entry in entries:
             if isinstance(entry, Sent):

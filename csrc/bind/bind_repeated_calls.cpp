@@ -48,8 +48,8 @@ class BoundRepeatedAsk {
   }
 
   // Asks, and waits for at most `seconds`. Returns number and seconds of the outcome, and its
-  // weights; None, if nothing was sent, since the host still holds the segment; True, if the host
-  // has told something else, which is to be read; False, if it has told nothing.
+  // weights; None, if nothing was sent, since the coordinator still holds the segment; True, if the
+  // coordinator has told something else, which is to be read; False, if it has told nothing.
   [[nodiscard]] py::object exchange(double weight, double seconds) const {
     Mailbox& box = mailbox_.box();
     if (box.state() != Mailbox::State::kBusy) throw std::runtime_error("mailbox: no command");

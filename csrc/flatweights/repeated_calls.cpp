@@ -25,7 +25,7 @@ namespace flatweights {
 namespace {
 
 constexpr double kForever = std::numeric_limits<double>::infinity();
-constexpr double kWatch = 150e-6;     // seconds of polling before the host sleeps
+constexpr double kWatch = 150e-6;     // seconds of polling before the coordinator sleeps
 constexpr double kSoon = 2 * kWatch;  // if the last wait took no longer, polling was enough
 
 double seconds_now() {
@@ -171,7 +171,7 @@ const std::byte* RepeatedCalls::model_of(std::size_t member, const Prepared& cal
 }
 
 // Makes the call that all members have asked for; returns false, with nothing done, if it is not
-// the same for all, or is one for a host that knows more.
+// the same for all, or is one for a coordinator that knows more.
 bool RepeatedCalls::make(std::int64_t number, double waited) {
   Prepared* const call = find(asks_.front().call);
   for (const Repeat& ask : asks_)

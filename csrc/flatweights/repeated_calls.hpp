@@ -1,11 +1,11 @@
-// Calls of a process group's members that are the same as earlier ones, made by the host from end
-// to end.
+// Calls of a process group's members that are the same as earlier ones, made by the coordinator
+// from end to end.
 //
 // A member whose ask is the same as one that was prepared sends the number of that one instead, in
-// a message of kind kRepeat, with its weight, and its model in a segment. Once all have, the host
-// averages the models in the order of the ranks (or copies the root's) into one of two segments of
-// its own, posts a message of kind kRepeated to all, and waits again. Whatever is not a repetition
-// is left where it is, for a host that knows more: see `Ended`.
+// a message of kind kRepeat, with its weight, and its model in a segment. Once all have, the
+// coordinator averages the models in the order of the ranks (or copies the root's) into one of two
+// segments of its own, posts a message of kind kRepeated to all, and waits again. Whatever is not a
+// repetition is left where it is, for a coordinator that knows more: see `Ended`.
 //
 // The same messages, mailboxes and segments as in other calls, so either side may go on in the
 // other way at any time. One thread calls these functions.
@@ -44,12 +44,12 @@ struct Repeated {
   double averaged;      // seconds
 };
 
-// The bell that members ring, and the descriptors at which the host sleeps.
+// The bell that members ring, and the descriptors at which the coordinator sleeps.
 struct Sleep {
   Doorbell* door;
   int bell;                       // the eventfd that the doorbell rings
   int poll;                       // an epoll of the bell, and of the members' sockets
-  const std::atomic<bool>* news;  // whether another thread wants the host to stop
+  const std::atomic<bool>* news;  // whether another thread wants the coordinator to stop
 };
 
 class RepeatedCalls {
@@ -60,7 +60,7 @@ class RepeatedCalls {
     std::shared_ptr<MemoryFile> file;
   };
 
-  // A segment of the host, of which the members know.
+  // A segment of the coordinator, of which the members know.
   struct Result {
     std::byte* memory;
     Extent extent;

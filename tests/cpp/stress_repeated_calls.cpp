@@ -1,7 +1,7 @@
-// Stresses repeated calls: one host and several members, as threads under ThreadSanitizer.
+// Stresses repeated calls: one coordinator and several members, as threads under ThreadSanitizer.
 //
 // Each model consists of the number of the call and the rank, so a mean shows whether a segment was
-// read or written out of turn. Another thread stops the host at random; it goes on at once.
+// read or written out of turn. Another thread stops the coordinator at random; it goes on at once.
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -68,7 +68,7 @@ void be_member(std::size_t rank, Member& member, const Bell& bell,
   take();
   auto* const numbers = reinterpret_cast<double*>(member.segment->data());
   for (std::int64_t number = 1; number <= kCalls; ++number) {
-    expect(box.holds(Mailbox::Side::kDriver, 0) == 0, "the host holds a segment that it has read");
+    expect(box.holds(Mailbox::Side::kDriver, 0) == 0, "the coordinator holds a segment that it has read");
     std::fill_n(numbers, kNumbers, static_cast<double>(number) + static_cast<double>(rank));
     struct {
       std::uint32_t kind = kRepeat, count = 1;

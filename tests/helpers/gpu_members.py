@@ -1,4 +1,4 @@
-"""Members in processes that use a GPU without TensorFlow; their host is in this process."""
+"""Members in processes that use a GPU without TensorFlow; their coordinator is in this process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from flatweights import FlatWeights, _core
 from flatweights.ray import _failpoints
 from flatweights.ray.channels._member_channel import MemberChannel
+from flatweights.ray.members._client import ChannelClient, Pass
 from flatweights.ray.members._door import Ticket
-from flatweights.ray.members._host_end import HostByChannel, Pass
 from flatweights.ray.members._member import Member
 
 
@@ -70,8 +70,8 @@ def attach(rank: int, seat: int, address: bytes, token: bytes) -> MemberChannel:
 
 def member_of(channel: MemberChannel, rank: int, seat: int, token: bytes) -> Member:
     """Wait for the first outcome, in the process of a member."""
-    host = HostByChannel(None, Pass(token, f"process of rank {rank}"), channel, seat)
-    return Member("gpu", host, Ticket(rank, seat, None), host.start(60.0))
+    coordinator = ChannelClient(None, Pass(token, f"process of rank {rank}"), channel, seat)
+    return Member("gpu", coordinator, Ticket(rank, seat, None), coordinator.start(60.0))
 
 
 def die_at(point: str) -> None:

@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
         if self.name not in _members:
             join = partial(flatweights.ray.join, self.name, rank=self.rank, size=self.size)
-            _members[self.name] = join(timeout=900)  # a busy machine starts the host slowly
+            _members[self.name] = join(timeout=900)  # a busy machine starts the coordinator slowly
         return _members[self.name]
 
     def part(self, images: Any) -> Any:
@@ -335,8 +335,8 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
     Args:
         config: ``folder`` for notes; ``dies``, by rank, the epoch; ``epochs``, how many others each
             has to have done afterwards, or None if the training ends with the epoch of the death;
-            ``host``, whether the host of the process group is killed instead; ``reports``, whether
-            rank 1 dies in a report of that epoch, and that of rank 0 comes once it is being
+            ``host``, whether the coordinator of the process group is killed instead; ``reports``,
+            whether rank 1 dies in a report of that epoch, and that of rank 0 comes once it is being
             replaced.
     """
     import json
@@ -382,7 +382,7 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if self.epoch == dies and batch == 7:
                 wait_until_taken(notes.parent, min(config["dies"].values()))
-                if not config.get("host"):
+                if not config.get("coordinator"):
                     os.kill(os.getpid(), signal.SIGKILL)
                 for actor in ray.util.list_named_actors(all_namespaces=True):
                     if actor["name"].startswith("flatweights:train-"):
@@ -395,7 +395,7 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
             if all((notes.parent / f"rank {rank}" / "enough").exists() for rank in mortal):
                 self.model.stop_training = True  # in all, by AverageLogs
 
-    mortal = range(place.size) if config.get("host") else config["dies"]
+    mortal = range(place.size) if config.get("coordinator") else config["dies"]
     ends = Ends()
     begin = int(network.optimizer.iterations)
     epochs = 1 << 20 if config["epochs"] else 1 + max(config["dies"].values())

@@ -1,8 +1,8 @@
 """Members that are killed and stopped at random moments of calls that they repeat.
 
-``python tests/helpers/killed_members.py FAULTS SEED`` prints what came of it. The host is a thread
-of this process, and members are forks of a process without threads. A member replaces each one
-that was killed. No Ray is started.
+``python tests/helpers/killed_members.py FAULTS SEED`` prints what came of it. The coordinator is a
+thread of this process, and members are forks of a process without threads. A member replaces each
+one that was killed. No Ray is started.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from process_groups import LocalProcessGroup
 import flatweights as fw
 from flatweights.ray import MemberError
 from flatweights.ray.channels._member_channel import MemberChannel
+from flatweights.ray.members._client import ChannelClient, Pass
 from flatweights.ray.members._door import Ticket
-from flatweights.ray.members._host_end import HostByChannel, Pass
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._repetitions import Series
 
@@ -48,7 +48,7 @@ class Weights:
 
 
 def be_member(told: dict[str, Any], to: str) -> None:
-    """Take part until this process is killed, or its host ends; tell of wrong averages."""
+    """Take part until this process is killed, or its coordinator ends; tell of wrong averages."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
         link.connect(to)
         token, ticket = bytes.fromhex(told["token"]), Ticket(told["rank"], told["seat"], None)
@@ -56,8 +56,10 @@ def be_member(told: dict[str, Any], to: str) -> None:
         link.send(
             json.dumps({"token": told["token"], "nonce": channel.mailbox.nonce.hex()}).encode()
         )
-        host = HostByChannel(None, Pass(token, f"process {os.getpid()}"), channel, ticket.seat)
-        member = Member("local", host, ticket, host.start(STUCK))
+        coordinator = ChannelClient(
+            None, Pass(token, f"process {os.getpid()}"), channel, ticket.seat
+        )
+        member = Member("local", coordinator, ticket, coordinator.start(STUCK))
         weights = Weights(told["rank"])
         with contextlib.suppress(MemberError):
             while True:
@@ -84,7 +86,7 @@ def fork_members(orders: socket.socket, to: str) -> NoReturn:
 
 
 class Run:
-    """The host, and what it is told."""
+    """The coordinator, and what it is told."""
 
     def __init__(self, orders: socket.socket, inbox: socket.socket) -> None:
         self.orders, self.inbox = orders, inbox

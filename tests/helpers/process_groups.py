@@ -10,8 +10,8 @@ from typing import Any
 
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.core._peer import State
+from flatweights.ray.members._client import ChannelClient, Pass
 from flatweights.ray.members._door import Entry, Ticket
-from flatweights.ray.members._host_end import HostByChannel, Pass
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._repetitions import Series
@@ -65,8 +65,8 @@ class LocalProcessGroup:
     def member(self, entry: Entry, channel: MemberChannel) -> Member:
         """Wait for the first outcome."""
         ticket = entry.ticket.result()
-        host = HostByChannel(None, Pass(entry.token, entry.who), channel, ticket.seat)
-        return Member("local", host, ticket, host.start(60.0))
+        coordinator = ChannelClient(None, Pass(entry.token, entry.who), channel, ticket.seat)
+        return Member("local", coordinator, ticket, coordinator.start(60.0))
 
     def join(self, rank: int | None = None) -> Member:
         """Join, as `flatweights.ray.join` does."""
@@ -94,7 +94,7 @@ class LocalProcessGroup:
         repetitions.run = watched
 
     def lose(self, entry: Entry, why: Any) -> None:
-        """Count a process as lost, as the host does when it gives up."""
+        """Count a process as lost, as the coordinator does when it gives up."""
         self.group.news.tell(self.group.lose, entry.token, why)
 
     def wait_until(self, is_true: Any) -> None:
@@ -132,6 +132,6 @@ def by_rank(group: ProcessGroup) -> list[Seat]:
 
 def kill(member: Member) -> None:
     """Close the socket of a member, as the death of its process does."""
-    host = member._host
-    assert isinstance(host, HostByChannel)
-    host._channel.connection.shutdown(socket.SHUT_RDWR)
+    coordinator = member._coordinator
+    assert isinstance(coordinator, ChannelClient)
+    coordinator._channel.connection.shutdown(socket.SHUT_RDWR)

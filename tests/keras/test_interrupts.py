@@ -1,4 +1,4 @@
-"""Ctrl-C in `fit` while its step waits for another member; the host is in this process."""
+"""Ctrl-C in `fit` while its step waits for another member; the coordinator is in this process."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ from pathlib import Path
 import keras, numpy as np
 from flatweights.keras import average_gradients
 from flatweights.ray.channels._member_channel import MemberChannel
-from flatweights.ray.members._host_end import HostByChannel, Pass
+from flatweights.ray.members._client import ChannelClient, Pass
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._door import Ticket
 
@@ -31,8 +31,8 @@ rank, seat, address, token, has_timeout, stalled = json.loads(sys.argv[1])
 stalled, token = Path(stalled), bytes.fromhex(token)
 channel = MemberChannel(bytes.fromhex(address), token)
 print(channel.mailbox.nonce.hex(), flush=True)
-host = HostByChannel(None, Pass(token, "member"), channel, seat)
-member = Member("interrupted", host, Ticket(rank, seat, None), host.start(300.0))
+coordinator = ChannelClient(None, Pass(token, "member"), channel, seat)
+member = Member("interrupted", coordinator, Ticket(rank, seat, None), coordinator.start(300.0))
 
 def batches():
     for k in range(1000):

@@ -32,7 +32,7 @@ from flatweights.ray.members._replace import check_ray
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # those of Ray's libraries
 
 
-def hosts() -> set[str]:
+def coordinators() -> set[str]:
     actors = ray.util.list_named_actors(all_namespaces=True)
     return {actor["name"] for actor in actors if actor["name"].startswith("flatweights:")}
 
@@ -56,7 +56,7 @@ def replace(
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    before = hosts()
+    before = coordinators()
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         result = DataParallelTrainer(
@@ -66,7 +66,9 @@ def replace(
             scaling_config=ScalingConfig(num_workers=size, resources_per_worker={"CPU": 0.5}),
             run_config=RunConfig(
                 storage_path=str(folder / "storage"),
-                failure_config=FailureConfig(max_failures=size if "host" in options else len(dies)),
+                failure_config=FailureConfig(
+                    max_failures=size if "coordinator" in options else len(dies)
+                ),
             ),
         ).fit()
     workers = [Worker(folder, rank) for rank in range(size)]
@@ -74,9 +76,9 @@ def replace(
         for k, (own, first) in enumerate(zip(worker.state, workers[0].state, strict=True)):
             np.testing.assert_array_equal(own, first, err_msg=f"rank {rank}, part {k}")
     end = time.monotonic() + 60
-    while hosts() - before and time.monotonic() < end:
+    while coordinators() - before and time.monotonic() < end:
         time.sleep(0.1)
-    assert hosts() <= before
+    assert coordinators() <= before
     return workers, result
 
 
@@ -143,8 +145,10 @@ def test_a_report_that_comes_too_late_for_a_death_keeps_nobody_waiting(tmp_path:
 
 
 @pytest.mark.slow
-def test_if_the_host_dies_all_are_replaced_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
-    workers, _ = replace(tmp_path, 2, {1: 2}, epochs=2, host=True)
+def test_if_the_coordinator_dies_all_are_replaced_and_go_on_from_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    workers, _ = replace(tmp_path, 2, {1: 2}, epochs=2, coordinator=True)
     assert [worker.starts for worker in workers] == [2, 2]
     assert [worker.facts["done"] for worker in workers] == [2, 2]
     assert [worker.facts["epochs"] for worker in workers] == [[2, 3], [2, 3]]
@@ -172,7 +176,7 @@ def test_after_a_death_all_meet_anew_and_go_on_from_the_checkpoint(tmp_path: Pat
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    before = hosts()  # those of other tests
+    before = coordinators()  # those of other tests
     storage = str(tmp_path / "storage")
     result = DataParallelTrainer(
         train_with_a_death,
@@ -192,9 +196,9 @@ def test_after_a_death_all_meet_anew_and_go_on_from_the_checkpoint(tmp_path: Pat
         with np.load(tmp_path / f"{rank}.npz") as saved:
             assert close(list(saved.values()), alone.get_weights(), 1e-4)
     end = time.monotonic() + 60
-    while hosts() - before and time.monotonic() < end:
+    while coordinators() - before and time.monotonic() < end:
         time.sleep(0.1)
-    assert hosts() <= before
+    assert coordinators() <= before
 
 
 def join_alone(config: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ An oracle checks every outcome while it runs. `python -m tests.sim --help` runs 
 | file | what it holds |
 | --- | --- |
 | `world.py` | the scheduler: processes, their tasks, events, and the virtual clock |
-| `platform.py` | Ray, channels and threads for hosts and members, in that world |
+| `platform.py` | Ray, channels and threads for coordinators and members, in that world |
 | `programs.py` | the programs of members: what users write |
 | `plans.py` | plans, drawn from a seed, and smaller ones of a plan that fails |
 | `oracle.py` | what must hold |

@@ -55,7 +55,7 @@ def plan_of(seed: int, mix: str) -> Plan:
         "work": rng.choice((0.0, 0.01, 0.1, 0.5)),
         "any_rank": False,
         "min_size": rng.randrange(1, size + 1) if mix == "elastic" else None,
-        "host_faults": {},
+        "coordinator_faults": {},
         "epochs": rng.choice((1, 2, 2, 3)),
         "steps": rng.choice((1, 2, 3, 4)),
         "execution": rng.choice((1, 1, 1, 2)),

@@ -187,7 +187,7 @@ MUTANTS = {
         "        if self.state is not State.ASKING or not self.channel or not self.channel.is_closed:\n",
     ),
     "a death that Ray reports is not noticed": Mutant(
-        "members/_host.py",
+        "members/_coordinator.py",
         '            await self.lose(token, MemberDiedError(f"{who}: it or its node has died"))\n',
         "            pass\n",
     ),
@@ -338,8 +338,8 @@ MUTANTS = {
     # Interrupted members.
     "an interrupted member may stay": Mutant(
         "members/_member.py",
-        "elif self._host.is_told or self._host.is_asking:",
-        "elif self._host.is_asking:",
+        "elif self._coordinator.is_told or self._coordinator.is_asking:",
+        "elif self._coordinator.is_asking:",
     ),
     "an interrupted member has the state": Mutant(
         "members/_member.py",
@@ -398,12 +398,12 @@ MUTANTS = {
         "known.ask",
     ),
     "a member takes the ranks of an older outcome": Mutant(
-        "members/_host_end.py",
+        "members/_client.py",
         "            elif not (terms in self._prepared and self._prepared[terms].was_repeated):\n",
         "            elif terms not in self._prepared:\n",
     ),
     "a member rings no bell in general calls": Mutant(
-        "members/_host_end.py",
+        "members/_client.py",
         "        is_urgent = ask.is_urgent and not known.was_repeated\n",
         "        is_urgent = False\n",
     ),
@@ -412,7 +412,7 @@ MUTANTS = {
         " and again.arguments == arguments\n",
         "\n",
     ),
-    "a member repeats what its host does not": Mutant(
+    "a member repeats what its coordinator does not": Mutant(
         "members/_again.py",
         " and self.known.was_repeated and ",
         " and ",

@@ -1,8 +1,8 @@
 """What must hold: checked when a process group posts an outcome, when calls return, and at the end.
 
-The truth is what members have sent. Each ask is noted when the host can see it, with the model, the
-weight and the state that its process had then. All models are small integers, and weights are small
-powers of two, so exactly one average is right, bit by bit. In particular:
+The truth is what members have sent. Each ask is noted when the coordinator can see it, with the
+model, the weight and the state that its process had then. All models are small integers, and
+weights are small powers of two, so exactly one average is right, bit by bit. In particular:
 
 - an average consists of the models that its ranks had sent for that call, each with its weight, and
   no member takes part whose model is older than the last average of this kind of call;
@@ -10,7 +10,7 @@ powers of two, so exactly one average is right, bit by bit. In particular:
 - a healed member gets the state of the giver before the step, and equal steps give equal states;
 - late, failed, quarantined and healed ranks are what they are called, and a rank that is alive and
   on time is none of these;
-- a call ends within its timeout, unless the host or the member was stopped;
+- a call ends within its timeout, unless the coordinator or the member was stopped;
 - nobody waits if nothing is going to answer;
 - at the end the process group is over, and no weights of members are held.
 """
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 _SLACK = 0.7  # seconds of messages
 _STUCK = 3.0  # seconds, without an answer, in which all members wait
-_KNOWN = 3.0  # seconds after which a host knows of a death, unless it was stopped
+_KNOWN = 3.0  # seconds after which a coordinator knows of a death, unless it was stopped
 _REPORTED = 9.0  # seconds after which Ray has reported every death
-_SLICE = 1.0  # seconds between two looks of a host that nothing wakes
+_SLICE = 1.0  # seconds between two looks of a coordinator that nothing wakes
 _CALLS = ("average", "broadcast", "all_gather")
 
 
@@ -74,14 +74,14 @@ class Call:
 
 
 class Sent:
-    """An ask, from the moment at which the host can see it."""
+    """An ask, from the moment at which the coordinator can see it."""
 
     def __init__(self, member: Noted, ask: Ask, call: Any, now: float) -> None:
         self.member, self.ask, self.call, self.at = member, ask, call, now
 
 
 class Noted:
-    """A process as a member of one host.
+    """A process as a member of one coordinator.
 
     Attributes:
         number: The number of its seat.
@@ -188,13 +188,13 @@ class Oracle:
     Attributes:
         counts: How often things have happened, by name.
         losses: How often something was lost because memory was short.
-        hosts: All hosts so far.
+        coordinators: All coordinators so far.
     """
 
     def __init__(self, world: World, plan: dict[str, Any], state_layout: Any) -> None:
         self._world, self._plan, self._state_layout = world, plan, state_layout
         self.members: dict[bytes, Noted] = {}
-        self.hosts: list[Handle] = []
+        self.coordinators: list[Handle] = []
         self.mains: list[Process] = []
         self.counts: Counter[str] = Counter()
         self.losses = 0
@@ -208,16 +208,16 @@ class Oracle:
 
     # What the simulated platform tells.
 
-    def started(self, host: Handle) -> None:
-        """Note a new host."""
-        self.hosts.append(host)
+    def started(self, coordinator: Handle) -> None:
+        """Note a new coordinator."""
+        self.coordinators.append(coordinator)
 
     def parted(self, token: bytes) -> None:
         """Note that a process has closed its end."""
         self.members[token].is_gone = True
 
     def called(self, process: Process, name: str, args: tuple[Any, ...]) -> None:
-        """Note a call of a host through Ray."""
+        """Note a call of a coordinator through Ray."""
         if name == "stay":
             self.members[args[0]] = Noted(process, args[0])
         elif name == "enter":
@@ -235,7 +235,7 @@ class Oracle:
         self._record(group).entered[ticket.rank].append(member)
 
     def asked(self, process: Process, token: bytes, body: bytes, kind: int = ASK) -> None:
-        """Note an ask, which the host can see from now on."""
+        """Note an ask, which the coordinator can see from now on."""
         member = self.members[token]
         if kind == REPEAT:
             number, weight = ASKED_AGAIN.unpack(body)
@@ -261,7 +261,7 @@ class Oracle:
             self._world.note(f"asks {ask}{weight}, timeout={ask.timeout}{lacks}")
 
     def answered(self, link: Link) -> None:
-        """Check that the host has dropped the weights of the ask that it answers."""
+        """Check that the coordinator has dropped the weights of the ask that it answers."""
         member = self.members[link.token]
         # A state is copied after the answer.
         if member.last_operation != "give" and any(view() is not None for view in link.views):
@@ -710,7 +710,7 @@ class Oracle:
             is_missed = one.counts and one.is_there and has_state and not self.losses
             if is_missed and rank not in parts and rank not in (*result.late, *result.failed):
                 self._fail(f"{number}: rank {rank} took no part, and is not in {result.late}")
-        # The host knows of a successor before that gets its ticket.
+        # The coordinator knows of a successor before that gets its ticket.
         is_entering = any(self.members[token].is_there for token in self._entering)
         for rank in record.lost(self._is_known_dead):
             if rank not in result.failed and not (rank in result.late and is_entering):
@@ -748,15 +748,15 @@ class Oracle:
     # Time.
 
     def _seconds_stopped(self, since: float, own: Process) -> float:
-        """Return the seconds for which hosts, or the process itself, were stopped since then."""
+        """Return the seconds for which coordinators, or the process, were stopped since then."""
         total = 0.0
-        for process in (own, *[host.process for host in self.hosts]):
+        for process in (own, *[coordinator.process for coordinator in self.coordinators]):
             for begin, end in process.stops:
                 total += max(0.0, min(end, self._world.now) - max(begin, since))
         return total
 
     def _is_known_dead(self, process: Process) -> bool:
-        """Whether a process has been dead for so long that hosts know it."""
+        """Whether a process has been dead for so long that coordinators know it."""
         stopped = self._seconds_stopped(process.died_at, process) if process.is_dead else 0.0
         return process.died_at + _KNOWN + stopped < self._world.now
 
@@ -765,11 +765,13 @@ class Oracle:
         now = self._world.now
         since = self._waiting_since
         is_soon = since is not None and now - since < _STUCK
-        if is_soon and all(host.process.stopped_until < now for host in self.hosts):
+        if is_soon and all(
+            coordinator.process.stopped_until < now for coordinator in self.coordinators
+        ):
             return
         mains = [process for process in self.mains if not process.is_dead]
         live = {one.process: one for one in self.members.values() if not one.is_gone}
-        everyone = [*mains, *[host.process for host in self.hosts]]
+        everyone = [*mains, *[coordinator.process for coordinator in self.coordinators]]
         are_waiting = bool(mains) and all(
             process in live and live[process].open is not None for process in mains
         )
@@ -827,7 +829,7 @@ class Oracle:
 
     def of(self, member: Any) -> Noted:
         """Return what is known of a `Member`."""
-        return self.members[member._host._pass.token]
+        return self.members[member._coordinator._pass.token]
 
     def lost_states_of(self, member: Any) -> tuple[int, int]:
         """Return how often the state was lost in a `Member`'s group, and its last outcome."""
@@ -857,9 +859,9 @@ class Oracle:
 
     def at_end(self, links: Sequence[Link]) -> None:
         """Check that nothing is left."""
-        for host in self.hosts:
-            if not host.process.is_dead and host.object is not None:
-                present = [seat.who for seat in host.object._group.door.present.values()]
+        for coordinator in self.coordinators:
+            if not coordinator.process.is_dead and coordinator.object is not None:
+                present = [seat.who for seat in coordinator.object._group.door.present.values()]
                 self._fail(f"a process group has not ended: {present}")
         if any(map(_is_held, links)):
             gc.collect()
@@ -868,7 +870,7 @@ class Oracle:
 
 
 def _is_held(link: Link) -> bool:
-    """Whether a host that has closed its channels still has weights of a member."""
+    """Whether a coordinator that has closed its channels still has weights of a member."""
     is_over = link.channels is not None and link.channels.is_over
     return is_over and any(view() is not None for view in link.views)
 

@@ -22,7 +22,7 @@ MIXES = (
     "store",
     "short",
     "elastic",
-    "host",
+    "coordinator",
     "states",
     "wild",
     "heal",
@@ -40,7 +40,7 @@ _KILLS = {
     "store": 0.5,
     "short": 0.4,
     "elastic": 0.5,
-    "host": 0.3,
+    "coordinator": 0.3,
     "states": 0.8,
     "wild": 0.6,
     "heal": 0.9,
@@ -55,7 +55,7 @@ _STOPS = {
     "store": 0.4,
     "short": 0.2,
     "elastic": 0.2,
-    "host": 0.1,
+    "coordinator": 0.1,
     "states": 0.5,
     "wild": 0.6,
     "heal": 0.4,
@@ -101,7 +101,8 @@ def plan_of(seed: int, mix: str) -> Plan:
     - ``rates``: how likely memory is short, the store is full, or a channel cannot be made;
     - ``lives``: by rank, its processes one after the other: the delay until it starts, its faults
       by the number of a point, and whether two start at once;
-    - ``ways``: by rank, "shm" or "store"; ``host_faults``: by host, its faults, likewise;
+    - ``ways``: by rank, "shm" or "store"; ``coordinator_faults``: by coordinator, its faults,
+      likewise;
     - ``keeps_few``: whether process groups keep the outcomes of one kind of call only;
     - ``in_place``: whether members average variables; ``alone``: after how many calls twins begin
       to take turns;
@@ -133,7 +134,7 @@ def plan_of(seed: int, mix: str) -> Plan:
         "grace": 30.0,
         "any_rank": rng.random() < 0.1,
         "rates": {},
-        "host_faults": {},
+        "coordinator_faults": {},
         "keeps_few": mix == "forgets",
     }
     if mix == "heal":
@@ -211,16 +212,17 @@ def _add_faults(rng: random.Random, plan: Plan) -> None:
         plan["differs"] = rng.choice((0.0, 0.1))
         plan["raises"] = rng.choice((0.0, 0.03))
         plan["drops"] = rng.choice((0.0, 0.03))
-    # Members of the next process group may have other states, so such programs end with their host.
+    # Members of the next process group may have other states, so such programs end with their
+    # coordinator.
     has_state = plan["program"] in ("state", "mixed", "gathered")
-    if not has_state and (mix == "host" or (mix == "wild" and rng.random() < 0.2)):
+    if not has_state and (mix == "coordinator" or (mix == "wild" and rng.random() < 0.2)):
         faults: dict[int, dict[str, Any]] = {}
         if rng.random() < 0.7:
             faults[rng.randrange(20, 400)] = {"kind": "kill"}
         faults[rng.randrange(20, 400)] = {"kind": "stop", "seconds": rng.choice((0.5, 5.0))}
-        plan["host_faults"] = {1: faults}
+        plan["coordinator_faults"] = {1: faults}
     elif mix == "stops" and rng.random() < 0.5:
-        plan["host_faults"] = {1: {rng.randrange(20, 400): {"kind": "stop", "seconds": 3.0}}}
+        plan["coordinator_faults"] = {1: {rng.randrange(20, 400): {"kind": "stop", "seconds": 3.0}}}
 
 
 _NEUTRAL = (
@@ -299,10 +301,10 @@ def smaller(plan: Plan) -> Iterator[Plan]:
         if calls < plan["calls"]:
             yield with_(calls=calls)
     yield from fewer_faults(plan, lambda of: [*of["lives"]], "is_twice", False)
-    for host, faults in plan["host_faults"].items():
+    for coordinator, faults in plan["coordinator_faults"].items():
         for point in faults:
             less = with_()
-            del less["host_faults"][host][point]
+            del less["coordinator_faults"][coordinator][point]
             yield less
     yield from milder(plan, _NEUTRAL)
     if "store" in plan["ways"]:

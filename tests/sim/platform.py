@@ -1,4 +1,4 @@
-"""Ray, channels and threads as hosts and members need them, in a simulated world."""
+"""Ray, channels and threads as coordinators and members need them, in a simulated world."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sim.repeating import SimulatedCalls
 from tests.sim.world import Bell, Changing, Process, World
 
 from flatweights.ray.channels._end import ChannelError
-from flatweights.ray.channels._member_channel import HostDiedError, Shortcut
+from flatweights.ray.channels._member_channel import CoordinatorDiedError, Shortcut
 from flatweights.ray.channels._message import _EXTENT, _HEADER, buffer_message
 from flatweights.ray.channels._protocol import (
     ASK,
@@ -37,22 +37,22 @@ _AWAKE = 0.25  # seconds after which a member looks at its mailbox without being
 
 
 class Simulated(Platform):
-    """What hosts and members use, in one world.
+    """What coordinators and members use, in one world.
 
     Attributes:
-        actors: By name, the host that processes find.
-        hosts: The number of hosts so far.
+        actors: By name, the coordinator that processes find.
+        coordinators: The number of coordinators so far.
         links: All connections by channels so far.
-        listeners: By address, the channels of a host.
+        listeners: By address, the channels of a coordinator.
     """
 
     def __init__(self, world: World, oracle: Oracle, plan: dict[str, Any]) -> None:
         self.world, self.oracle, self.plan = world, oracle, plan
         self.actors: dict[str, Handle] = {}
-        self.hosts = 0
+        self.coordinators = 0
         self.links: list[Link] = []
         self.listeners: dict[bytes, SimulatedChannels] = {}
-        self._host_faults = plan["host_faults"]
+        self._coordinator_faults = plan["coordinator_faults"]
 
         class Watched(ProcessGroup):
             """A process group that shows the oracle what it posts, and to whom, before it does."""
@@ -81,9 +81,9 @@ class Simulated(Platform):
 
         self._group = Watched
 
-    # Of a host.
+    # Of a coordinator.
 
-    def begin_host(self) -> Place:
+    def begin_coordinator(self) -> Place:
         return Place(_NODE, self.world.process().notes["handle"])
 
     def channels(self) -> Any:
@@ -123,7 +123,7 @@ class Simulated(Platform):
         ref.set(copy)
         return ref
 
-    def end_host(self, actor: Any) -> None:
+    def end_coordinator(self, actor: Any) -> None:
         actor.process.kill()
 
     # `staticmethod` in the base class, so these are, too.
@@ -149,14 +149,20 @@ class Simulated(Platform):
         way: str = self.world.process().notes["way"]
         return "store" if way == "store" else ""
 
-    def find_host(self, cls: type, name: str, node: str, concurrency: int, *args: object) -> Any:
+    def find_coordinator(
+        self, cls: type, name: str, node: str, concurrency: int, *args: object
+    ) -> Any:
         world = self.world
         world.process()
-        world.point("finding the host")
+        world.point("finding the coordinator")
         actor = self.actors.get(name)
         if actor is None or actor.process.is_dead:
-            self.hosts += 1
-            process = Process(world, f"host{self.hosts}", self._host_faults.get(self.hosts))
+            self.coordinators += 1
+            process = Process(
+                world,
+                f"coordinator{self.coordinators}",
+                self._coordinator_faults.get(self.coordinators),
+            )
             actor = self.actors[name] = Handle(self, process)
             process.notes["handle"] = actor
             process.at_death.append(actor.die)
@@ -197,7 +203,7 @@ class Simulated(Platform):
 
     def process_has_died(self, process: Process) -> None:
         """Let others learn that a process has died, from the results that it owns."""
-        # With a channel, the host need not wait for Ray's report.
+        # With a channel, the coordinator need not wait for Ray's report.
         latest = 8.0 if process.notes.get("attached") else 2.0
         late = self.world.rng.choice((0.0, 0.01, 0.2, latest))
         for ref in process.notes.get("refs", ()):
@@ -359,13 +365,13 @@ class Link(Changing):
         member: The process of the member.
         token: Its token.
         is_answered: Whether the last command was answered.
-        ask: The answer, until the host reads it: its kind, its body and its buffers.
+        ask: The answer, until the coordinator reads it: its kind, its body and its buffers.
         command: The outcome, until the member reads it: its kind, its body, its buffer, and the
             bytes of that when it was posted.
         is_woken: Whether the member looks at the mailbox.
-        packets: Those to the host that it has not received.
-        is_host_gone: Whether the host has closed its end.
-        views: The buffers of the last ask, as long as the host has them.
+        packets: Those to the coordinator that it has not received.
+        is_coordinator_gone: Whether the coordinator has closed its end.
+        views: The buffers of the last ask, as long as the coordinator has them.
     """
 
     def __init__(self, world: World, member: Process, token: bytes) -> None:
@@ -376,17 +382,17 @@ class Link(Changing):
         self.command: tuple[int, bytes, Any, bytes | None] | None = None
         self.is_woken = False
         self.packets: list[str] = []
-        self.is_host_gone = False
+        self.is_coordinator_gone = False
         self.views: list[weakref.ref[Any]] = []
         self.channels: SimulatedChannels | None = None
-        self.host: HostChannel | None = None
+        self.coordinator: CoordinatorChannel | None = None
 
     def wake(self) -> None:
         self.is_woken = True
         self.changed()
 
-    def lose_host(self) -> None:
-        self.is_host_gone = True
+    def lose_coordinator(self) -> None:
+        self.is_coordinator_gone = True
         self.changed()
 
     def send(self, packet: str) -> None:
@@ -431,12 +437,12 @@ def _opened(message: Any) -> tuple[bytes, Any]:
     return body, message.extents[0].buffer if message.extents else None
 
 
-class HostChannel:
-    """The host's end of a channel."""
+class CoordinatorChannel:
+    """The coordinator's end of a channel."""
 
     def __init__(self, platform: Simulated, link: Link) -> None:
         self._world, self._oracle, self.link = platform.world, platform.oracle, link
-        link.host = self
+        link.coordinator = self
         self.is_closed = self.is_given_up = False
         self.parting = ""
         self.is_read = True
@@ -521,11 +527,11 @@ class HostChannel:
 
     def close(self) -> None:
         self.is_closed = True
-        self.link.lose_host()
+        self.link.lose_coordinator()
 
 
 class SimulatedChannels(Bell):
-    """A host's ends of channels."""
+    """A coordinator's ends of channels."""
 
     def __init__(self, platform: Simulated) -> None:
         super().__init__(platform.world)
@@ -535,7 +541,7 @@ class SimulatedChannels(Bell):
         platform.listeners[self.address] = self
         self.met: dict[bytes, Link | None] = {}
         self.links: list[Link] = []
-        self.has_news = False  # whether the host itself has rung
+        self.has_news = False  # whether the coordinator itself has rung
         self.shows: Callable[..., None] | None = None
         self.is_closed = self.is_over = False
         platform.world.process().at_death.append(self._die)
@@ -543,7 +549,7 @@ class SimulatedChannels(Bell):
     def _die(self) -> None:
         self.is_closed = True
         for link in self._all():
-            link.lose_host()
+            link.lose_coordinator()
 
     def _all(self) -> list[Link]:
         return [*self.links, *[link for link in self.met.values() if link is not None]]
@@ -554,26 +560,26 @@ class SimulatedChannels(Bell):
     def forget(self, token: bytes) -> None:
         link = self.met.pop(token, None)
         if link is not None:
-            link.lose_host()
+            link.lose_coordinator()
 
-    def connect(self, token: bytes, nonce: bytes) -> HostChannel:
+    def connect(self, token: bytes, nonce: bytes) -> CoordinatorChannel:
         self._world.point("connecting")
         link = self.met.pop(token, None)
         if link is None:
             raise ChannelError("the worker has not connected")
         if link.member.is_dead and self._world.draw() < 0.5:
-            link.lose_host()
+            link.lose_coordinator()
             raise BrokenPipeError("it is already dead")
         self.links.append(link)
         link.channels = self
         link.member.notes["attached"] = True
-        return HostChannel(self.platform, link)
+        return CoordinatorChannel(self.platform, link)
 
     def ring(self) -> None:
         self.has_news = True
         self.ring_bell()
 
-    def repeated_calls(self, channels: Sequence[HostChannel]) -> SimulatedCalls:
+    def repeated_calls(self, channels: Sequence[CoordinatorChannel]) -> SimulatedCalls:
         return SimulatedCalls(self, channels, self.platform.plan["repeats"])
 
     def run_repeated(
@@ -615,18 +621,18 @@ class SimulatedChannels(Bell):
     def _look(self) -> None:
         for link in [*self.links]:
             if link.packets:
-                assert link.host is not None
-                link.host.receive()
-                if link.host.is_closed:
+                assert link.coordinator is not None
+                link.coordinator.receive()
+                if link.coordinator.is_closed:
                     self._drop(link)
 
     def _drop(self, link: Link) -> None:
         if link in self.links:
             self.links.remove(link)
-        assert link.host is not None
-        link.host.close()
+        assert link.coordinator is not None
+        link.coordinator.close()
 
-    def give_up(self, channel: HostChannel) -> None:
+    def give_up(self, channel: CoordinatorChannel) -> None:
         channel.is_given_up = True
         link = channel.link
         if link.command is not None:  # it is withdrawn
@@ -638,7 +644,7 @@ class SimulatedChannels(Bell):
         for link in self._all():
             if link in self.links:
                 self._drop(link)
-            link.lose_host()
+            link.lose_coordinator()
 
 
 class SimulatedMemberChannel:
@@ -693,16 +699,16 @@ class SimulatedMemberChannel:
     def ask(self, body: bytes, buffer: Any, *, is_urgent: bool, kind: int = ASK) -> bool:
         world, link = self._world, self.link
         world.process()
-        if self.is_closed or (link.is_host_gone and world.draw() < 0.3):
+        if self.is_closed or (link.is_coordinator_gone and world.draw() < 0.3):
             self.is_closed = True
-            raise HostDiedError("the host has closed its end")
+            raise CoordinatorDiedError("the coordinator has closed its end")
         segments: Any = self._segments
         message = buffer_message(kind, body, buffer, segments)
         if message is None:
             return False
         buffers = []
         if message.extents:
-            # An array of its own, since the host is to drop it.
+            # An array of its own, since the coordinator is to drop it.
             sent = buffer.copy()
             sent.flags.writeable = False
             link.views.append(weakref.ref(sent))
@@ -723,7 +729,11 @@ class SimulatedMemberChannel:
 
     def _is_told(self) -> bool:
         link = self.link
-        return (link.command is not None and link.is_woken) or link.is_host_gone or self.is_closed
+        return (
+            (link.command is not None and link.is_woken)
+            or link.is_coordinator_gone
+            or self.is_closed
+        )
 
     def shortcut(self, call: int, buffer: Any) -> Shortcut | None:
         world = self._world
@@ -749,10 +759,10 @@ class SimulatedMemberChannel:
         world.process()
         self.pending = None
         if not world.block(self._is_told, link, seconds):
-            raise TimeoutError(f"no answer of the host within {seconds} s")
+            raise TimeoutError(f"no answer of the coordinator within {seconds} s")
         if link.command is None:
             self.is_closed = True
-            raise HostDiedError("the host has ended")
+            raise CoordinatorDiedError("the coordinator has ended")
         kind, body, buffer, posted = link.command
         link.command = None
         world.point("told")

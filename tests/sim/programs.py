@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.sim.schedules import Schedule
 
 _JOIN = 120.0  # seconds
-_MOST_JOINS = 5  # by one process, if hosts end
+_MOST_JOINS = 5  # by one process, if coordinators end
 _MOST_RESETS = 4  # of a state, one after the other
 _MOST_IN_VAIN = 6  # calls that raise, one after the other
 _MOST_BROADCASTS = 12
@@ -114,7 +114,7 @@ class Program:
         self._twins = [Arrays(self._world, values) for values in self._values]
 
     def run(self) -> None:
-        """Be a member until all calls are made; join again if the host dies."""
+        """Be a member until all calls are made; join again if the coordinator dies."""
         for _ in range(_MOST_JOINS):
             began = self._world.now
             try:
@@ -131,11 +131,11 @@ class Program:
                     return
                 if (
                     self._plan["program"] in ("state", "gathered", "fit")
-                    and self._has_a_host_died()
+                    and self._has_a_coordinator_died()
                 ):
                     return  # the members of another process group may have other states
-                if not self._has_a_host_died():
-                    # A process that was stopped has no time left to find another host.
+                if not self._has_a_coordinator_died():
+                    # A process that was stopped has no time left to find another coordinator.
                     if not (self._oracle.losses or self._process.stops):
                         self._world.fail(f"{self._process.name}: MemberError: {error}")
                     return
@@ -164,9 +164,11 @@ class Program:
         terms = Terms.of(plan["size"], "float64", plan["min_size"], plan["grace"])
         return joined("simulated", rank, terms, _JOIN, _clock.now() + _JOIN, self._platform)
 
-    def _has_a_host_died(self) -> bool:
-        """Whether a host was killed, rather than that it has ended with its last member."""
-        return any(host.process.notes.get("broke") for host in self._oracle.hosts)
+    def _has_a_coordinator_died(self) -> bool:
+        """Whether a coordinator was killed, rather than that it has ended with its last member."""
+        return any(
+            coordinator.process.notes.get("broke") for coordinator in self._oracle.coordinators
+        )
 
     def _train(self, member: Member) -> bool:
         """Make the calls; return whether to drop the member."""
@@ -212,7 +214,7 @@ class Program:
         """Check that a member whose call was interrupted makes no call as if nothing were."""
         self._world.note("KeyboardInterrupt in a call")
         self._process.notes["broke"] = True
-        if member._host.is_asking or member._host.is_told:
+        if member._coordinator.is_asking or member._coordinator.is_told:
             has_state = self._plan["program"] not in ("weights", "twins")
             if not (member._over or (has_state and member.lacks_state)):
                 self._world.fail("a call was interrupted, and the next one will not raise")

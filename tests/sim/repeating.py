@@ -11,7 +11,7 @@ from flatweights.ray.channels._protocol import ASKED_AGAIN, REPEAT, REPEATED, TO
 from flatweights.ray.members._repetitions import Ending
 
 if TYPE_CHECKING:
-    from tests.sim.platform import HostChannel, SimulatedChannels
+    from tests.sim.platform import CoordinatorChannel, SimulatedChannels
 
 
 class _Prepared(NamedTuple):
@@ -26,7 +26,7 @@ class SimulatedCalls:
     """What `_core.RepeatedCalls` does, in Python, with a chance to end before each call."""
 
     def __init__(
-        self, channels: SimulatedChannels, members: Sequence[HostChannel], share: float
+        self, channels: SimulatedChannels, members: Sequence[CoordinatorChannel], share: float
     ) -> None:
         """Take the ends of the members' channels, and the share of calls that are repeated here."""
         self._channels, self._members, self._share = channels, members, share

@@ -41,8 +41,9 @@ class Schedule:
 
     def __init__(self, plan: Plan, seed: int, *, has_transcript: bool = False) -> None:
         self.plan = plan.copy()  # programs change an entry
-        self.plan["host_faults"] = {
-            int(host): _faults(faults) for host, faults in plan["host_faults"].items()
+        self.plan["coordinator_faults"] = {
+            int(coordinator): _faults(faults)
+            for coordinator, faults in plan["coordinator_faults"].items()
         }
         self.world = World(seed, yields=plan["yields"], has_transcript=has_transcript)
         self.world.rates = self.plan["rates"]
@@ -68,7 +69,10 @@ class Schedule:
             world.close(self._processes())
 
     def _processes(self) -> list[Process]:
-        return [*self.oracle.mains, *[host.process for host in self.oracle.hosts]]
+        return [
+            *self.oracle.mains,
+            *[coordinator.process for coordinator in self.oracle.coordinators],
+        ]
 
     def _start(self, rank: int, life: int) -> None:
         """Start a process of a rank, or two at once."""

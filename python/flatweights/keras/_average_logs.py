@@ -176,7 +176,8 @@ def _number(value: Any) -> np.float64 | None:
 def _over_members(rule: Rule) -> Callable[[list[FlatWeights]], FlatWeights]:
     """Return a rule for what members send: ``rule`` for their logs, the mean for the rest."""
 
-    # Being local, it is pickled with its code: the host of the process group imports no Keras.
+    # Being local, it is pickled with its code: the coordinator of the process group imports no
+    # Keras.
     def over_members(models: list[FlatWeights]) -> FlatWeights:
         result = average(models)
         names = [name.removeprefix("logs/") for name in result if name.startswith("logs/")]

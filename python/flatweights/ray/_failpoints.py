@@ -12,8 +12,8 @@ result, with an answer in the segment, after the answer, after the bell, with it
 DRIVER = ("shared", "posted", "calling", "called", "waiting", "averaging", "sending")
 """Points of a round of a `WorkerGroup`."""
 
-HOST = ("shared", "posted", "waiting", "averaging", "sending")
-"""The points of a round that the host of a process group reaches, too."""
+COORDINATOR = ("shared", "posted", "waiting", "averaging", "sending")
+"""The points of a round that the coordinator of a process group reaches, too."""
 
 MEMBER = ("asking", "asked", "told")
 """Points of a `Member`'s call: with its weights in a segment, after its ask, with the outcome."""

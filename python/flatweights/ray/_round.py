@@ -40,8 +40,8 @@ class Round:
             none to an agent that has exchanged the average.
         number: The number of the round in `WorkerGroup.run`, from 1.
         transports: By rank, the way by which a `WorkerGroup` reached its worker, or a `Member` its
-            host: ``"shm"``, through shared memory; ``"gpu"``, for weights that have stayed on a
-            GPU; ``"agent"``, through the agent of its node, with the kind of exchange; or
+            coordinator: ``"shm"``, through shared memory; ``"gpu"``, for weights that have stayed
+            on a GPU; ``"agent"``, through the agent of its node, with the kind of exchange; or
             ``"store"``, through Ray, with the reason.
         groups: The ranks that nodes added up first, in the order in which the sums were merged;
             none if the average has the bits of `flatweights.average` over `used`.

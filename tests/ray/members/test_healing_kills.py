@@ -19,11 +19,11 @@ from flatweights.ray import join
 pytestmark = pytest.mark.ray
 
 
-def host_of(name: str) -> int:
-    """Return the process of the host of a process group."""
+def coordinator_of(name: str) -> int:
+    """Return the process of the coordinator of a process group."""
     space = f"flatweights-{ray.get_runtime_context().get_job_id()}"
-    host = ray.get_actor(f"flatweights:{name}", space)
-    pid: int = ray.get(host.__ray_call__.remote(lambda _: os.getpid()))
+    coordinator = ray.get_actor(f"flatweights:{name}", space)
+    pid: int = ray.get(coordinator.__ray_call__.remote(lambda _: os.getpid()))
     return pid
 
 
@@ -132,8 +132,8 @@ def test_a_replaced_member_repeats_and_skips_no_batch(tmp_path: Path) -> None:
 def check_training(folder: Path, seed: int, faults: int) -> None:
     shared = {*Path("/dev/shm").glob("*flatweights*")}
     rng, run, happened = random.Random(seed), Run(folder, seed), 0
-    host = host_of(run.name)
-    open_files = Path(f"/proc/{host}/fd")
+    coordinator = coordinator_of(run.name)
+    open_files = Path(f"/proc/{coordinator}/fd")
     while happened < min(faults, 5):
         happened += run.fault(rng)
     before = len([*open_files.iterdir()])

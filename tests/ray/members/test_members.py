@@ -30,7 +30,7 @@ from flatweights.ray import (
     _failpoints,
     join,
 )
-from flatweights.ray.members._host import Host
+from flatweights.ray.members._coordinator import Coordinator
 
 pytestmark = pytest.mark.ray
 
@@ -462,7 +462,7 @@ def test_a_cancelled_process_ends_no_group(puppets: Puppets, tmp_path: Path) -> 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(take_the_rank_of_another)
     entering = task.remote(name, 1, tmp_path / "enters")
     wait_for(tmp_path / "enters")
-    time.sleep(0.5)  # the host knows of it, and waits whether the other one is about to end
+    time.sleep(0.5)  # the coordinator knows of it, and waits whether the other one is about to end
     ray.cancel(entering)
     with pytest.raises(ray.exceptions.RayError):
         ray.get(entering, timeout=60)
@@ -470,8 +470,8 @@ def test_a_cancelled_process_ends_no_group(puppets: Puppets, tmp_path: Path) -> 
     assert used == [[0, 1]] * 2
 
 
-def host_of(name: str) -> Any:
-    """Return the host of a process group; None if there is none."""
+def coordinator_of(name: str) -> Any:
+    """Return the coordinator of a process group; None if there is none."""
     namespace = f"flatweights-{ray.get_runtime_context().get_job_id()}"
     try:
         return ray.get_actor(f"flatweights:{name}", namespace=namespace)
@@ -481,13 +481,13 @@ def host_of(name: str) -> Any:
 
 def wait_for_the_end_of(name: str, patience: float) -> None:
     end = time.monotonic() + patience
-    while host_of(name) is not None:
-        assert time.monotonic() < end, "the host is still there"
+    while coordinator_of(name) is not None:
+        assert time.monotonic() < end, "the coordinator is still there"
         time.sleep(0.05)
 
 
 @BY_ONE_WAY
-def test_a_process_joins_although_the_host_that_another_starts_meanwhile_ends_at_once(
+def test_a_process_joins_although_the_coordinator_that_another_starts_meanwhile_ends_at_once(
     puppets: Puppets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [other] = puppets.idle(1)
@@ -496,7 +496,7 @@ def test_a_process_joins_although_the_host_that_another_starts_meanwhile_ends_at
     looks = itertools.count(1)
 
     def look(*args: Any, **kwargs: Any) -> Any:
-        """Look for the host: Ray does so twice before, and once after, it tries to start one."""
+        """Look for the coordinator: Ray does so twice before it starts one, and once after."""
         number = next(looks)
         if number == 3:
             ray.get(other.leave.remote(), timeout=60)
@@ -516,7 +516,7 @@ def test_a_process_joins_although_the_host_that_another_starts_meanwhile_ends_at
 
 
 @BY_ONE_WAY
-def test_a_host_whose_members_gave_up_ends(puppets: Puppets) -> None:
+def test_a_coordinator_whose_members_gave_up_ends(puppets: Puppets) -> None:
     [puppet] = puppets.idle(1)
     name = next(NAMES)
     with pytest.raises(TimeoutError):
@@ -525,16 +525,16 @@ def test_a_host_whose_members_gave_up_ends(puppets: Puppets) -> None:
 
 
 @BY_ONE_WAY
-def test_a_host_has_few_threads_however_many_members_there_are(puppets: Puppets) -> None:
+def test_a_coordinator_has_few_threads_however_many_members_there_are(puppets: Puppets) -> None:
     threads: list[int] = []
     for size in (2, 2000):
         name = next(NAMES)
         puppet = Puppet.remote("shm")  # type: ignore[attr-defined]
         puppet.join.remote(name, rank=1, size=size)
-        while (host := host_of(name)) is None:
+        while (coordinator := coordinator_of(name)) is None:
             time.sleep(0.05)
-        assert len(ray.get(host.absent.remote())) >= size - 1
-        pid = ray._private.state.actors(host._actor_id.hex())["Pid"]
+        assert len(ray.get(coordinator.absent.remote())) >= size - 1
+        pid = ray._private.state.actors(coordinator._actor_id.hex())["Pid"]
         threads.append(len([*Path(f"/proc/{pid}/task").iterdir()]))
         ray.kill(puppet)
         wait_for_the_end_of(name, 60.0)
@@ -546,7 +546,10 @@ def test_join_names_the_ranks_that_are_missing(puppets: Puppets) -> None:
     first, second = puppets.idle(2)
     name = next(NAMES)
     first.join.remote(name, rank=1, size=3, timeout=60.0)
-    while (host := host_of(name)) is None or ray.get(host.absent.remote()) != [0, 2]:
+    while (coordinator := coordinator_of(name)) is None or ray.get(coordinator.absent.remote()) != [
+        0,
+        2,
+    ]:
         time.sleep(0.05)
     with pytest.raises(TimeoutError, match=r"expected 3 members in 0.5 s; missing ranks: 2"):
         ray.get(second.join.remote(name, rank=0, size=3, timeout=0.5))
@@ -658,23 +661,23 @@ def test_a_rule_takes_the_place_of_the_mean(puppets: Puppets) -> None:
         assert "rule=TrimmedMean" in str(error)
 
 
-def test_the_death_of_the_host_is_an_error_in_all_members(puppets: Puppets) -> None:
+def test_the_death_of_the_coordinator_is_an_error_in_all_members(puppets: Puppets) -> None:
     met = puppets.meet()
     name = all_of(met, lambda member: member.name)[0]
     namespace = f"flatweights-{ray.get_runtime_context().get_job_id()}"
-    host = ray.get_actor(f"flatweights:{name}", namespace=namespace)
+    coordinator = ray.get_actor(f"flatweights:{name}", namespace=namespace)
     calls = [puppet.run.remote(average_of) for puppet in met[:2]]
     time.sleep(0.2)
-    ray.kill(host)
+    ray.kill(coordinator)
     for call in calls:
         with pytest.raises(MemberError, match=name):
             ray.get(call, timeout=60)
 
 
-def test_a_host_that_is_killed_counts_no_member_as_dead(way: str) -> None:
+def test_a_coordinator_that_is_killed_counts_no_member_as_dead(way: str) -> None:
     lost: list[Any] = []
 
-    class Dying(Host):
+    class Dying(Coordinator):
         def __init__(self) -> None: ...
 
         async def lose(self, token: bytes, why: Any) -> None:
@@ -688,11 +691,11 @@ def test_a_host_that_is_killed_counts_no_member_as_dead(way: str) -> None:
 
 
 @BY_ONE_WAY
-def test_the_host_ends_with_the_last_member(puppets: Puppets) -> None:
+def test_the_coordinator_ends_with_the_last_member(puppets: Puppets) -> None:
     met = puppets.meet()
     name = all_of(met, lambda member: member.name)[0]
     for puppet in met:
-        assert host_of(name) is not None
+        assert coordinator_of(name) is not None
         ray.get(puppet.leave.remote())
     wait_for_the_end_of(name, 60.0)
 

@@ -43,9 +43,9 @@ def test_each_outcome_is_the_average_of_what_its_ranks_gave(seconds: int, seed: 
     assert {faults.KILLED, faults.STOPPED} <= {fault.kind for fault in record.faults}
 
 
-def test_the_host_of_another_group_is_left_alone(tmp_path: Path) -> None:
+def test_the_coordinator_of_another_group_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "0.pid").write_text(str(os.getpid()))
     with join("that of another test", size=1) as member:
         injector = faults.Injector(tmp_path, [])
-        assert injector.do(faults.Fault(0.0, "host killed", 0, 0.0, 0.0)) is None
+        assert injector.do(faults.Fault(0.0, "coordinator killed", 0, 0.0, 0.0)) is None
         assert member.average(np.ones(1)).used == (0,)

@@ -88,7 +88,7 @@ def averaged_in_float32(member: Member) -> Any:
 
 def close_streams(member: Member) -> None:
     """Make the agent of this node stop listening."""
-    agent = member._host._actor
+    agent = member._coordinator._actor
     ray.get(agent.__ray_call__.remote(lambda agent: agent.end._streams.close()))
 
 
@@ -109,12 +109,12 @@ def die_in_give(member: Member) -> None:
 
         agent._result = give
 
-    ray.get(member._host._actor.__ray_call__.remote(patch))
+    ray.get(member._coordinator._actor.__ray_call__.remote(patch))
 
 
 def fail_branch(member: Member) -> None:
     """End the thread of the agent of this node, to which all its members have channels."""
-    agent = member._host._actor
+    agent = member._coordinator._actor
     ray.get(agent.__ray_call__.remote(lambda agent: agent._branch.news.tell(divmod, 1, 0)))
 
 
@@ -137,8 +137,8 @@ def meet_on_nodes() -> None:
     puppet_of: Any = Puppet
     puppets = [puppet_of.options(resources={f"node{node}": 1}).remote() for node in places]
     size = len(puppets)
-    joined = [puppets[0].join.remote(0, size)]  # the first member has the host on its node
-    while "Host" not in {kind for kind, _ in alive().values()}:
+    joined = [puppets[0].join.remote(0, size)]  # the first member has the coordinator on its node
+    while "Coordinator" not in {kind for kind, _ in alive().values()}:
         time.sleep(0.05)
     joined += [puppet.join.remote(rank, size) for rank, puppet in enumerate(puppets) if rank]
     ray.get(joined)
@@ -163,7 +163,7 @@ def meet_on_nodes() -> None:
 
     def exchanged(function: Any, expected: Any) -> Any:
         while not (rounds := call(function))[0].groups:
-            # On a busy machine a stream may stall, and the host averages.
+            # On a busy machine a stream may stall, and the coordinator averages.
             check(rounds, fw.average(models))
         return check(rounds, expected)
 
@@ -228,8 +228,8 @@ def meet_on_nodes() -> None:
 
     ray.get(puppets[0].run.remote(lambda m: m.leave()))
     deadline = time.monotonic() + 30
-    names = {"Host"}
-    while names & {"Host", "BranchAgent"} and time.monotonic() < deadline:
+    names = {"Coordinator"}
+    while names & {"Coordinator", "BranchAgent"} and time.monotonic() < deadline:
         time.sleep(0.2)
         names = {kind for kind, _ in alive().values()}
     said = [large.transports, small_ways, spoiled[0], sorted(died), lost, sorted(names), broken]
@@ -245,13 +245,15 @@ def said() -> list[Any]:
     return said
 
 
-def test_agents_exchange_large_weights_and_the_host_averages_small_ones(said: list[Any]) -> None:
+def test_agents_exchange_large_weights_and_the_coordinator_averages_small_ones(
+    said: list[Any],
+) -> None:
     away = dict.fromkeys("1234", "agent: streams")
     assert said[0] == {"0": "shm"} | away
     assert set(said[1].values()) == {"shm", "store"}
 
 
-def test_the_host_averages_all_where_streams_cannot_be_opened(said: list[Any]) -> None:
+def test_the_coordinator_averages_all_where_streams_cannot_be_opened(said: list[Any]) -> None:
     assert said[6].pop("0") == "shm"
     assert [*said[6]] == [*"1234"]
     assert all(way.startswith("store: StreamError") for way in said[6].values()), said[6]

@@ -1,4 +1,4 @@
-"""A process group whose host is not an actor: its counts, and members whose host is killed."""
+"""A process group without an actor: its counts, and members whose coordinator is killed."""
 
 import json
 import subprocess
@@ -16,15 +16,15 @@ from reference import clean_environment
 from flatweights.ray import MemberDiedError, MemberError, _failpoints
 from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.channels._member_channel import MemberChannel
+from flatweights.ray.members._client import ChannelClient, Pass
 from flatweights.ray.members._door import Ticket
-from flatweights.ray.members._host_end import HostByChannel, Pass
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._terms import Terms
 from flatweights.ray.nodes._plan import check_sums
 
 HELPERS = Path(__file__).parents[2] / "helpers"
-HOST = """
+COORDINATOR = """
 import json, os, signal, time
 from process_groups import seated
 from flatweights.ray import _failpoints
@@ -32,7 +32,7 @@ from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._terms import Terms
 
 orders = open(0, "rb", buffering=0)  # children read on where their siblings have stopped
-for point in _failpoints.HOST:
+for point in _failpoints.COORDINATOR:
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -53,10 +53,10 @@ for point in _failpoints.HOST:
 """
 
 
-def test_members_of_a_killed_host_are_told() -> None:
+def test_members_of_a_killed_coordinator_are_told() -> None:
     def call_till_the_end(rank: int, token: bytes, ticket: Ticket, channel: MemberChannel) -> int:
-        host = HostByChannel(None, Pass(token, "member"), channel, ticket.seat)
-        member = Member("doomed", host, ticket, host.start(60.0))
+        coordinator = ChannelClient(None, Pass(token, "member"), channel, ticket.seat)
+        member = Member("doomed", coordinator, ticket, coordinator.start(60.0))
         weights = {"w": np.full(500, float(rank))}
         calls = 0
         while True:
@@ -65,36 +65,36 @@ def test_members_of_a_killed_host_are_told() -> None:
             except MemberError:
                 break
             calls += 1
-            time.sleep(0.001 * rank)  # so that the host waits, too
-        with pytest.raises(MemberError, match="the host"):
+            time.sleep(0.001 * rank)  # so that the coordinator waits, too
+        with pytest.raises(MemberError, match="the coordinator"):
             member.average(weights)
         return calls
 
-    host = subprocess.Popen(
-        [sys.executable, "-c", HOST],
+    coordinator = subprocess.Popen(
+        [sys.executable, "-c", COORDINATOR],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=clean_environment(PYTHONPATH=str(HELPERS)),
     )
-    assert host.stdin is not None
-    assert host.stdout is not None
-    with host, ThreadPoolExecutor(2) as threads:
-        for _ in _failpoints.HOST:
-            told = json.loads(host.stdout.readline())
+    assert coordinator.stdin is not None
+    assert coordinator.stdout is not None
+    with coordinator, ThreadPoolExecutor(2) as threads:
+        for _ in _failpoints.COORDINATOR:
+            told = json.loads(coordinator.stdout.readline())
             tokens = [bytes.fromhex(token) for token, *_ in told]
             tickets = [Ticket(rank, seat, bytes.fromhex(a)) for _, rank, seat, a in told]
             channels = [
                 MemberChannel(t.address or b"", k) for t, k in zip(tickets, tokens, strict=True)
             ]
-            host.stdin.write(
+            coordinator.stdin.write(
                 json.dumps([channel.mailbox.nonce.hex() for channel in channels]) + "\n"
             )
-            host.stdin.flush()
+            coordinator.stdin.flush()
             calls = list(threads.map(call_till_the_end, range(2), tokens, tickets, channels))
             assert min(calls) >= 2
-        host.stdin.close()
-    assert host.returncode == 0
+        coordinator.stdin.close()
+    assert coordinator.returncode == 0
 
 
 def test_members_agree_on_the_terms() -> None:
@@ -116,7 +116,7 @@ def test_members_agree_on_the_terms() -> None:
         check_sums("f4")
 
 
-def test_a_host_sleeps_while_members_are_still_to_join() -> None:
+def test_a_coordinator_sleeps_while_members_are_still_to_join() -> None:
     group = ProcessGroup("quiet", Terms.of(2), "here", None)
     [(entry, ticket)] = seated(group, 0)
     channel = MemberChannel(ticket.address or b"", entry.token)
@@ -137,7 +137,7 @@ def test_a_host_sleeps_while_members_are_still_to_join() -> None:
     group._channels.close()
 
 
-def test_a_host_does_not_wait_once_the_last_member_has_died(
+def test_a_coordinator_does_not_wait_once_the_last_member_has_died(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may learn of that when it posts a state, at the beginning of a step."""
@@ -152,7 +152,7 @@ def test_a_host_does_not_wait_once_the_last_member_has_died(
     assert entry.over.done()
 
 
-def test_a_host_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[Any] = []
     monkeypatch.setattr(METRICS, "add", lambda *values: counted.append(values))
     local = LocalProcessGroup(1)

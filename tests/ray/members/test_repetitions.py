@@ -1,6 +1,6 @@
-"""Calls that members repeat, which the host makes in C++, and what breaks a series of them off.
+"""Calls that members repeat, which are made in C++, and what breaks a series of them off.
 
-No Ray is started: the host and the members are threads, with channels between them.
+No Ray is started: the coordinator and the members are threads, with channels between them.
 """
 
 import logging
@@ -23,7 +23,7 @@ import flatweights as fw
 from flatweights.ray import MemberError, WorkerError
 from flatweights.ray._report import METRICS
 from flatweights.ray._round import Round
-from flatweights.ray.members._host_end import HostByChannel
+from flatweights.ray.members._client import ChannelClient
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._repetitions import Series
 
@@ -50,7 +50,7 @@ class Watched(LocalProcessGroup):
         self.endings.add(series.ending.name)
 
     def end(self) -> None:
-        """Drop the members, with which the host ends."""
+        """Drop the members, with which the coordinator ends."""
         for member in self.members:
             member._break_off("the test is over")
         self.thread.join(PATIENCE)
@@ -65,7 +65,7 @@ class Watched(LocalProcessGroup):
 
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
-    """End the process groups of a test: their hosts would look around in other tests, too."""
+    """End the process groups of a test: their threads would look around in other tests, too."""
     yield
     while Watched.all:
         Watched.all.pop().end()
@@ -302,19 +302,19 @@ def test_a_call_of_its_own_is_found_in_a_series(threads: ThreadPoolExecutor) -> 
     assert all_of(threads, group.members, go_on) == [1.0, 1.0]
 
 
-def test_a_host_that_does_not_know_a_number_asks_for_the_whole(
+def test_a_coordinator_that_does_not_know_a_number_asks_for_the_whole(
     threads: ThreadPoolExecutor,
 ) -> None:
     """As after an interrupt that kept the member from learning a later number."""
     group = Watched(2)
 
     def act(member: Member) -> list[float]:
-        host = member._host
-        assert isinstance(host, HostByChannel)
+        coordinator = member._coordinator
+        assert isinstance(coordinator, ChannelClient)
         means = []
         for step in range(12):
             if member.rank == 1 and step == 6:
-                for known in host._prepared.values():
+                for known in coordinator._prepared.values():
                     known.outcome = known.outcome._replace(prepared=123456)
             mean = member.average(np.array([float(step + member.rank)])).weights
             means.append(float(mean[0]))
@@ -324,23 +324,23 @@ def test_a_host_that_does_not_know_a_number_asks_for_the_whole(
 
 
 def test_a_segment_that_is_held_is_not_written(threads: ThreadPoolExecutor) -> None:
-    """A member that keeps the host's segment, or whose segment the host keeps, gets another."""
+    """A member that keeps the other's segment, or whose segment that keeps, gets another."""
     group = Watched(2)
 
     def act(member: Member) -> None:
-        host = member._host
-        assert isinstance(host, HostByChannel)
+        coordinator = member._coordinator
+        assert isinstance(coordinator, ChannelClient)
         variables = Held(w=np.zeros(30))
         for step in range(30):
             variables.arrays["w"][:] = step + member.rank
             if step in (10, 20):
-                host._channel.mailbox.add_hold(step == 10, 0)
-                host._channel.mailbox.add_hold(step == 10, 1)
+                coordinator._channel.mailbox.add_hold(step == 10, 0)
+                coordinator._channel.mailbox.add_hold(step == 10, 1)
             member.average_variables(variables)
             assert variables.arrays["w"][0] == step + 0.5
             if step in (14, 24):
-                host._channel.mailbox.drop_hold(step == 14, 0)
-                host._channel.mailbox.drop_hold(step == 14, 1)
+                coordinator._channel.mailbox.drop_hold(step == 14, 0)
+                coordinator._channel.mailbox.drop_hold(step == 14, 1)
 
     all_of(threads, group.members, act)
 
@@ -368,7 +368,7 @@ def test_an_interrupt_in_a_repeated_call_ends_the_member(threads: ThreadPoolExec
     with pytest.raises(MemberError, match="broken off by KeyboardInterrupt"):
         member.average_variables(variables[1], min_results=1)
     interrupted.result(PATIENCE)
-    # What was sent counts if the host takes it before it hears of the end.
+    # What was sent counts if the coordinator takes it before it hears of the end.
     assert other.average_variables(variables[0], min_results=1).used in ((0,), (0, 1))
     assert other.average_variables(variables[0], min_results=1).used == (0,)
 
@@ -412,7 +412,7 @@ def test_models_of_one_layout_that_take_turns_are_noticed(
 
 
 def test_time_begins_with_the_first_ask_after_a_death(threads: ThreadPoolExecutor) -> None:
-    """In a series members ring no bell, and the host has just stopped to look by itself."""
+    """In a series members ring no bell, and the coordinator has just stopped to look by itself."""
     group = Watched(4)
     may_call = threading.Event()
 
@@ -435,7 +435,7 @@ def test_time_begins_with_the_first_ask_after_a_death(threads: ThreadPoolExecuto
     first, *_ = all_of(threads, group.members[:3], call)
     assert first.used == (0,)
     assert first.late == (1, 2)
-    assert first.seconds["wait"] < 0.9  # the host looks every second in any case
+    assert first.seconds["wait"] < 0.9  # the coordinator looks every second in any case
 
 
 def test_a_series_is_logged_and_counted(
@@ -527,7 +527,7 @@ def test_a_call_that_waits_is_repeated_after_many_others(threads: ThreadPoolExec
             if step == 7 and member.rank:
                 assert is_alone.wait(PATIENCE)
             elif step == 7:
-                channel: Any = member._host._channel  # type: ignore[attr-defined]
+                channel: Any = member._coordinator._channel  # type: ignore[attr-defined]
                 outcome = channel.outcome
 
                 def waits(*args: Any, outcome: Any = outcome) -> Any:  # after the shortcut

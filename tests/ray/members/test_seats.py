@@ -1,6 +1,6 @@
 """Members that die, leave, give up and are replaced, at each step of a process group.
 
-No Ray is started: the host and the members are threads, with channels between them.
+No Ray is started: the coordinator and the members are threads, with channels between them.
 """
 
 import gc
@@ -26,7 +26,7 @@ from flatweights import FlatWeights, Layout
 from flatweights._sources import Template
 from flatweights.ray import MemberDiedError, MemberError, WorkerError
 from flatweights.ray.channels._end import ChannelError
-from flatweights.ray.channels._member_channel import HostDiedError, MemberChannel
+from flatweights.ray.channels._member_channel import CoordinatorDiedError, MemberChannel
 from flatweights.ray.channels._message import buffer_message
 from flatweights.ray.channels._protocol import NUMBER
 from flatweights.ray.channels._segments import Segments
@@ -63,7 +63,7 @@ def call_all(
 
 
 def finish(local: LocalProcessGroup, *members: Member) -> None:
-    """Let all members leave; then the host must end."""
+    """Let all members leave; then the coordinator must end."""
     for member in members:
         member.leave()
     local.thread.join(PATIENCE)
@@ -223,7 +223,7 @@ def test_an_average_that_needs_more_members_than_are_left_says_so(
     finish(local, *members)
 
 
-def test_a_call_that_raises_keeps_no_memory_that_the_host_maps() -> None:
+def test_a_call_that_raises_keeps_no_memory_that_the_coordinator_maps() -> None:
     local = LocalProcessGroup(1)
     [member] = local.join_all()
     gc.collect()
@@ -665,7 +665,7 @@ def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     def interrupt(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    second._host._channel.outcome = interrupt  # type: ignore[attr-defined]
+    second._coordinator._channel.outcome = interrupt  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         second.average(np.ones(1))
     local.wait_until(lambda group: group.door.seats[1].state is State.DEAD)
@@ -753,7 +753,7 @@ def test_a_member_whose_leave_is_interrupted_is_waited_for_no_longer(
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    second._host.leave = interrupt  # type: ignore[method-assign]
+    second._coordinator.leave = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         second.leave()
     local.wait_until(lambda group: group.door.seats[1].state is State.DEAD)
@@ -828,7 +828,7 @@ def test_all_calls_of_a_member_are_refused_in_a_fork(threads: ThreadPoolExecutor
     finish(local, first, second)
 
 
-def test_a_host_that_fails_tells_waiting_members_why(
+def test_a_coordinator_that_fails_tells_waiting_members_why(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -839,7 +839,9 @@ def test_a_host_that_fails_tells_waiting_members_why(
     call_all(threads, members, [1.0, 2.0])
     monkeypatch.setattr(local.group, "_transports", fail)
     for call in [threads.submit(mean_of, member, 1.0) for member in members]:
-        with pytest.raises(MemberError, match="host has failed: MemoryError: no room for the"):
+        with pytest.raises(
+            MemberError, match="coordinator has failed: MemoryError: no room for the"
+        ):
             call.result(PATIENCE)
     local.thread.join(PATIENCE)
     assert not local.thread.is_alive()
@@ -874,8 +876,8 @@ def test_a_member_whose_outcome_cannot_be_put_into_the_store_is_told(
     finish(local, other)
 
 
-class TheHost:
-    """The host of a branch: it notes the calls of methods that the branch makes."""
+class TheCoordinator:
+    """The coordinator of a branch: it notes the calls of methods that the branch makes."""
 
     def __init__(self) -> None:
         self.calls: Queue[tuple[str, tuple[Any, ...]]] = Queue()
@@ -897,10 +899,10 @@ def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
     first, late = local.join_all()
     weights = FlatWeights({"w": np.full(1000, 7.0)})
     assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
-    channel: MemberChannel = late._host._channel  # type: ignore[attr-defined]
+    channel: MemberChannel = late._coordinator._channel  # type: ignore[attr-defined]
     ask = Ask("average", weights.layout.digest, min_results=1)
     body = pickle.dumps((tuple(ask), weights.layout.pickled))
-    with monkeypatch.context() as patch:  # no segment of the host is free
+    with monkeypatch.context() as patch:  # no segment of the coordinator is free
         patch.setattr(
             _seats,
             "buffer_message",
@@ -908,7 +910,7 @@ def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
                 buffer_message(kind, body, None, segments) if buffer is None else None
             ),
         )
-        assert channel.ask(body, late._host.new_buffer(weights.layout), is_urgent=True)
+        assert channel.ask(body, late._coordinator.new_buffer(weights.layout), is_urgent=True)
         [number] = NUMBER.unpack(channel.outcome(PATIENCE)[0])
     weights["w"][:] = 8.0
     assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
@@ -922,54 +924,54 @@ def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
 
 
 @pytest.fixture
-def branch() -> Iterator[tuple[Branch, TheHost]]:
-    host = TheHost()
+def branch() -> Iterator[tuple[Branch, TheCoordinator]]:
+    coordinator = TheCoordinator()
     end: Any = SimpleNamespace(models={})
-    made = Branch(cast("Any", host), host.channels, end, threading.Lock())
-    yield made, host
+    made = Branch(cast("Any", coordinator), coordinator.channels, end, threading.Lock())
+    yield made, coordinator
     made.news.tell(sys.exit)  # its thread ends
     for thread in threading.enumerate():
         if thread.name == "flatweights-branch":
             thread.join(PATIENCE)
 
 
-def channel_of(branch: Branch, host: TheHost, rank: int) -> MemberChannel:
+def channel_of(branch: Branch, coordinator: TheCoordinator, rank: int) -> MemberChannel:
     """Return the channel of a member of the branch."""
     token = b"%016d" % rank
     channel = MemberChannel(
         branch.news.ask(branch.enter, rank, f"process of rank {rank}", token), token
     )
     branch.news.ask(branch.attach, token, channel.mailbox.nonce)
-    assert host.next("hand")[0] == token
+    assert coordinator.next("hand")[0] == token
     return channel
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `exit`
 def test_members_of_a_branch_that_cannot_get_an_outcome_are_told(
-    branch: tuple[Branch, TheHost], monkeypatch: pytest.MonkeyPatch
+    branch: tuple[Branch, TheCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def get(_: Any) -> None:
-        raise ray.exceptions.ObjectLostError("11", "the host", "")
+        raise ray.exceptions.ObjectLostError("11", "the coordinator", "")
 
-    made, host = branch
-    channel = channel_of(made, host, 1)
+    made, coordinator = branch
+    channel = channel_of(made, coordinator, 1)
     monkeypatch.setattr(ray, "get", get)
     outcome = BranchOutcome(3, b"outcome", [None], [b"%016d" % 1])
     made.news.tell(made.post, outcome)
-    token, why = host.next("lose")
+    token, why = coordinator.next("lose")
     assert token == b"%016d" % 1
     assert "process of rank 1: its outcome did not come: ObjectLostError" in str(why)
-    with pytest.raises(HostDiedError):
+    with pytest.raises(CoordinatorDiedError):
         channel.outcome(PATIENCE)
     channel.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `exit`
 def test_an_answer_of_a_branch_replaces_no_outcome_that_another_has_still_to_fetch(
-    branch: tuple[Branch, TheHost], monkeypatch: pytest.MonkeyPatch
+    branch: tuple[Branch, TheCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, host = branch
-    channels = [channel_of(made, host, rank) for rank in range(2)]
+    made, coordinator = branch
+    channels = [channel_of(made, coordinator, rank) for rank in range(2)]
     buffer = np.arange(5000, dtype=np.uint8)
     monkeypatch.setattr(ray, "get", lambda _: buffer)
     tokens = [b"%016d" % rank for rank in range(2)]
@@ -981,7 +983,7 @@ def test_an_answer_of_a_branch_replaces_no_outcome_that_another_has_still_to_fet
         assert made.news.ask(made.fetch, number) == (b"average", buffer)
     for k in range(9):
         channels[0].ask(pickle.dumps((tuple(Ask("give")), None)), None, is_urgent=True)
-        host.next("hand")
+        coordinator.next("hand")
         made.news.ask(made.post, BranchOutcome(3 + k, b"another one", [None], tokens[:1]))
         assert channels[0].outcome(PATIENCE)[0] == b"another one"
     assert made.news.ask(made.fetch, numbers[1]) == (b"average", buffer)
@@ -990,11 +992,11 @@ def test_an_answer_of_a_branch_replaces_no_outcome_that_another_has_still_to_fet
 
 
 def test_an_ask_with_the_wrong_number_of_bytes_ends_its_member_alone(
-    branch: tuple[Branch, TheHost],
+    branch: tuple[Branch, TheCoordinator],
 ) -> None:
     """It would otherwise be averaged, or end the thread that all members of the node wait for."""
-    made, host = branch
-    channels = [channel_of(made, host, rank) for rank in range(2)]
+    made, coordinator = branch
+    channels = [channel_of(made, coordinator, rank) for rank in range(2)]
     tokens = [b"%016d" % rank for rank in range(2)]
     made.news.ask(made.post, BranchOutcome(1, b"first", None, tokens))
     weights = FlatWeights({"w": np.ones(100_000)})
@@ -1002,20 +1004,20 @@ def test_an_ask_with_the_wrong_number_of_bytes_ends_its_member_alone(
     for channel, more in zip(channels, (64, 0), strict=True):
         assert channel.outcome(PATIENCE)[0] == b"first"
         channel.ask(body, np.zeros(weights.buffer.nbytes + more, np.uint8), is_urgent=True)
-    token, why = host.next("lose")
+    token, why = coordinator.next("lose")
     assert token == tokens[0]
     assert "expected 800,000 bytes of weights, got 800,064" in str(why)
-    assert host.next("hand")[0] == tokens[1]
+    assert coordinator.next("hand")[0] == tokens[1]
     for channel in channels:
         channel.close()
 
 
 @pytest.mark.parametrize("ask", [{"operation": "heal"}, {"operation": "average", "lacks": True}])
 def test_an_ask_without_weights_passes_a_branch(
-    branch: tuple[Branch, TheHost], ask: dict[str, Any]
+    branch: tuple[Branch, TheCoordinator], ask: dict[str, Any]
 ) -> None:
-    made, host = branch
-    channel = channel_of(made, host, 1)
+    made, coordinator = branch
+    channel = channel_of(made, coordinator, 1)
     made.news.ask(made.post, BranchOutcome(1, b"first", None, [b"%016d" % 1]))
     assert channel.outcome(PATIENCE)[0] == b"first"
     layout = Layout.of({"w": np.ones(100_000)})
@@ -1024,7 +1026,7 @@ def test_an_ask_without_weights_passes_a_branch(
         None,
         is_urgent=True,
     )
-    token, body, buffer = host.next("hand")
+    token, body, buffer = coordinator.next("hand")
     seat = Seat(1, "process of rank 1", token, state=State.WORKING)
     seat.receive(Letter(body, buffer, None))
     assert seat.look()
@@ -1032,8 +1034,8 @@ def test_an_ask_without_weights_passes_a_branch(
     channel.close()
 
 
-def test_the_host_learns_why_a_branch_has_failed(
-    branch: tuple[Branch, TheHost], caplog: pytest.LogCaptureFixture
+def test_the_coordinator_learns_why_a_branch_has_failed(
+    branch: tuple[Branch, TheCoordinator], caplog: pytest.LogCaptureFixture
 ) -> None:
     made, _ = branch
 

@@ -1,7 +1,7 @@
-"""A member's end of a channel to its host: it asks when it is ready, and waits for the outcome.
+"""A member's end of a channel: it asks when it is ready, and waits for the outcome.
 
-The host posts each outcome as a command, and the member's next ask is the answer to it. So
-between two calls the mailbox is BUSY: the member works, and the host waits for its answer.
+The coordinator posts each outcome as a command, and the member's next ask is the answer to it. So
+between two calls the mailbox is BUSY: the member works, and the coordinator waits for its answer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from flatweights.ray.channels._protocol import ASK
 from flatweights.ray.channels._segments import Segments
 from flatweights.ray.channels._worker_channel import WorkerChannel
 
-SLICE = 0.25  # seconds between two checks that the host is alive
+SLICE = 0.25  # seconds between two checks that the coordinator is alive
 _STAY = 1  # a member is in one call of the mailbox's protocol for ever: its number
 
 
-class HostDiedError(RuntimeError):
-    """The host of the process group has ended."""
+class CoordinatorDiedError(RuntimeError):
+    """The coordinator of the process group has ended."""
 
 
 class Shortcut(NamedTuple):
@@ -35,7 +35,7 @@ class Shortcut(NamedTuple):
     Attributes:
         exchange: Asks and waits; see `_core.RepeatedAsk.exchange`. If it returns a truth value,
             that is to become `MemberChannel.pending`.
-        memory: The memory in a segment from which the host reads the weights.
+        memory: The memory in a segment from which the coordinator reads the weights.
         segments: The segments of the channel.
         changes: How often they had changed.
     """
@@ -47,7 +47,7 @@ class Shortcut(NamedTuple):
 
 
 class MemberChannel(WorkerChannel):
-    """A member's end of the channel to its host.
+    """A member's end of the channel to its coordinator.
 
     Attributes:
         pending: If a `Shortcut` has asked, and could not read the outcome: whether it has come. The
@@ -81,26 +81,26 @@ class MemberChannel(WorkerChannel):
         Args:
             body: The ask.
             buffer: The packed weights.
-            is_urgent: Whether to wake the host before all others have asked.
+            is_urgent: Whether to wake the coordinator before all others have asked.
             kind: The kind of answer.
 
         Returns:
             False, with nothing sent, if no segment is free and none can be made.
 
         Raises:
-            HostDiedError: If the host is gone.
+            CoordinatorDiedError: If the coordinator is gone.
         """
         if self._doorbell is None:
             self.receive()
         if self.is_closed or self._doorbell is None:
-            raise HostDiedError("the host has closed its end")
+            raise CoordinatorDiedError("the coordinator has closed its end")
         message = buffer_message(kind, body, buffer, self._segments)
         if message is None:
             return False
         try:
             self.share(self._segments, message.extents)
         except OSError as error:
-            raise HostDiedError(f"a segment was not sent: {error}") from error
+            raise CoordinatorDiedError(f"a segment was not sent: {error}") from error
         reach("asking")
         self.mailbox.answer_with(message.content, 0)
         if is_urgent:
@@ -129,7 +129,7 @@ class MemberChannel(WorkerChannel):
 
         Raises:
             TimeoutError: If there is no command within ``seconds``; never, if None.
-            HostDiedError: If the host is gone.
+            CoordinatorDiedError: If the coordinator is gone.
         """
         end = None if seconds is None else _clock.now() + seconds
         has_come, self.pending = self.pending, None
@@ -140,12 +140,12 @@ class MemberChannel(WorkerChannel):
                 break
             self.receive()
             if self.is_closed:
-                raise HostDiedError("the host has ended")
+                raise CoordinatorDiedError("the coordinator has ended")
             if end is not None and _clock.now() >= end:
-                raise TimeoutError(f"no answer of the host within {seconds} s")
+                raise TimeoutError(f"no answer of the coordinator within {seconds} s")
         try:
             kind, buffers, body = self.read()
         except (ChannelError, ValueError) as error:
-            raise HostDiedError(f"the outcome could not be read: {error}") from error
+            raise CoordinatorDiedError(f"the outcome could not be read: {error}") from error
         reach("told")
         return body, buffers, kind

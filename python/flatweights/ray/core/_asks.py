@@ -1,4 +1,4 @@
-"""The messages between members and their host: a member's ask, and the outcome of a call."""
+"""The messages between members and their coordinator: a member's ask, and the outcome of a call."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class OnGpu(NamedTuple):
     Attributes:
         uuid: The UUID of the GPU.
         placed: The segment of the member that has the values; None, if they come through memory of
-            the host.
+            the coordinator.
     """
 
     uuid: bytes
@@ -122,7 +122,7 @@ class Ask(NamedTuple):
 
     @property
     def is_urgent(self) -> bool:
-        """Whether the host must read it before all others have asked."""
+        """Whether the coordinator must read it before all others have asked."""
         is_call = self.operation in ("average", "broadcast", "all_gather")
         return self.timeout is not None or self.lacks or not is_call
 
@@ -159,7 +159,7 @@ class Ask(NamedTuple):
 
     @property
     def may_repeat(self) -> bool:
-        """Whether all that the host has to know of it is in the messages of repetitions."""
+        """Whether all that the coordinator has to know of it is in the messages of repetitions."""
         is_plain = self.operation in ("average", "broadcast") and self.rule is None
         return is_plain and self.gpu is None and not (self.lacks or self.twins)
 
@@ -240,7 +240,7 @@ Told: TypeAlias = tuple[bytes | Outcome, NDArray[np.uint8] | None]
 
 
 def remember(known: dict[Any, Any], key: Any, value: Any = None) -> None:
-    """Add what a member and its host both know from now on, and forget the oldest."""
+    """Add what a member and its coordinator both know from now on, and forget the oldest."""
     known[key] = value
     if len(known) > _MOST_KNOWN:
         del known[next(iter(known))]

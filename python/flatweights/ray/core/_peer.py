@@ -49,7 +49,7 @@ class Peer:
         number: A number that no other process of the process group has, from 1.
         before: Until it has joined, the last process of its rank that had.
         has_joined: Whether it was there when the process group opened, or has asked since.
-        has_channel: Whether its weights come through memory that it shares with the host.
+        has_channel: Whether its weights come through memory that it shares with the coordinator.
         state: Its state.
         has: The largest number of the outcomes that it got; 0 after the first outcome.
         states: By layout of a state, the number of the last call whose outcome it has.

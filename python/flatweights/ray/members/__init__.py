@@ -1,9 +1,11 @@
 """Averages that processes ask for by themselves.
 
-- `flatweights.ray.core` has the messages between members and host, and decides about their calls.
+- `flatweights.ray.core` has the messages between members and coordinator, and decides about their
+  calls.
 - `_terms` has what members must agree on. `_train` knows Ray Train.
 - `_member` has the public part: `join`, and a `Member` with its calls.
-- `_host_end` connects a member to its host: by a channel within a node, else by Ray's object store.
-- `_host` is the actor that members call, `_group` its one thread, `_seats` its members' records,
-  `_door` lets them in.
+- `_client` connects a member to its coordinator: by a channel within a node, else by Ray's object
+  store.
+- `_coordinator` is the actor that members call, `_group` its one thread, `_seats` its members'
+  records, `_door` lets them in.
 """

@@ -1,8 +1,9 @@
 """A member's call that may be made again: what need not be found out anew.
 
-If the host repeats calls (`RepeatedCalls`), `Member.average_variables` consists of three steps: the
-variables are gathered into a segment of this process, one function of C++ asks and waits, and the
-variables are set from the host's segment. Anything else makes it a call like the first.
+If the coordinator repeats calls (`RepeatedCalls`), `Member.average_variables` consists of three
+steps: the variables are gathered into a segment of this process, one function of C++ asks and
+waits, and the variables are set from the coordinator's segment. Anything else makes it a call like
+the first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A branch: the agent of a process group on another node than its host's.
+"""A branch: the agent of a process group on another node than its coordinator's.
 
-The members of its node make channels to it, as other members do to the host. Large weights stay
-here: the host gets only the asks, and lets branches exchange pieces. Small weights go to the host
-with the ask.
+The members of its node make channels to it, as other members do to the coordinator. Large weights
+stay
+here: the coordinator gets only the asks, and lets branches exchange pieces. Small weights go to the
+coordinator with the ask.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Branch:
 
     def __init__(
         self,
-        host: ray.actor.ActorHandle,
+        coordinator: ray.actor.ActorHandle,
         channels: GroupChannels,
         end: NodeEnd,
         turn: threading.Lock,
@@ -79,7 +80,7 @@ class Branch:
         """Begin without members.
 
         Args:
-            host: The actor to which asks go.
+            coordinator: The actor to which asks go.
             channels: The channels of this process.
             end: This node's part of exchanges.
             turn: The lock that a thread holds while it uses ``end``.
@@ -90,7 +91,7 @@ class Branch:
         made = channels.channels
         if made is None:
             raise OSError(channels.setback.reason)
-        self._host = host
+        self._coordinator = coordinator
         self._channels = made
         self._end = end
         self._turn = turn
@@ -102,13 +103,13 @@ class Branch:
         threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
-        """Admit a member with a ticket of the host; return the address for its channel."""
+        """Admit a member with a ticket of the coordinator; return the address for its channel."""
         self._channels.expect(token)
         self._seats[token] = Seat(rank, who, token)
         return self._channels.address
 
     def attach(self, token: bytes, nonce: bytes) -> None:
-        """Make the channel to a member, and tell the host that it is ready.
+        """Make the channel to a member, and tell the coordinator that it is ready.
 
         Raises:
             ChannelError: If it has not connected.
@@ -117,10 +118,10 @@ class Branch:
         if seat is None or seat.state is not State.ENTERING:
             raise ChannelError("no such member")
         seat.attach(self._channels.connect(token, nonce))
-        self._host.hand.remote(token, None, None)
+        self._coordinator.hand.remote(token, None, None)
 
     def forget(self, token: bytes) -> None:
-        """Drop a member that has left, or that the host counts as dead."""
+        """Drop a member that has left, or that the coordinator counts as dead."""
         seat = self._seats.pop(token, None)
         if seat is None:
             return
@@ -193,7 +194,7 @@ class Branch:
             self.failure.set_exception(error)
 
     def _hand_on(self, seat: Seat) -> None:
-        """Pass a member's ask on to the host; large weights stay here."""
+        """Pass a member's ask on to the coordinator; large weights stay here."""
         answer = seat.answer
         assert answer is not None
         ask = answer.ask
@@ -203,7 +204,7 @@ class Branch:
             seat.close()
         if packed is None or packed.buffer.nbytes < SMALL:
             buffer = None if packed is None else packed.buffer
-            self._host.hand.remote(seat.token, answer.body, buffer)
+            self._coordinator.hand.remote(seat.token, answer.body, buffer)
             return
         with self._turn:
             self._end.models[seat.rank] = packed.buffer
@@ -212,26 +213,26 @@ class Branch:
         if ask.nonfinite != "propagate" and ask.rule is None:
             template = Template(Kind.FLAT_WEIGHTS, packed.layout)
             spoiled = template.find_nonfinite([packed.buffer], f"rank {seat.rank}")
-        self._host.hand.remote(seat.token, answer.body, Away(spoiled))
+        self._coordinator.hand.remote(seat.token, answer.body, Away(spoiled))
 
     def _lose(self, seat: Seat, why: MemberDiedError) -> None:
-        """Count a member as dead, and tell the host."""
+        """Count a member as dead, and tell the coordinator."""
         seat.ends(why)
         seat.close()
-        self._host.lose.remote(seat.token, why)
+        self._coordinator.lose.remote(seat.token, why)
         self.forget(seat.token)
 
 
 class BranchAgent(Agent):
     """The actor; see `Branch`."""
 
-    def __init__(self, host: ray.actor.ActorHandle) -> None:
-        """Start, for the process group of ``host``."""
+    def __init__(self, coordinator: ray.actor.ActorHandle) -> None:
+        """Start, for the process group of ``coordinator``."""
         super().__init__()
-        self._branch = Branch(host, self.channels, self.end, self.turn)
+        self._branch = Branch(coordinator, self.channels, self.end, self.turn)
 
     def stay(self) -> None:
-        """Never return: the host learns from the error when the branch has failed, or died."""
+        """Never return: the error tells the coordinator when the branch has failed, or died."""
         self._branch.failure.result()
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:

@@ -19,7 +19,7 @@ from flatweights.ray.members._reductions import Reduced, Reduction
 
 # Bytes of weights that stay on a GPU. It runs the kernels of one process at a time, and takes some
 # 0.3 ms to go from one to another, which an average needs twice. With two members on an H100, the
-# host takes 0.5 ms for 34 kB, and 1.2 ms for 1.2 MB.
+# coordinator takes 0.5 ms for 34 kB, and 1.2 ms for 1.2 MB.
 _LEAST = 512 << 10
 
 _log = logging.getLogger("flatweights")
@@ -32,7 +32,7 @@ def gpu_of(variables: Any) -> bytes | None:
         ValueError: If ``FLATWEIGHTS_GPU`` is something unknown.
     """
     uuid: bytes | None = getattr(variables, "gpu", None)
-    if uuid is None or (wanted := gpu_setting()) == "host":
+    if uuid is None or (wanted := gpu_setting()) == "coordinator":
         return None
     return uuid if wanted == "device" or variables.layout.nbytes >= _LEAST else None
 
@@ -44,7 +44,7 @@ class GpuEnd:
         """Start without segments.
 
         Args:
-            channel: The channel to the host.
+            channel: The channel to the coordinator.
             seat: The number of this member's seat.
         """
         self._channel = channel
@@ -86,15 +86,15 @@ class GpuEnd:
         return segment
 
     def tell(self, segment: OwnSegment) -> None:
-        """Let the host send others to a segment of this member.
+        """Let the coordinator send others to a segment of this member.
 
         Raises:
-            OSError: If the host is dead.
+            OSError: If the coordinator is dead.
         """
         self._channel.send_handle(segment.handle)
 
     def reduce(self, body: bytes) -> bytes:
-        """Average segments of members into one of this member's; return the answer to the host."""
+        """Average segments of members into one of this member's; return the answer."""
         reach("reducing")
         try:
             reduced = self._reduced(Reduction(*pickle.loads(body)))
@@ -123,10 +123,10 @@ class GpuEnd:
         """Return a segment of this member or of another, mapped.
 
         Raises:
-            ChannelError: If the host has not told of it.
+            ChannelError: If the coordinator has not told of it.
             RuntimeError: If the driver fails.
         """
-        self._channel.receive()  # the host may have told of members that are gone
+        self._channel.receive()  # the coordinator may have told of members that are gone
         has = self._channel.has_handle
         self._peers = {at: known for at, known in self._peers.items() if has(known[0])}
         own = self._segments.find(placed)

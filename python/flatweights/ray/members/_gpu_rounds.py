@@ -1,11 +1,11 @@
-"""The host's part in averages that stay on a GPU: it uses none itself, and decides who does what.
+"""The coordinator's part in averages that stay on a GPU: it decides who does what.
 
-Members whose variables are on one GPU leave their weights in segments of it and send the host only
-where they are. The host then has the lowest rank average all into another segment (`Reduction`),
-and tells every member where that is. The bytes never leave the GPU. (The host does not average
-itself, since a process that computes on a GPU takes half a GB of its memory. The rank that averages
-has two segments more than the others: one for the new average, one for the last, which others may
-read.)
+Members whose variables are on one GPU leave their weights in segments of it and send the
+coordinator only where they are. The coordinator then has the lowest rank average all into another
+segment (`Reduction`), and tells every member where that is. The bytes never leave the GPU. (The
+coordinator does not average itself, since a process that computes on a GPU takes half a GB of its
+memory. The rank that averages has two segments more than the others: one for the new average, one
+for the last, which others may read.)
 
 Whatever stands in the way - a rule, a member on another GPU or node, NaN or infinity to be named, a
 GPU's memory that is short, a rank that dies or stops while it averages - ends in the same way: the
@@ -204,7 +204,7 @@ class GpuRounds:
     def _check(self, first: Ask, senders: Sequence[Seat], seats: Sequence[Seat]) -> None:
         """Raise unless the weights of ``senders`` are in segments that all ``seats`` can read."""
         if not self.may_stay(first, [(seat, seat.ask) for seat in seats]):
-            raise AskAgainError("not all members are on one GPU, or a rule needs the host")
+            raise AskAgainError("not all members are on one GPU, or a rule needs the coordinator")
         if not all(seat.ask.is_in_segment for seat in senders):
             raise AskAgainError("some weights are in memory of the host")
 

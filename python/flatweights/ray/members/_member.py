@@ -34,7 +34,7 @@ from flatweights.ray._variables import (
     text_of,
     whole_state,
 )
-from flatweights.ray.channels._member_channel import SLICE, HostDiedError
+from flatweights.ray.channels._member_channel import SLICE, CoordinatorDiedError
 from flatweights.ray.core._asks import (
     Ask,
     LacksStateError,
@@ -44,8 +44,8 @@ from flatweights.ray.core._asks import (
     remember,
 )
 from flatweights.ray.members._again import Again
+from flatweights.ray.members._client import CoordinatorClient, Sent, enter
 from flatweights.ray.members._door import Ticket
-from flatweights.ray.members._host_end import HostEnd, Sent, enter
 from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._terms import GRACE, Terms
 from flatweights.ray.members._train import train_worker
@@ -62,9 +62,9 @@ class NotInTrainError(TypeError):
 
 
 _NO_WEIGHTS = Layout([], [], [])
-_RETRY = 0.05  # seconds between two tries to find the host of a process group
+_RETRY = 0.05  # seconds between two tries to find the coordinator of a process group
 _MOST_TOLD = 200  # characters
-_RESTART = 10.0  # seconds in which another host may take the place of one that has ended
+_RESTART = 10.0  # seconds in which another coordinator may take the place of one that has ended
 
 
 def join(
@@ -81,9 +81,9 @@ def join(
 
     Any process of a Ray program can be a member: a task, an actor, the driver, a worker of Ray
     Train, a trial of Ray Tune. The call returns once ``size`` members have joined. The first member
-    starts the host, an actor without CPUs on its node, which ends with the last member. Within a
-    node, members and host exchange weights through memory that both map. On every other node the
-    host starts an agent, which that node's members reach in the same way.
+    starts the coordinator, an actor without CPUs on its node, which ends with the last member.
+    Within a node, members and coordinator exchange weights through memory that both map. On every
+    other node the coordinator starts an agent, which that node's members reach in the same way.
 
     In a worker of Ray Train no argument is needed: name, rank and size come from its context, and
     each attempt of a run is a separate process group.
@@ -117,7 +117,7 @@ def join(
             ``timeout``.
         RuntimeError: If Ray is not initialized, or this thread runs an event loop, which the wait
             would block.
-        MemberError: If the host ended while this process joined.
+        MemberError: If the coordinator ended while this process joined.
     """
     _check_thread()
     if not ray.is_initialized():
@@ -153,18 +153,20 @@ def joined(
     """Return the member that `join` returns, whose arguments were checked; see `enter`.
 
     Raises:
-        MemberError: If the host has ended meanwhile, and those after it.
+        MemberError: If the coordinator has ended meanwhile, and those after it.
         Exception: As `enter`.
     """
     give_up = _clock.now() + _RESTART
     while True:
         try:
             return Member(name, *enter(name, rank, terms, timeout, end, platform))
-        except (ray.exceptions.RayActorError, HostDiedError) as error:
-            # It may have been the host of an earlier process group of this name, which was about to
-            # end.
+        except (ray.exceptions.RayActorError, CoordinatorDiedError) as error:
+            # It may have been the coordinator of an earlier process group of this name, which was
+            # about to end.
             if _clock.now() >= give_up:
-                raise MemberError(f"process group {name!r}: its host has ended: {error}") from None
+                raise MemberError(
+                    f"process group {name!r}: its coordinator has ended: {error}"
+                ) from None
             _clock.sleep(_RETRY)
 
 
@@ -200,7 +202,9 @@ class Member:
             False, as at first, the call goes on waiting.
     """
 
-    def __init__(self, name: str, host: HostEnd, ticket: Ticket, outcome: Outcome) -> None:
+    def __init__(
+        self, name: str, coordinator: CoordinatorClient, ticket: Ticket, outcome: Outcome
+    ) -> None:
         """Take the results of `join`; not for users."""
         self.name = name
         self.rank = ticket.rank
@@ -209,7 +213,7 @@ class Member:
         self._seat = ticket.seat
         self.lacks_state = outcome.number > 0
         self.raise_if_out_of_sync = False
-        self._host = host
+        self._coordinator = coordinator
         self._turns = Turns(name)
         self._again: dict[int, Again | None] = {}  # by the id of their variables
         self._last_state: WholeState | None = None
@@ -217,7 +221,7 @@ class Member:
         self._caller = 0  # the thread that holds it
         self._over: str = ""
         self._process = os.getpid()
-        self._finalizer = finalizer(self, host.close)
+        self._finalizer = finalizer(self, coordinator.close)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -239,7 +243,7 @@ class Member:
         """Average ``weights`` with those of the other members.
 
         The result has the bits of `flatweights.average` over the ranks in `Round.used`. The weights
-        are copied once into memory that the host maps, and the mean once out of it.
+        are copied once into memory that the coordinator maps, and the mean once out of it.
 
         With ``state``, a member that lacks the state of the training is healed: a new member, a
         restarted one, or one that has missed more than one such call. Its weights are not part of
@@ -260,7 +264,7 @@ class Member:
                 left, if None. The same in all members, as is ``nonfinite``.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
             rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``; the same
-                in all members. A function runs in the host, on a list of `FlatWeights`.
+                in all members. A function runs in the coordinator, on a list of `FlatWeights`.
             state: The state of the training, which heals members: a
                 `flatweights.tensorflow.TensorFlowVariables`, or any `Variables`; an object with
                 ``save`` and ``restore`` of bytes (`Saved`), such as a place in the data; or a list
@@ -279,7 +283,7 @@ class Member:
             ValueError: If an argument is out of range; or if a member's weights hold NaN or
                 infinity, and ``nonfinite="raise"``.
             TypeError: If ``weights`` or ``out`` are of a kind that has no average.
-            MemberError: If the host has ended, or this member has left.
+            MemberError: If the coordinator has ended, or this member has left.
         """
         self._check_process()
         state = self._whole(state)
@@ -288,10 +292,10 @@ class Member:
         targets = None if out is None else template.targets(out)
         layout = template.layout
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
-        with self._call(state) as host:
-            buffer = host.new_buffer(layout)
+        with self._call(state) as coordinator:
+            buffer = coordinator.new_buffer(layout)
             _core.move_parts(template.parts_in(buffer), parts)
-            outcome, mean = self._exchange(host, ask, layout, buffer, state)
+            outcome, mean = self._exchange(coordinator, ask, layout, buffer, state)
             return self._round(outcome, _model(template, mean, out, targets))
 
     def average_variables(
@@ -307,9 +311,10 @@ class Member:
     ) -> Round:
         """Average ``variables`` with those of the other members, in place.
 
-        They are gathered into memory that the host maps, and set from the host's memory, without
-        other copies. Afterwards all members have the same values, including late ones, except for
-        states of seed generators, which stay each member's own; ``state`` contains them.
+        They are gathered into memory that the coordinator maps, and set from the coordinator's
+        memory, without other copies. Afterwards all members have the same values, including late
+        ones, except for states of seed generators, which stay each member's own; ``state`` contains
+        them.
 
         Args:
             variables: A `flatweights.tensorflow.TensorFlowVariables`, or any object with its
@@ -346,12 +351,12 @@ class Member:
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
         if self._turns.is_twin(variables, ask.keys[1]):
             ask = ask._replace(twins=(*ask.twins, ask.keys[1]))
-        with self._call(state) as host:
-            ask, sent = host.gather(variables, ask)
-            outcome, mean = self._exchange(host, ask, layout, sent, state)
+        with self._call(state) as coordinator:
+            ask, sent = coordinator.gather(variables, ask)
+            outcome, mean = self._exchange(coordinator, ask, layout, sent, state)
             scatter(variables, mean)
             result = self._round(outcome, None)
-            way = host.again(ask, sent)
+            way = coordinator.again(ask, sent)
             if way is not None:
                 again = Again.of(variables, state, arguments, ask, way, self._turns)
                 remember(self._again, id(variables), again)
@@ -377,25 +382,25 @@ class Member:
         self, again: Again, variables: Variables, state: Variables | None
     ) -> Round | None:
         """Average as before; None, with nothing done, if the segment is not free."""
-        host = self._host
+        coordinator = self._coordinator
         try:
-            host.is_asking = host.is_told = False
+            coordinator.is_asking = coordinator.is_told = False
             shortcut = again.shortcut
             variables.gather_into(shortcut.memory)
-            host.is_asking = True
+            coordinator.is_asking = True
             if _failpoints.hook is not None:
                 _failpoints.reach("asking")
             told = shortcut.exchange(again.ask.weight, SLICE)
             if told is None:
-                host.is_asking = False
+                coordinator.is_asking = False
                 return None
             if isinstance(told, bool):
-                host.was_asked(again.ask, again.known, told)
+                coordinator.was_asked(again.ask, again.known, told)
                 sent = shortcut.memory
-                outcome, mean = self._exchange(host, again.ask, again.layout, sent, state)
+                outcome, mean = self._exchange(coordinator, again.ask, again.layout, sent, state)
                 result = self._round(outcome, None)
             else:
-                host.is_asking, host.is_told = False, True
+                coordinator.is_asking, coordinator.is_told = False, True
                 if _failpoints.hook is not None:
                     _failpoints.reach("told")
                 *numbers, mean = told
@@ -431,12 +436,12 @@ class Member:
         layout = template.layout
         root = _check_rank(root, self.size, "root")
         ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
-        with self._call() as host:
+        with self._call() as coordinator:
             buffer = None
             if ask.root == self.rank:
-                buffer = host.new_buffer(layout)
+                buffer = coordinator.new_buffer(layout)
                 _core.move_parts(template.parts_in(buffer), parts)
-            outcome, got = host.exchange(ask, layout, buffer)
+            outcome, got = coordinator.exchange(ask, layout, buffer)
             self._note(outcome)
             model: Model = _model(template, got, None, None)
             return model
@@ -462,13 +467,13 @@ class Member:
         root = _check_rank(root, self.size, "root")
         ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
         ask = ask._replace(only_next=self.raise_if_out_of_sync)
-        with self._call() as host:
+        with self._call() as coordinator:
             sent: Sent = None
             if ask.root == self.rank:
-                ask, sent = host.gather(variables, ask)
+                ask, sent = coordinator.gather(variables, ask)
             else:
-                ask = host.on_gpu(variables, ask)
-            outcome, got = host.exchange(ask, layout, sent)
+                ask = coordinator.on_gpu(variables, ask)
+            outcome, got = coordinator.exchange(ask, layout, sent)
             if self._seat not in outcome.seats or ask.root != self.rank:
                 scatter(variables, got)  # if the root has joined again, those of its predecessor
             return self._round(outcome, None)
@@ -520,8 +525,8 @@ class Member:
             raise TypeError(f"value: cannot be pickled: {reason_in_a_line(error)}") from error
         ask = self._ask(None, 1.0, timeout, min_results, "propagate", state=state)
         ask = ask._replace(operation="all_gather", name=name, value=pickled)
-        with self._call(state) as host:
-            outcome, _ = self._exchange(host, ask, _NO_WEIGHTS, None, state)
+        with self._call(state) as coordinator:
+            outcome, _ = self._exchange(coordinator, ask, _NO_WEIGHTS, None, state)
             result = self._round(outcome, {})
         result.weights.update({rank: pickle.loads(one) for rank, one in outcome.values.items()})
         return result
@@ -533,8 +538,8 @@ class Member:
             if not self._over:
                 self._over = "this member has left the process group"
                 try:
-                    with contextlib.suppress(HostDiedError, ray.exceptions.RayError):
-                        self._host.leave()
+                    with contextlib.suppress(CoordinatorDiedError, ray.exceptions.RayError):
+                        self._coordinator.leave()
                 finally:  # if it was interrupted, the others see a member that has died
                     self._finalizer()
 
@@ -608,7 +613,7 @@ class Member:
 
     def _exchange(
         self,
-        host: HostEnd,
+        coordinator: CoordinatorClient,
         ask: Ask,
         layout: Layout,
         weights: Sent,
@@ -619,14 +624,16 @@ class Member:
             try:
                 sent = ask._replace(lacks=state is not None and self.lacks_state)
                 if sent.lacks:
-                    outcome, mean = host.exchange(sent.through_host(), layout, None)
+                    outcome, mean = coordinator.exchange(sent.through_host(), layout, None)
                 else:
-                    outcome, mean = host.exchange(sent, layout, weights)
+                    outcome, mean = coordinator.exchange(sent, layout, weights)
                 if state is not None and outcome.giver == self._seat:
                     given = state.copy() if isinstance(state, WholeState) else state
-                    host.exchange(_state_ask("give", given), given.layout, _gathered(host, given))
+                    coordinator.exchange(
+                        _state_ask("give", given), given.layout, _gathered(coordinator, given)
+                    )
                 if state is not None and self._seat in outcome.lacking:
-                    _, got = host.exchange(_state_ask("heal", state), state.layout, None)
+                    _, got = coordinator.exchange(_state_ask("heal", state), state.layout, None)
                     state.scatter(got)
                     self.lacks_state = False
                 return outcome, mean
@@ -636,7 +643,7 @@ class Member:
                     raise
 
     @contextlib.contextmanager
-    def _call(self, state: Variables | None = None) -> Iterator[HostEnd]:
+    def _call(self, state: Variables | None = None) -> Iterator[CoordinatorClient]:
         """Run one call; if anything interrupts it, this member ends.
 
         If the outcome has come, and cannot be applied, the others are ahead of this member: it
@@ -646,9 +653,9 @@ class Member:
         with self._alone():
             if self._over:
                 raise MemberError(f"process group {self.name!r}: {self._over}")
-            self._host.is_asking = self._host.is_told = False
+            self._coordinator.is_asking = self._coordinator.is_told = False
             try:
-                yield self._host
+                yield self._coordinator
             except BaseException as error:
                 self._fail(error, state)
                 raise
@@ -657,17 +664,17 @@ class Member:
         """Note that ``error`` has ended a call.
 
         Raises:
-            MemberError: Instead of ``error``, if the host is gone.
+            MemberError: Instead of ``error``, if the coordinator is gone.
         """
-        if isinstance(error, HostDiedError):
+        if isinstance(error, CoordinatorDiedError):
             self._break_off(str(error))
             raise MemberError(f"process group {self.name!r}: {error}") from None
         if isinstance(error, ray.exceptions.RayError):
-            self._break_off(f"the host cannot be reached: {error}")
+            self._break_off(f"the coordinator cannot be reached: {error}")
             raise MemberError(f"process group {self.name!r}: {self._over}") from error
-        if self._host.is_told and not self._host.is_asking and state is not None:
+        if self._coordinator.is_told and not self._coordinator.is_asking and state is not None:
             self.lacks_state = True
-        elif self._host.is_told or self._host.is_asking:
+        elif self._coordinator.is_told or self._coordinator.is_asking:
             # A later call would receive this outcome, or bring weights without it.
             self._break_off(f"a call was broken off by {type(error).__name__}", error)
 
@@ -699,7 +706,7 @@ class Member:
     def _break_off(self, why: str, error: BaseException | None = None) -> None:
         self._over = self._over or why
         if self._finalizer.detach() is not None:
-            self._host.close("" if error is None else _line_of(error))
+            self._coordinator.close("" if error is None else _line_of(error))
 
     def _note(self, outcome: Outcome) -> None:
         self._ranks = outcome.ranks
@@ -724,7 +731,7 @@ def _line_of(error: BaseException) -> str:
 
 
 class _NamedRule:
-    """A user's function as a rule, whose errors name it: the host calls it for all members."""
+    """A user's function as a rule, whose errors name it; called for all members."""
 
     def __init__(self, name: str, function: Callable[[list[Any]], Any]) -> None:
         """Take the function."""
@@ -758,8 +765,8 @@ def _state_ask(operation: Literal["give", "heal"], state: Variables) -> Ask:
     return Ask(operation, state.layout.digest, nonfinite="propagate")
 
 
-def _gathered(host: HostEnd, state: Variables) -> NDArray[np.uint8]:
-    buffer = host.new_buffer(state.layout)
+def _gathered(coordinator: CoordinatorClient, state: Variables) -> NDArray[np.uint8]:
+    buffer = coordinator.new_buffer(state.layout)
     state.gather_into(buffer)
     return buffer
 

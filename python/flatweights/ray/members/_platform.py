@@ -1,6 +1,6 @@
-"""What hosts and members use of Ray, of channels, and of their process: all of it, in one place.
+"""What coordinators and members use of Ray, of channels and of their process, in one place.
 
-`PLATFORM` is that of production. `tests/sim` has one of its own, on which the same hosts and
+`PLATFORM` is that of production. `tests/sim` has one of its own, on which the same coordinators and
 members run in one process, with a virtual clock (`_clock`), and die as a seed says.
 """
 
@@ -46,17 +46,17 @@ class Place(NamedTuple):
 class Platform:
     """Ray, memory that two processes map, threads, and the names of this process."""
 
-    # Of a host.
+    # Of a coordinator.
 
-    def begin_host(self) -> Place:
-        """Prepare this process, which is an actor, to be a host; return where it is."""
+    def begin_coordinator(self) -> Place:
+        """Prepare this process, which is an actor, to be a coordinator; return where it is."""
         # An actor without CPUs gets one thread. But its members wait while it averages.
         os.environ.pop("OMP_NUM_THREADS", None)
         context = ray.get_runtime_context()
         return Place(context.get_node_id(), context.current_actor)
 
     def channels(self) -> Channels:
-        """Return the host's ends of channels, without any.
+        """Return the coordinator's ends of channels, without any.
 
         Raises:
             OSError: If there can be no channels on this system.
@@ -93,7 +93,7 @@ class Platform:
         """
         return ray.put(buffer)
 
-    def end_host(self, actor: ray.actor.ActorHandle) -> None:
+    def end_coordinator(self, actor: ray.actor.ActorHandle) -> None:
         """End the actor of this process."""
         ray.kill(actor)
 
@@ -110,23 +110,23 @@ class Platform:
         """Return the way that this process is to use, if it is told one; see `ray_setting`."""
         return ray_setting()
 
-    def find_host(
+    def find_coordinator(
         self, cls: type, name: str, node: str, concurrency: int, *args: object
     ) -> ray.actor.ActorHandle:
-        """Find the host of a process group, or start it; see `shared_actor`."""
+        """Find the coordinator of a process group, or start it; see `shared_actor`."""
         return shared_actor(cls, name, node, concurrency, *args)
 
     def introduce(self) -> tuple[bytes, str]:
-        """Return a token by which a host recognises this process, and its name in errors."""
+        """Return a token by which a coordinator recognises this process, and its name in errors."""
         who = f"process {os.getpid()} on {socket.gethostname()}"
         return secrets.token_bytes(_TOKEN), who
 
     def member_channel(self, address: bytes, token: bytes) -> MemberChannel:
-        """Connect to a host, and return the member's end of the channel.
+        """Connect to a coordinator, and return the member's end of the channel.
 
         Raises:
             OSError: If it cannot be made.
-            ChannelError: If the host expects nobody with that token.
+            ChannelError: If the coordinator expects nobody with that token.
             MemoryError: If there is no memory for a mailbox.
         """
         return MemberChannel(address, token)

@@ -36,7 +36,7 @@ from flatweights.ray._report import METRICS, SENT, report
 from flatweights.ray._result import Packed
 from flatweights.ray._round import Round, facts_of
 from flatweights.ray.channels._end import ChannelError
-from flatweights.ray.channels._member_channel import HostDiedError
+from flatweights.ray.channels._member_channel import CoordinatorDiedError
 from flatweights.ray.channels._protocol import RESEND
 from flatweights.ray.core._asks import (
     Ask,
@@ -123,7 +123,7 @@ class ProcessGroup:
         name: str,
         terms: Terms,
         node: str,
-        host: ray.actor.ActorHandle,
+        coordinator: ray.actor.ActorHandle,
         platform: Platform = PLATFORM,
     ) -> None:
         """Prepare; `run` holds the process group.
@@ -132,7 +132,7 @@ class ProcessGroup:
             name: The name.
             terms: The terms: the number of members, and others.
             node: This node.
-            host: The actor of this process.
+            coordinator: The actor of this process.
             platform: What it uses of Ray and channels.
 
         Raises:
@@ -144,7 +144,7 @@ class ProcessGroup:
         self._node = node
         self._channels = platform.channels()
         offer = self._channels.segments.offer
-        self._agents = platform.agents(offer, terms.sums, BranchAgent, (host,), _CALLS)
+        self._agents = platform.agents(offer, terms.sums, BranchAgent, (coordinator,), _CALLS)
         self._put = platform.put
         self._gpu = GpuRounds(self._channels)
         self._repetitions = Repetitions(name, self._channels)
@@ -165,7 +165,7 @@ class ProcessGroup:
             while self.door.is_in_use:
                 self._step()
         except Exception as error:
-            _log.exception("the host of process group %r has failed", self._name)
+            _log.exception("the coordinator of process group %r has failed", self._name)
             self._tell_failure(error)
         self._agents.shut_down()
         self.door.close()
@@ -260,7 +260,10 @@ class ProcessGroup:
         """Tell members that wait why the process group ends; others see that it has."""
         asking = [seat for seat in self.door.present.values() if seat.answer is not None]
         with contextlib.suppress(Exception):  # memory may be short
-            self._answer(asking, HostDiedError(f"the host has failed: {reason_in_a_line(error)}"))
+            self._answer(
+                asking,
+                CoordinatorDiedError(f"the coordinator has failed: {reason_in_a_line(error)}"),
+            )
 
     def _hear(self, seat: Seat) -> None:
         """Handle a member's ask, or its end."""
@@ -749,7 +752,7 @@ def _seats(peers: Sequence[Peer]) -> list[Seat]:
 
 
 def _not_here() -> MemberDiedError:
-    return MemberDiedError("the host has counted this member as dead")
+    return MemberDiedError("the coordinator has counted this member as dead")
 
 
 @functools.lru_cache(maxsize=16)

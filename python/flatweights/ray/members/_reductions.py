@@ -1,4 +1,4 @@
-"""What a host asks of the member that averages segments of a GPU, and what that answers."""
+"""What a coordinator asks of the member that averages segments of a GPU, and what that answers."""
 
 from __future__ import annotations
 

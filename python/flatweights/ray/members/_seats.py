@@ -4,8 +4,8 @@ A seat is a `Peer`, with what the process at the other end is reached by. One th
 process group or of the branch, calls these methods; no other thread reads a seat.
 
 Until a member has left or died, its end becomes known: the socket of its channel closes, and Ray
-reports the death of the process that owns the result of its call of `Host.stay`. Until then nobody
-else gets its rank; afterwards another process gets it at once.
+reports the death of the process that owns the result of its call of `Coordinator.stay`. Until then
+nobody else gets its rank; afterwards another process gets it at once.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class Prepared(NamedTuple):
 
 @dataclass(eq=False)
 class Seat(Peer):
-    """The record of one member, at a host or a branch.
+    """The record of one member, at a coordinator or a branch.
 
     Attributes:
         agent: The agent of its node, if that has the channel to it.
-        over: The future on which its call of `Host.stay` waits for its end.
+        over: The future on which its call of `Coordinator.stay` waits for its end.
         channel: The channel to it; None, if it calls through Ray.
         answer: Its ask, while it is `ASKING`.
         fault: The error that describes its end, until those who count members know of it.

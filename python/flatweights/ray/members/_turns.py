@@ -1,7 +1,7 @@
 """Detects models of one layout that take turns in the calls of a member, such as twin critics.
 
-The host recognises a call by its layouts, so it could give a member that was late, or has joined
-again, the weights or the state of the other one.
+The coordinator recognises a call by its layouts, so it could give a member that was late, or has
+joined again, the weights or the state of the other one.
 """
 
 from __future__ import annotations
@@ -54,6 +54,6 @@ class Turns:
             self._twins.add(key)
             text = (
                 "process group %r: several models of one layout take turns, so a member that is "
-                "late or joins again cannot be given any of them. Give their parts names of their own"
+                "late or joins again cannot be given any. Give their parts names of their own"
             )
             _log.warning(text, self._name)

@@ -1,4 +1,4 @@
-"""The host of a process group: an actor without CPUs, on the node of the first member.
+"""The coordinator of a process group: an actor without CPUs, on the node of the first member.
 
 Its methods are coroutines of one event loop. They hand the members' messages to the one thread of
 the process group, and wait for its answer. So a waiting call takes no thread, however many members
@@ -31,7 +31,7 @@ from flatweights.ray.members._terms import Terms
 _LAST_REPLIES = 1.0  # seconds in which finished calls return their results
 
 
-class Host:
+class Coordinator:
     """The actor. Members call `stay` and `enter`, and then `attach` or `exchange`."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Host:
             group: The class of the process group; a simulator has one that shows what it does.
         """
         self._platform = platform
-        place = platform.begin_host()
+        place = platform.begin_coordinator()
         self._group = group(name, terms, *place, platform)
         # By member, a future that is done at its end. Ray may begin its first calls in any order.
         self._ends: dict[bytes, Future[None]] = defaultdict(Future)
@@ -76,7 +76,8 @@ class Host:
         """Take a seat; wait while a process that may have ended has it.
 
         Args:
-            token: The token by which the host recognises the member, as in its call of `stay`.
+            token: The token by which the coordinator recognises the member, as in its call of
+                `stay`.
             stays: The reference to the result of that call, which shows its death from now on.
             rank: See `Entry`, also for the following.
             terms: See `Entry`.
@@ -183,4 +184,4 @@ class Host:
             end = _clock.now() + _LAST_REPLIES
             while self._running and _clock.now() < end:
                 _clock.sleep(0.01)
-            self._platform.end_host(handle)
+            self._platform.end_coordinator(handle)

@@ -1,4 +1,4 @@
-"""A member's connection to its host: a channel within a node, else Ray's object store."""
+"""A member's connection to its coordinator: a channel within a node, else Ray's object store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray._variables import Memory, Variables
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._gpu_segments import OwnSegment
-from flatweights.ray.channels._member_channel import HostDiedError, MemberChannel, Shortcut
+from flatweights.ray.channels._member_channel import CoordinatorDiedError, MemberChannel, Shortcut
 from flatweights.ray.channels._protocol import (
     ASKED_AGAIN,
     NUMBER,
@@ -39,9 +39,9 @@ from flatweights.ray.core._asks import (
     remember,
 )
 from flatweights.ray.members._again import Repeatable, outcome_again
+from flatweights.ray.members._coordinator import Coordinator
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
-from flatweights.ray.members._host import Host
 from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._seats import as_array
 from flatweights.ray.members._terms import Terms
@@ -50,20 +50,20 @@ from flatweights.ray.peers._wait import seconds_left
 Sent: TypeAlias = NDArray[np.uint8] | OwnSegment | None
 """The packed weights of an ask, in memory of the host or in a segment of a GPU."""
 
-_ABSENT = 5.0  # seconds in which a host has to name the missing ranks
-_CALLS = 4  # of a member in its host: `stay`, the current one, and two that it gave up
-_GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its host
+_ABSENT = 5.0  # seconds in which a coordinator has to name the missing ranks
+_CALLS = 4  # of a member in its coordinator: `stay`, the current one, and two that it gave up
+_GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its coordinator
 _LEAVE = pickle.dumps((Ask("leave").fields, None))
 
 
 class Pass(NamedTuple):
-    """The identity of a process for its host, from its entry on.
+    """The identity of a process for its coordinator, from its entry on.
 
     Attributes:
-        token: The token by which the host recognises the process.
+        token: The token by which the coordinator recognises the process.
         who: The name of the process in errors.
-        stays: The result of its call of `Host.stay`. The process owns it: if it dies, the host
-            learns that from Ray.
+        stays: The result of its call of `Coordinator.stay`. The process owns it: if it dies, the
+            coordinator learns that from Ray.
     """
 
     token: bytes
@@ -71,14 +71,14 @@ class Pass(NamedTuple):
     stays: ray.ObjectRef | None = None
 
     @classmethod
-    def of(cls, host: ray.actor.ActorHandle, platform: Platform = PLATFORM) -> Pass:
-        """Introduce this process to a host."""
+    def of(cls, coordinator: ray.actor.ActorHandle, platform: Platform = PLATFORM) -> Pass:
+        """Introduce this process to a coordinator."""
         token, who = platform.introduce()
-        return cls(token, who, host.stay.remote(token))
+        return cls(token, who, coordinator.stay.remote(token))
 
 
-class HostEnd(ABC):
-    """A member's end of its host.
+class CoordinatorClient(ABC):
+    """A member's end of its coordinator.
 
     Attributes:
         is_asking: Whether an ask was sent whose outcome was not received.
@@ -88,18 +88,18 @@ class HostEnd(ABC):
     def __init__(
         self, actor: ray.actor.ActorHandle, pass_: Pass, platform: Platform = PLATFORM
     ) -> None:
-        """Take the actor, which is the host or the agent of this node, and the identity."""
+        """Take the actor, which is the coordinator or the agent of this node, and the identity."""
         self.is_asking = self.is_told = False
         self._platform = platform
         self._actor = actor
         self._pass = pass_
-        self._known: dict[str, None] = {}  # digests of layouts that the host has been sent
+        self._known: dict[str, None] = {}  # digests of layouts that the coordinator has been sent
 
     def offer(self, nbytes: int) -> None:  # noqa: B027 - through Ray there is no such memory
-        """Let this thread make its next buffer of ``nbytes`` in memory that the host reads."""
+        """Let this thread make its next buffer of ``nbytes`` where the coordinator reads it."""
 
     def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
-        """Return a packed buffer, if possible in memory that the host reads."""
+        """Return a packed buffer, if possible in memory that the coordinator reads."""
         self.offer(layout.nbytes)
         try:
             return layout.new_buffer()
@@ -146,7 +146,7 @@ class HostEnd(ABC):
             sent: The packed weights, if they are sent.
 
         Raises:
-            HostDiedError: If the host is gone.
+            CoordinatorDiedError: If the coordinator is gone.
             TimeoutError: If it does not answer.
             Exception: The error of the outcome.
         """
@@ -173,7 +173,7 @@ class HostEnd(ABC):
         return outcome, self._memory_of(outcome, got)
 
     def _body(self, ask: Ask, layout: Layout) -> bytes:
-        """Return an ask as it is sent, with a layout that the host does not know yet."""
+        """Return an ask as it is sent, with a layout that the coordinator does not know yet."""
         is_known = layout.digest in self._known
         if not is_known:
             remember(self._known, layout.digest)
@@ -192,11 +192,11 @@ class HostEnd(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Tell the host that the member leaves."""
+        """Tell the coordinator that the member leaves."""
 
     @abstractmethod
     def close(self, raised: str = "") -> None:
-        """Close this end; the host learns that the member is gone, and what it ``raised``."""
+        """Close this end; the coordinator learns that it is gone, and what it ``raised``."""
 
     @abstractmethod
     def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
@@ -210,8 +210,8 @@ class HostEnd(ABC):
         """
 
 
-class HostByChannel(HostEnd):
-    """The end of a channel: memory that member and host map."""
+class ChannelClient(CoordinatorClient):
+    """The end of a channel: memory that member and coordinator map."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class HostByChannel(HostEnd):
         return ask if uuid is None else ask._replace(gpu=OnGpu(uuid))
 
     def again(self, ask: Ask, buffer: Sent) -> tuple[Shortcut, Repeatable] | None:
-        """Return the way to ask again, if the host has just repeated the call."""
+        """Return the way to ask again, if the coordinator has just repeated the call."""
         known = self._prepared.get(ask.terms)
         if known is None or not known.was_repeated or not isinstance(buffer, np.ndarray):
             return None
@@ -284,7 +284,7 @@ class HostByChannel(HostEnd):
                 try:
                     self._gpu.tell(sent)
                 except OSError as error:
-                    raise HostDiedError(f"a segment was not sent: {error}") from error
+                    raise CoordinatorDiedError(f"a segment was not sent: {error}") from error
                 buffer = None
             else:
                 buffer = sent
@@ -295,7 +295,7 @@ class HostByChannel(HostEnd):
             told = self._outcome(patience, known)
             if told is not None:
                 return told
-            # The host wants the same again: the whole ask, with weights in its own memory.
+            # The coordinator wants the same again: the whole ask, with weights in its own memory.
             self._prepared.pop(ask.terms, None)
             if isinstance(sent, OwnSegment):
                 self._may_stay.discard(ask.kind)
@@ -306,7 +306,8 @@ class HostByChannel(HostEnd):
     def _repeat(self, ask: Ask, known: Repeatable, buffer: NDArray[np.uint8] | None) -> bool:
         """Ask by a number; return whether there was a segment."""
         body = ASKED_AGAIN.pack(known.outcome.prepared, ask.weight)
-        # A host that makes repetitions without Python sees them in time; see `RepeatedCalls`.
+        # A coordinator that makes repetitions without Python sees them in time; see
+        # `RepeatedCalls`.
         is_urgent = ask.is_urgent and not known.was_repeated
         return self._channel.ask(body, buffer, is_urgent=is_urgent, kind=REPEAT)
 
@@ -333,7 +334,7 @@ class HostByChannel(HostEnd):
         return as_array(got) if outcome.placed is None else self._gpu.memory(outcome.placed)
 
     def _outcome(self, patience: float | None, known: Repeatable | None = None) -> Told | None:
-        """Return the outcome; None if the host wants the ask again.
+        """Return the outcome; None if the coordinator wants the ask again.
 
         Args:
             patience: Seconds to wait for it; for ever, if None.
@@ -358,14 +359,14 @@ class HostByChannel(HostEnd):
         return body, buffers[0] if buffers else None
 
 
-class HostByStore(HostEnd):
+class StoreClient(CoordinatorClient):
     """An end that uses Ray's calls and its object store, for members without a channel."""
 
     def __init__(
-        self, host: ray.actor.ActorHandle, pass_: Pass, platform: Platform = PLATFORM
+        self, coordinator: ray.actor.ActorHandle, pass_: Pass, platform: Platform = PLATFORM
     ) -> None:
-        """Take the host."""
-        super().__init__(host, pass_, platform)
+        """Take the coordinator."""
+        super().__init__(coordinator, pass_, platform)
         # The references of the last outcome. If one thread drops its reference when another has
         # just received the same, Ray never finds the object. So references are dropped one outcome
         # later.
@@ -382,7 +383,7 @@ class HostByStore(HostEnd):
         self._platform.get(self._actor.deliver.remote(self._pass.token, _LEAVE, None))
 
     def close(self, raised: str = "") -> None:
-        """Tell the host, unless it has seen that the member left."""
+        """Tell the coordinator, unless it has seen that the member left."""
         with contextlib.suppress(Exception):  # Ray may be shut down
             self._platform.check_connected()
             self._actor.lose.remote(self._pass.token, end_of(self._pass.who, raised))
@@ -397,9 +398,9 @@ class HostByStore(HostEnd):
         try:
             body, refs = self._platform.get(call, patience)
         except ray.exceptions.GetTimeoutError:
-            raise TimeoutError(f"no answer of the host within {patience} s") from None
+            raise TimeoutError(f"no answer of the coordinator within {patience} s") from None
         except ray.exceptions.RayTaskError as error:
-            raise HostDiedError(str(error.cause)) from None
+            raise CoordinatorDiedError(str(error.cause)) from None
         self._last_refs = refs
         if refs is None:
             return body, None
@@ -411,9 +412,9 @@ def _outcome_in(told: bytes | Outcome) -> Outcome:
 
 
 class Entered(NamedTuple):
-    """The result of joining: the host, a ticket, and the first outcome."""
+    """The result of joining: the coordinator, a ticket, and the first outcome."""
 
-    host_end: HostEnd
+    client: CoordinatorClient
     ticket: Ticket
     outcome: Outcome
 
@@ -426,7 +427,7 @@ def enter(
     end: float | None,
     platform: Platform = PLATFORM,
 ) -> Entered:
-    """Find or start the host, take a seat, and wait for the others.
+    """Find or start the coordinator, take a seat, and wait for the others.
 
     Args:
         name: See `flatweights.ray.join`.
@@ -437,59 +438,61 @@ def enter(
         platform: What the member uses of Ray and channels.
 
     Raises:
-        HostDiedError: If the host has ended meanwhile.
+        CoordinatorDiedError: If the coordinator has ended meanwhile.
         ray.exceptions.RayActorError: The same.
         TimeoutError: If not all have joined in time.
-        ValueError: If the host refuses ``rank`` or ``terms``.
+        ValueError: If the coordinator refuses ``rank`` or ``terms``.
     """
     node = platform.node()
     concurrency = _CALLS * terms.size + 64  # coroutines, not threads
-    host = platform.find_host(Host, name, node, concurrency, name, terms)
+    coordinator = platform.find_coordinator(Coordinator, name, node, concurrency, name, terms)
     wants_channel = platform.setting() != "store"
-    pass_ = Pass.of(host, platform)
+    pass_ = Pass.of(coordinator, platform)
     ticket: Ticket | None = None
-    host_end: HostEnd | None = None
+    client: CoordinatorClient | None = None
     try:
-        entering = host.enter.remote(
+        entering = coordinator.enter.remote(
             pass_.token, [pass_.stays], rank, terms, pass_.who, node, wants_channel
         )
         reach("entering")
         ticket = platform.get(entering, seconds_left(end))
         assert ticket is not None
         reach("entered")
-        host_end = _end_of(host, ticket, pass_, end, platform)
+        client = _end_of(coordinator, ticket, pass_, end, platform)
         reach("attached")
-        return Entered(host_end, ticket, host_end.start(seconds_left(end)))
+        return Entered(client, ticket, client.start(seconds_left(end)))
     except BaseException as error:
         is_late, why = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError)), ""
         try:
-            if is_late:  # the host ends with its last member
+            if is_late:  # the coordinator ends with its last member
                 own = rank if ticket is None else ticket.rank
-                why = _who_is_missing(host, own, platform)
+                why = _who_is_missing(coordinator, own, platform)
                 ended = platform.seconds_since_end(name)
                 if ended is not None:
                     why += f"; a process group of this name has ended {ended:.0f} s ago"
         finally:
             with contextlib.suppress(ray.exceptions.RayError):
-                host.lose.remote(pass_.token, MemberDiedError(f"{pass_.who} has given up to join"))
-            if host_end is not None:
-                host_end.close()
+                coordinator.lose.remote(
+                    pass_.token, MemberDiedError(f"{pass_.who} has given up to join")
+                )
+            if client is not None:
+                client.close()
         if is_late:
             expected = f"expected {terms} in {timeout} s"
             raise TimeoutError(f"process group {name!r}: {expected}; {why}") from None
         if isinstance(error, ray.exceptions.RayTaskError):
             if isinstance(error.cause, ValueError):
                 raise error.cause from None
-            raise HostDiedError(str(error.cause)) from None
+            raise CoordinatorDiedError(str(error.cause)) from None
         raise
 
 
-def _who_is_missing(host: ray.actor.ActorHandle, own: int | None, platform: Platform) -> str:
+def _who_is_missing(coordinator: ray.actor.ActorHandle, own: int | None, platform: Platform) -> str:
     """Return a clause about the ranks, except the ``own`` one, that have not joined."""
     try:
-        absent = platform.get(host.absent.remote(), _ABSENT)
+        absent = platform.get(coordinator.absent.remote(), _ABSENT)
     except ray.exceptions.RayError as error:
-        return f"its host does not answer: {type(error).__name__}"
+        return f"its coordinator does not answer: {type(error).__name__}"
     missing = [str(rank) for rank in absent if rank != own]
     if not missing:
         return "the last of them came just then"
@@ -497,22 +500,22 @@ def _who_is_missing(host: ray.actor.ActorHandle, own: int | None, platform: Plat
 
 
 def _end_of(
-    host: ray.actor.ActorHandle,
+    coordinator: ray.actor.ActorHandle,
     ticket: Ticket,
     pass_: Pass,
     end: float | None,
     platform: Platform,
-) -> HostEnd:
+) -> CoordinatorClient:
     """Make the channel that a ticket allows; otherwise return an end that uses Ray's store.
 
     Raises:
         OSError: If the channel cannot be made, and ``FLATWEIGHTS_RAY=shm`` requires it.
-        ChannelError: Likewise; or if the host did not find it.
+        ChannelError: Likewise; or if the coordinator did not find it.
         MemoryError: Likewise.
-        ray.exceptions.RayError: If the host, or the agent of this node, has died, or does not
-            answer by ``end``.
+        ray.exceptions.RayError: If the coordinator, or the agent of this node, has died, or does
+            not answer by ``end``.
     """
-    address, actor = ticket.address, host
+    address, actor = ticket.address, coordinator
     if ticket.branch is not None:
         actor = ticket.branch
         try:
@@ -523,17 +526,17 @@ def _end_of(
         except ray.exceptions.RayError:
             address = None
     if address is None:
-        return HostByStore(host, pass_, platform)
+        return StoreClient(coordinator, pass_, platform)
     try:
         channel = platform.member_channel(address, pass_.token)
     except (OSError, ChannelError, MemoryError):
         if platform.setting() == "shm":
             raise
-        return HostByStore(host, pass_, platform)
+        return StoreClient(coordinator, pass_, platform)
     try:
         attaching = actor.attach.remote(pass_.token, channel.mailbox.nonce)
         platform.get(attaching, seconds_left(end))
     except BaseException:
         channel.close()
         raise
-    return HostByChannel(actor, pass_, channel, ticket.seat, platform)
+    return ChannelClient(actor, pass_, channel, ticket.seat, platform)
