@@ -64,7 +64,7 @@ def expect(
     check_mean(members, call, used)
 
 
-def test_weights_stay_after_the_first_call_and_have_the_bits_of_the_coordinator(
+def test_weights_stay_after_the_first_call_and_have_the_bits_of_the_host(
     start: Start,
 ) -> None:
     members = start(3)
@@ -106,7 +106,7 @@ def test_two_models_take_turns(start: Start) -> None:
                 assert all(same_bits(weights[name + k], np.asarray(mean[k])) for k in mean)
 
 
-def test_nan_is_named_or_left_out_as_on_the_coordinator(start: Start) -> None:
+def test_nan_is_named_or_left_out_as_on_the_host(start: Start) -> None:
     members = start(3)
     spoil = "if rank == 1: held.weights['float32'][3] = np.nan\n"
     for call in range(3):
@@ -209,7 +209,7 @@ def test_a_late_member_reads_the_average_that_it_missed(start: Start) -> None:
     expect(members, 10, (0, 1), "gpu", few)
 
 
-def test_what_a_setting_forbids_or_a_member_lacks_goes_through_the_coordinator(
+def test_what_a_setting_forbids_or_a_member_lacks_goes_through_the_host(
     start: Start,
 ) -> None:
     members = start(2)
@@ -220,19 +220,19 @@ def test_what_a_setting_forbids_or_a_member_lacks_goes_through_the_coordinator(
         assert {w for _, ways in members.run(away).values() for w in ways.values()} == {"shm"}
     expect(members, 5, (0, 1), "shm")
     expect(members, 6, (0, 1), "gpu")
-    members.run("os.environ['FLATWEIGHTS_GPU'] = 'coordinator'", 1)
+    members.run("os.environ['FLATWEIGHTS_GPU'] = 'host'", 1)
     expect(members, 7, (0, 1), "shm")
-    members.run("del os.environ['FLATWEIGHTS_GPU']")  # so few bytes go through the coordinator
+    members.run("del os.environ['FLATWEIGHTS_GPU']")  # so few bytes go through the host
     expect(members, 8, (0, 1), "shm")
     expect(members, 9, (0, 1), "shm")
     members.run("os.environ['FLATWEIGHTS_GPU'] = 'gpu'", 1)
     program = "try: member.average_variables(held)\nexcept ValueError as error: result = str(error)"
     assert (
-        members.run(program, 1)[1] == "FLATWEIGHTS_GPU: expected coordinator or segments, got 'gpu'"
+        members.run(program, 1)[1] == "FLATWEIGHTS_GPU: expected host or device, got 'gpu'"
     )
 
 
-def test_a_rule_takes_the_weights_through_the_coordinator(start: Start) -> None:
+def test_a_rule_takes_the_weights_through_the_host(start: Start) -> None:
     members = start(3)
     for call in range(2):
         expect(members, call, (0, 1, 2), "gpu" if call else "shm")
@@ -255,7 +255,7 @@ def test_a_gpu_that_fails_one_member_is_used_no_more(stand_in: str, function: st
         members.close()
 
 
-def test_memory_that_is_short_on_the_gpu_is_taken_from_the_coordinator(stand_in: str) -> None:
+def test_memory_that_is_short_on_the_gpu_is_taken_from_the_host(stand_in: str) -> None:
     members = Members(stand_in, 2, STAND_IN_CUDA_MEMORY=str(3 << 20))
     try:
         for call in range(4):
@@ -330,7 +330,7 @@ def test_segments_of_members_that_are_gone_are_let_go(start: Start) -> None:
     assert counts[-1] == counts[1]
 
 
-def test_a_segment_for_which_the_coordinator_lacks_a_descriptor_is_read_by_the_coordinator(
+def test_a_segment_for_which_the_coordinator_lacks_a_descriptor_is_read_by_it(
     start: Start,
 ) -> None:
     members = start(2)

@@ -32,7 +32,7 @@ def gpu_of(variables: Any) -> bytes | None:
         ValueError: If ``FLATWEIGHTS_GPU`` is something unknown.
     """
     uuid: bytes | None = getattr(variables, "gpu", None)
-    if uuid is None or (wanted := gpu_setting()) == "coordinator":
+    if uuid is None or (wanted := gpu_setting()) == "host":
         return None
     return uuid if wanted == "device" or variables.layout.nbytes >= _LEAST else None
 
