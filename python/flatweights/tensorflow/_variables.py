@@ -128,7 +128,8 @@ class TensorFlowVariables:
 
         Raises:
             TypeError: If there is something else in ``output``, or a variable whose dtype
-                cannot be moved (strings, quantized types).
+                cannot be moved (strings, quantized types). If a function of ``exclude`` or ``only``
+                returns what is neither true nor false, such as an array.
             ValueError: If there are no variables, they are of several graphs, or some are not
                 built or have no fixed shape. If ``exclude`` and ``only`` are both given, leave no
                 variable, or contain a text that is no variable's name or prefix.
