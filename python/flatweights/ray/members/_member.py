@@ -504,7 +504,8 @@ class Member:
             A `Round`, whose ``weights`` are the objects by rank, of the ranks in `Round.used`.
 
         Raises:
-            TypeError: If ``value`` cannot be pickled, or ``name`` is not a text.
+            TypeError: If ``value`` cannot be pickled, or ``name`` is not a text; or if a member's
+                value cannot be unpickled here, after which the next call works normally.
             WorkerError: As `average`.
             CallsDifferError: If members make different calls, or with different names.
             MemberError: As `average`.
@@ -522,7 +523,12 @@ class Member:
         with self._call(state) as host:
             outcome, _ = self._exchange(host, ask, _NO_WEIGHTS, None, state)
             result = self._round(outcome, {})
-        result.weights.update({rank: pickle.loads(one) for rank, one in outcome.values.items()})
+        for rank, one in outcome.values.items():
+            try:
+                result.weights[rank] = pickle.loads(one)
+            except Exception as error:
+                reason = reason_in_a_line(error)
+                raise TypeError(f"value of rank {rank}: cannot be unpickled: {reason}") from error
         return result
 
     def leave(self) -> None:
