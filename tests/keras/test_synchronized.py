@@ -46,6 +46,7 @@ def cases() -> dict[str, tuple[Any, Any, dict[str, Any]]]:
         "images": (images, None, {"momentum": 0.5}),
         "channels first": (images, None, {"axis": 1}),
         "masked": (words, mask, {}),
+        "nothing in the last": (images[:5], None, {}),
         "half": (images.astype(np.float16), None, {"dtype": "mixed_float16"}),
     }
 
