@@ -252,7 +252,8 @@ class Member:
             weights: Any model that `flatweights.average` takes: an array, `FlatWeights`, a mapping
                 or a sequence of arrays, nested containers. The same kind and layout in all members.
             weight: The weight of this member, such as its number of samples.
-            out: Where to write: of the same kind, contiguous; it may be ``weights``.
+            out: Where to write: of the same kind, contiguous, in parts that do not overlap; it may
+                be ``weights``.
             timeout: Seconds that others may be later than the first member that calls; the
                 shortest of all members counts. For ever, if None.
             min_results: The number of ranks that an average needs; all that have joined and not
@@ -275,8 +276,8 @@ class Member:
             WorkerError: If fewer than ``min_results`` ranks take part; all members raise it. Or if
                 no member with the state is left.
             CallsDifferError: If members make different calls.
-            ValueError: If an argument is out of range; or if a member's weights hold NaN or
-                infinity, and ``nonfinite="raise"``.
+            ValueError: If an argument is out of range, or parts of ``out`` overlap; or if a
+                member's weights hold NaN or infinity, and ``nonfinite="raise"``.
             TypeError: If ``weights`` or ``out`` are of a kind that has no average.
             MemberError: If the host has ended, or this member has left.
         """
@@ -285,6 +286,8 @@ class Member:
         template = Template.of(weights, "weights")
         parts = template.read(weights, "weights")
         targets = None if out is None else template.targets(out)
+        if targets is not None and out is not weights:  # shared parts of ``weights`` have one mean
+            template.check_apart(targets)
         layout = template.layout
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
         with self._call(state) as host:
