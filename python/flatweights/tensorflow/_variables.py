@@ -490,7 +490,8 @@ class TensorFlowVariables:
             buffer: Writable uint8 vector of ``layout.nbytes``.
 
         Raises:
-            ValueError: If it is something else.
+            TypeError: If it is no NumPy array.
+            ValueError: If it is another one.
             RuntimeError: As `get_flat`.
         """
         self._mover.get_packed(buffer)
@@ -514,7 +515,8 @@ class TensorFlowVariables:
             seeds: Whether states of seed generators (`seed_names`) are set, too.
 
         Raises:
-            ValueError: If it is something else; no variable is changed.
+            TypeError: If it is no NumPy array.
+            ValueError: If it is another one; no variable is changed.
             RuntimeError: As `get_flat`.
         """
         if self._seeds and not seeds:
