@@ -68,13 +68,14 @@ class Choice:
             slots: The slots of all variables, if a function decides.
 
         Raises:
+            TypeError: If the function returns what is neither true nor false, such as an array.
             ValueError: If a text means none of them, or none is left.
         """
         if self._function is None:
             meant = self._meant(names)
             meant |= {name for name, owner in (owners or {}).items() if owner in meant}
         else:
-            meant = {slot.name for slot in slots if self._function(slot)}
+            meant = {slot.name for slot in slots if self._is_true(self._function(slot), slot)}
         left = meant if self._keeps else {*names} - meant
         if self._function is not None:
             left -= {name for name, owner in (owners or {}).items() if owner not in left}
@@ -84,6 +85,16 @@ class Choice:
                 f"{len(names)}: {_listed(names)}"
             )
         return [name for name in names if name in left]
+
+    def _is_true(self, result: Any, slot: Slot) -> bool:
+        """Return the truth of what the function returned for ``slot``."""
+        try:
+            return bool(result)
+        except Exception as error:  # another library's method may raise anything
+            raise TypeError(
+                f"{self._argument}: expected a function that returns True or False, got "
+                f"{type(result).__name__} for {slot}: {error}"
+            ) from error
 
     def _meant(self, names: Sequence[str]) -> set[str]:
         """Return the names that the texts mean."""

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,19 @@ class Template:
                 lacks = "contiguous" if target.flags.writeable else "writable"
                 raise ValueError(f"{where}{self.at_slot(i)}: expected an array that is {lacks}")
         return targets
+
+    def check_apart(self, targets: Sequence[NDArray[Any]], where: str = "out") -> None:
+        """Raise `ValueError` if two contiguous ``targets`` overlap: a part of one would be lost."""
+        begins = {
+            i: target.__array_interface__["data"][0]
+            for i, target in enumerate(targets)
+            if target.nbytes and target.flags.c_contiguous
+        }
+        for i, k in pairwise(sorted(begins, key=begins.__getitem__)):
+            if begins[k] < begins[i] + targets[i].nbytes:
+                raise ValueError(
+                    f"{where}{self.at_slot(max(i, k))}: overlaps another part of {where}"
+                )
 
     def parts_in(self, buffer: NDArray[np.uint8]) -> list[NDArray[Any]]:
         """Return what a packed ``buffer`` holds, as `read` returns it: views, or the buffer."""

@@ -46,6 +46,7 @@ def cases() -> dict[str, tuple[Any, Any, dict[str, Any]]]:
         "images": (images, None, {"momentum": 0.5}),
         "channels first": (images, None, {"axis": 1}),
         "masked": (words, mask, {}),
+        "nothing in the last": (images[:5], None, {}),
         "half": (images.astype(np.float16), None, {"dtype": "mixed_float16"}),
     }
 
@@ -176,6 +177,16 @@ def test_the_gradient_of_a_mean_is_the_mean_of_the_gradients(
         np.testing.assert_allclose(mean, [1.5, 4.0])
         np.testing.assert_allclose(gradient, 1.5 * 3 * np.square([1.5, 4.0]))
         np.testing.assert_allclose(second, 1.5 * 6 * np.array([1.5, 4.0]))
+
+
+def average_of_another_shape(place: Place) -> Any:
+    optimizer = average_gradients(keras.optimizers.SGD(), member=place.member())
+    mean_over_members(tf.ones((2, 3) if place.rank else (3, 2)), optimizer, name="x")
+
+
+def test_tensors_of_other_shapes_are_not_averaged(together: Together) -> None:
+    for told in together(2, average_of_another_shape):
+        assert "slot 0: expected 'x' float32 (3, 2), got 'x' float32 (2, 3)" in told
 
 
 @pytest.fixture(scope="module")

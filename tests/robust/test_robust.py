@@ -305,6 +305,14 @@ def test_what_has_no_order_or_leaves_nothing_is_refused() -> None:
         robust.median([buffer[:4], np.ones(4)], out=buffer[2:6])
 
 
+def test_the_parts_of_the_out_of_a_function_may_not_overlap() -> None:
+    base = np.zeros(5)
+    rule = robust.Rule.of(lambda models: models[0])
+    with pytest.raises(ValueError, match="out, slot 1 '1': overlaps another part of out"):
+        rule([[np.ones(3), np.ones(3)]], out=[base[:3], base[2:]])
+    assert not base.any()
+
+
 def test_a_function_may_return_other_parts_of_the_source_that_is_out() -> None:
     model = {"a": np.array([1.0, 2.0]), "b": np.array([3.0, 4.0])}
     rule = robust.Rule.of(lambda models: {"a": models[0]["b"], "b": models[0]["a"]})

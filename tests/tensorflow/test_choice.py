@@ -158,6 +158,11 @@ REFUSED = [
     Refusal(TypeError, r"exclude: expected names, prefixes .* got 3$", exclude=3),
     Refusal(TypeError, r"only: expected names, .* got b'head'$", only=b"head"),
     Refusal(TypeError, r"exclude: expected names, .* got 3 among them", exclude=["head", 3]),
+    Refusal(
+        TypeError,
+        r"only: .* that returns True or False, got ndarray for 'body/kernel'.*: The truth value",
+        only=lambda slot: np.ones(slot.shape, bool),
+    ),
 ]
 
 

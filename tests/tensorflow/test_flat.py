@@ -45,6 +45,11 @@ def test_packed_buffers_are_gathered_and_scattered(build: Any) -> None:
         for call in (model.weights.gather_into, model.weights.scatter):
             with pytest.raises((TypeError, ValueError), match=r"expected|buffer"):
                 call(wrong)
+    for other in (buffer.tobytes(), FlatWeights(values)):
+        for call in (model.weights.gather_into, model.weights.scatter):
+            expected = f"^buffer: expected a NumPy array, got {type(other).__name__}$"
+            with pytest.raises(TypeError, match=expected):
+                call(other)
     assert not any(value.any() for value in model.read().values())
     model.weights.scatter(buffer)
     for name, value in model.read().items():

@@ -18,7 +18,7 @@ class Exchange:
 
     Attributes:
         variables: The variables of the gradients.
-        layout: One vector for each tensor.
+        layout: Of the tensors: vectors, if they are gradients.
         weight: The weight of this member's tensors.
         grads: The tensors and their averages, on the host or on a GPU, while they are averaged.
     """
@@ -28,13 +28,13 @@ class Exchange:
     def __init__(
         self,
         names: Sequence[str],
-        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
         dtypes: Sequence[Any],
         variables: Sequence[Any] = (),
     ) -> None:
-        """Take the names, sizes and dtypes of the tensors, and the variables of gradients."""
+        """Take the names, shapes and dtypes of the tensors, and the variables of gradients."""
         self.variables = variables
-        self.layout = Layout(names, [(size,) for size in sizes], dtypes)
+        self.layout = Layout(names, shapes, dtypes)
         self.grads: CalledTensors | None = None
 
     @contextlib.contextmanager

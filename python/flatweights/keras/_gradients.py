@@ -514,9 +514,9 @@ class Averaging:
         exchange = self._exchanges.get(key)
         if exchange is None:
             named, slots = self._slots_of(variables)
-            names, sizes = [slot.name for slot in slots], [slot.size for slot in slots]
+            names, shapes = [slot.name for slot in slots], [(slot.size,) for slot in slots]
             dtypes = [grad.dtype.as_numpy_dtype for grad in dense]
-            exchange = self._exchanges[key] = Exchange(names, sizes, dtypes, named)
+            exchange = self._exchanges[key] = Exchange(names, shapes, dtypes, named)
         compute = functools.partial(self._exchange, exchange)
         averages: list[tf.Tensor] = compute_in_python(compute, dense, device)
         return averages
@@ -592,8 +592,8 @@ class Averaging:
         key = name, tensor.dtype, *tensor.shape
         exchange = self._means.get(key)
         if exchange is None:
-            size, dtype = tensor.shape.num_elements(), tensor.dtype.as_numpy_dtype
-            exchange = self._means[key] = Exchange([name], [size], [dtype])
+            shape, dtype = tuple(tensor.shape), tensor.dtype.as_numpy_dtype
+            exchange = self._means[key] = Exchange([name], [shape], [dtype])
         compute = functools.partial(self._exchange_mean, exchange)
         mean: tf.Tensor = compute_in_python(compute, [tensor])[0]
         mean.set_shape(tensor.shape)

@@ -73,7 +73,9 @@ def _moments(
         present = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
         count = tf.math.count_nonzero(present, axes, dtype=tf.int32)
     count, mean, variance = (tf.cast(one, tf.float64) for one in (count, mean, variance))
-    sums = tf.concat([count, count * mean, count * (variance + mean**2)], 0)
+    # Means over no samples are NaN, which must not reach the other members.
+    moments = (tf.math.multiply_no_nan(one, count) for one in (mean, variance + mean**2))
+    sums = tf.concat([count, *moments], 0)
     sums.set_shape(3 * inputs.shape[layer.axis])
     count, mean, square = tf.split(averaging.mean(sums, averaging.moments_of(layer)), 3)
     mean = tf.math.divide_no_nan(mean, count)

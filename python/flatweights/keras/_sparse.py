@@ -300,7 +300,8 @@ class Tables:
             names[i] = f"rows of {table.name}"
             sizes[i] = room * int(np.prod(table.shape[1:]))
         names += [f"numbers of rows of {table.name}" for table in self._tables.values()]
-        return Rows(names, [*sizes, *rooms], [*dtypes, *[np.float64] * len(rooms)], self.variables)
+        shapes = [(size,) for size in (*sizes, *rooms)]
+        return Rows(names, shapes, [*dtypes, *[np.float64] * len(rooms)], self.variables)
 
 
 def _room_for(count: int, room: int) -> int:

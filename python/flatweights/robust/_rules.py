@@ -141,6 +141,7 @@ class Calling(Rule):
         made = self._function([job.models[k] for k in used])
         job.template.match(made, "the result of the rule")
         parts = job.template.read(made, "the result of the rule")
+        job.template.check_apart(job.written)
         if len(parts) > 1 and _core.shares_slots(job.written, job.parts):
             # The function may return other parts of the source that is overwritten.
             parts = [part.copy() for part in parts]

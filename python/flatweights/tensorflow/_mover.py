@@ -143,7 +143,8 @@ class Mover:
 
     def get_packed(self, buffer: NDArray[np.uint8]) -> None:
         """Read all variables into the packed ``buffer``."""
-        if not self._try_bound(_Bound.get_packed, buffer):
+        is_array = isinstance(buffer, np.ndarray)  # `packed_views` refuses anything else by name
+        if not (is_array and self._try_bound(_Bound.get_packed, buffer)):
             self._gather(self._layout.packed_views(buffer))
 
     def set_vector(self, flat: NDArray[Any], *, share: bool = False) -> None:
@@ -157,7 +158,8 @@ class Mover:
 
     def set_packed(self, buffer: NDArray[np.uint8], *, share: bool = False) -> None:
         """Write all variables from the packed ``buffer``."""
-        if not self._try_bound(_Bound.set_packed, buffer, share):
+        is_array = isinstance(buffer, np.ndarray)
+        if not (is_array and self._try_bound(_Bound.set_packed, buffer, share)):
             self._scatter(dict(enumerate(self._layout.packed_views(buffer))), share=share)
         if self._replicas:
             self._follow()

@@ -128,7 +128,8 @@ class TensorFlowVariables:
 
         Raises:
             TypeError: If there is something else in ``output``, or a variable whose dtype
-                cannot be moved (strings, quantized types).
+                cannot be moved (strings, quantized types). If a function of ``exclude`` or ``only``
+                returns what is neither true nor false, such as an array.
             ValueError: If there are no variables, they are of several graphs, or some are not
                 built or have no fixed shape. If ``exclude`` and ``only`` are both given, leave no
                 variable, or contain a text that is no variable's name or prefix.
@@ -489,7 +490,8 @@ class TensorFlowVariables:
             buffer: Writable uint8 vector of ``layout.nbytes``.
 
         Raises:
-            ValueError: If it is something else.
+            TypeError: If it is no NumPy array.
+            ValueError: If it is another one.
             RuntimeError: As `get_flat`.
         """
         self._mover.get_packed(buffer)
@@ -513,7 +515,8 @@ class TensorFlowVariables:
             seeds: Whether states of seed generators (`seed_names`) are set, too.
 
         Raises:
-            ValueError: If it is something else; no variable is changed.
+            TypeError: If it is no NumPy array.
+            ValueError: If it is another one; no variable is changed.
             RuntimeError: As `get_flat`.
         """
         if self._seeds and not seeds:

@@ -227,9 +227,7 @@ def test_what_a_setting_forbids_or_a_member_lacks_goes_through_the_host(
     expect(members, 9, (0, 1), "shm")
     members.run("os.environ['FLATWEIGHTS_GPU'] = 'gpu'", 1)
     program = "try: member.average_variables(held)\nexcept ValueError as error: result = str(error)"
-    assert (
-        members.run(program, 1)[1] == "FLATWEIGHTS_GPU: expected host or device, got 'gpu'"
-    )
+    assert members.run(program, 1)[1] == "FLATWEIGHTS_GPU: expected host or device, got 'gpu'"
 
 
 def test_a_rule_takes_the_weights_through_the_host(start: Start) -> None:

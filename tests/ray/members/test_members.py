@@ -17,6 +17,7 @@ import pytest
 import ray
 import reference
 from held import Held
+from process_groups import LocalProcessGroup
 from ray_workers import wait_for
 
 import flatweights as fw
@@ -191,6 +192,17 @@ def test_out_is_written_and_may_be_the_source(puppets: Puppets) -> None:
     expected = fw.average([model_of(rank) for rank in range(N)])
     for result in all_of(puppets.meet(), in_place):
         assert same_bits(result, expected)
+
+
+def test_the_parts_of_out_may_not_overlap() -> None:
+    base, shared = np.zeros(5), np.full(3, 7.0)
+    with LocalProcessGroup(1).join(0) as member:
+        with pytest.raises(ValueError, match="out, slot 1 '1': overlaps another part of out"):
+            member.average([np.ones(3), np.zeros(3)], out=[base[:3], base[2:]])
+        assert not base.any()
+        tied = [shared, shared]  # as of an embedding that is also the last layer
+        assert member.average(tied, out=tied).weights is tied
+    assert shared.tolist() == [7.0] * 3
 
 
 def test_a_broadcast_gives_all_members_the_weights_of_the_root(puppets: Puppets) -> None:

@@ -257,7 +257,8 @@ class Member:
             weights: Any model that `flatweights.average` takes: an array, `FlatWeights`, a mapping
                 or a sequence of arrays, nested containers. The same kind and layout in all members.
             weight: The weight of this member, such as its number of samples.
-            out: Where to write: of the same kind, contiguous; it may be ``weights``.
+            out: Where to write: of the same kind, contiguous, in parts that do not overlap; it may
+                be ``weights``.
             timeout: Seconds that others may be later than the first member that calls; the
                 shortest of all members counts. For ever, if None.
             min_results: The number of ranks that an average needs; all that have joined and not
@@ -280,8 +281,8 @@ class Member:
             WorkerError: If fewer than ``min_results`` ranks take part; all members raise it. Or if
                 no member with the state is left.
             CallsDifferError: If members make different calls.
-            ValueError: If an argument is out of range; or if a member's weights hold NaN or
-                infinity, and ``nonfinite="raise"``.
+            ValueError: If an argument is out of range, or parts of ``out`` overlap; or if a
+                member's weights hold NaN or infinity, and ``nonfinite="raise"``.
             TypeError: If ``weights`` or ``out`` are of a kind that has no average.
             MemberError: If the coordinator has ended, or this member has left.
         """
@@ -290,6 +291,8 @@ class Member:
         template = Template.of(weights, "weights")
         parts = template.read(weights, "weights")
         targets = None if out is None else template.targets(out)
+        if targets is not None and out is not weights:  # shared parts of ``weights`` have one mean
+            template.check_apart(targets)
         layout = template.layout
         ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
         with self._call(state) as coordinator:
@@ -510,7 +513,8 @@ class Member:
             A `Round`, whose ``weights`` are the objects by rank, of the ranks in `Round.used`.
 
         Raises:
-            TypeError: If ``value`` cannot be pickled, or ``name`` is not a text.
+            TypeError: If ``value`` cannot be pickled, or ``name`` is not a text; or if a member's
+                value cannot be unpickled here, after which the next call works normally.
             WorkerError: As `average`.
             CallsDifferError: If members make different calls, or with different names.
             MemberError: As `average`.
@@ -528,7 +532,12 @@ class Member:
         with self._call(state) as coordinator:
             outcome, _ = self._exchange(coordinator, ask, _NO_WEIGHTS, None, state)
             result = self._round(outcome, {})
-        result.weights.update({rank: pickle.loads(one) for rank, one in outcome.values.items()})
+        for rank, one in outcome.values.items():
+            try:
+                result.weights[rank] = pickle.loads(one)
+            except Exception as error:
+                reason = reason_in_a_line(error)
+                raise TypeError(f"value of rank {rank}: cannot be unpickled: {reason}") from error
         return result
 
     def leave(self) -> None:

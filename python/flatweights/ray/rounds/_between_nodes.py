@@ -130,6 +130,7 @@ class NodesAverage:
         if self._out is not None:
             target = template.read_out(self._out)
             template.match(self._out, "out")
+            template.check_apart(target)
             _core.move_parts(target, template.read(mean, "the average"))
             mean = self._out
         elif template.kind in (Kind.MAPPING, Kind.TREE):
