@@ -63,15 +63,15 @@ class Holder:
             part[...] = value
 
 
-def attach(rank: int, seat: int, address: bytes, token: bytes) -> MemberChannel:
+def attach(rank: int, session: int, address: bytes, token: bytes) -> MemberChannel:
     """Make a channel, in the process of a member."""
     return MemberChannel(address, token)
 
 
-def member_of(channel: MemberChannel, rank: int, seat: int, token: bytes) -> Member:
+def member_of(channel: MemberChannel, rank: int, session: int, token: bytes) -> Member:
     """Wait for the first outcome, in the process of a member."""
-    coordinator = ChannelClient(None, Pass(token, f"process of rank {rank}"), channel, seat)
-    return Member("gpu", coordinator, Ticket(rank, seat, None), coordinator.start(60.0))
+    coordinator = ChannelClient(None, Pass(token, f"process of rank {rank}"), channel, session)
+    return Member("gpu", coordinator, Ticket(rank, session, None), coordinator.start(60.0))
 
 
 def die_at(point: str) -> None:
@@ -116,7 +116,7 @@ class Members:
             process = self.processes[rank] = GPUProcess(self.library, **self.env)
             nonce = process.run(
                 "from gpu_members import *\n"
-                f"place = {rank}, {ticket.seat}, {ticket.address!r}, {entry.token!r}\n"
+                f"place = {rank}, {ticket.session}, {ticket.address!r}, {entry.token!r}\n"
                 "channel = attach(*place)\nresult = channel.mailbox.nonce"
             )
             self.group.group.news.ask(self.group.group.attach, entry.token, nonce)

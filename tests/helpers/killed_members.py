@@ -51,13 +51,13 @@ def be_member(told: dict[str, Any], to: str) -> None:
     """Take part until this process is killed, or its coordinator ends; tell of wrong averages."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
         link.connect(to)
-        token, ticket = bytes.fromhex(told["token"]), Ticket(told["rank"], told["seat"], None)
+        token, ticket = bytes.fromhex(told["token"]), Ticket(told["rank"], told["session"], None)
         channel = MemberChannel(bytes.fromhex(told["address"]), token)
         link.send(
             json.dumps({"token": told["token"], "nonce": channel.mailbox.nonce.hex()}).encode()
         )
         coordinator = ChannelClient(
-            None, Pass(token, f"process {os.getpid()}"), channel, ticket.seat
+            None, Pass(token, f"process {os.getpid()}"), channel, ticket.session
         )
         member = Member("local", coordinator, ticket, coordinator.start(STUCK))
         weights = Weights(told["rank"])
@@ -116,7 +116,7 @@ class Run:
         entry = self.group.enter(rank)
         ticket = entry.ticket.result(STUCK)
         assert ticket.address is not None
-        order = {"token": entry.token.hex(), "rank": rank, "seat": ticket.seat}
+        order = {"token": entry.token.hex(), "rank": rank, "session": ticket.session}
         self.orders.send(json.dumps(order | {"address": ticket.address.hex()}).encode())
         self.members[rank] = int(self.orders.recv(64))
 
@@ -125,9 +125,9 @@ class Run:
         process = self.members[rank]
         os.kill(process, signal.SIGKILL)
         group = self.group.group
-        for seat in [*group.door.present.values()]:
-            if seat.rank == rank and seat.channel is None:  # it had not connected
-                group.news.tell(group.lose, seat.token, None)
+        for session in [*group.door.present.values()]:
+            if session.rank == rank and session.channel is None:  # it had not connected
+                group.news.tell(group.lose, session.token, None)
         self.start(rank)
 
     def stop(self, rank: int, seconds: float) -> None:

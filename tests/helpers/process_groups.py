@@ -15,7 +15,7 @@ from flatweights.ray.members._door import Entry, Ticket
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._repetitions import Series
-from flatweights.ray.members._seats import Seat
+from flatweights.ray.members._sessions import Session
 from flatweights.ray.members._terms import Terms
 
 
@@ -25,7 +25,7 @@ def entry_of(rank: int | None, terms: Terms) -> Entry:
     return Entry(token, rank, terms, who, "here", True, now, Future(), Future())
 
 
-def seated(group: ProcessGroup, *ranks: int) -> list[tuple[Entry, Ticket]]:
+def with_sessions(group: ProcessGroup, *ranks: int) -> list[tuple[Entry, Ticket]]:
     """Give ``ranks`` tickets, while no thread runs the process group."""
     entries = [entry_of(rank, group._terms) for rank in ranks]
     for entry in entries:
@@ -65,7 +65,7 @@ class LocalProcessGroup:
     def member(self, entry: Entry, channel: MemberChannel) -> Member:
         """Wait for the first outcome."""
         ticket = entry.ticket.result()
-        coordinator = ChannelClient(None, Pass(entry.token, entry.who), channel, ticket.seat)
+        coordinator = ChannelClient(None, Pass(entry.token, entry.who), channel, ticket.session)
         return Member("local", coordinator, ticket, coordinator.start(60.0))
 
     def join(self, rank: int | None = None) -> Member:
@@ -111,13 +111,13 @@ class LocalProcessGroup:
     def until_asked(self, *ranks: int) -> None:
         """Wait until the open call consists of the asks of ``ranks``, which may be unread."""
 
-        def has_asked(seat: Seat) -> bool:
-            if seat in self.group.calls.waiting.asking:
+        def has_asked(session: Session) -> bool:
+            if session in self.group.calls.waiting.asking:
                 return True
             return (
-                seat.state is State.WORKING
-                and seat.channel is not None
-                and seat.channel.is_answered
+                session.state is State.WORKING
+                and session.channel is not None
+                and session.channel.is_answered
             )
 
         self.wait_until(
@@ -125,9 +125,9 @@ class LocalProcessGroup:
         )
 
 
-def by_rank(group: ProcessGroup) -> list[Seat]:
+def by_rank(group: ProcessGroup) -> list[Session]:
     """Return the present members, in the order of their ranks."""
-    return sorted(group.door.present.values(), key=lambda seat: seat.rank)
+    return sorted(group.door.present.values(), key=lambda session: session.rank)
 
 
 def kill(member: Member) -> None:

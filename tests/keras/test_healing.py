@@ -709,7 +709,7 @@ def test_ways_to_fit(
     new = replacement(group, dead, **fitted)
     new.compile = compiled
     new.start(pool)
-    group.wait_until(lambda inside: 1 in [seat.rank for seat in inside.calls.waiting.lacking])
+    group.wait_until(lambda inside: 1 in [session.rank for session in inside.calls.waiting.lacking])
     go_on.set()
     check_alike([fit.done.result(LIMIT)[1] for fit in (first, new, late)])
 
@@ -924,7 +924,7 @@ def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor
     ]
     with pytest.raises(KilledError):
         calls[1].result(LIMIT)
-    group.wait_until(lambda inside: inside.door.seats[1].why is not None)
+    group.wait_until(lambda inside: inside.door.sessions[1].why is not None)
     again = pool.submit(loop, group.join(1), Stream(1, 1), models[2], -1)
     survivor, replaced = calls[0].result(LIMIT), again.result(LIMIT)
     assert survivor == [(step, step) for step in range(1, 31)]

@@ -142,7 +142,7 @@ class Run:
             with self._lock:
                 away = {*self.away} - {rank}
             lacking = group.news.ask(lambda: [*group.calls.waiting.lacking])
-            if away <= {seat.rank for seat in lacking}:
+            if away <= {session.rank for session in lacking}:
                 return
             time.sleep(0.005)
 

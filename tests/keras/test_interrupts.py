@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from process_groups import seated
+from process_groups import with_sessions
 from reference import clean_environment
 
 from flatweights.ray.members._process_group import ProcessGroup
@@ -27,12 +27,12 @@ from flatweights.ray.members._client import ChannelClient, Pass
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._door import Ticket
 
-rank, seat, address, token, has_timeout, stalled = json.loads(sys.argv[1])
+rank, session, address, token, has_timeout, stalled = json.loads(sys.argv[1])
 stalled, token = Path(stalled), bytes.fromhex(token)
 channel = MemberChannel(bytes.fromhex(address), token)
 print(channel.mailbox.nonce.hex(), flush=True)
-coordinator = ChannelClient(None, Pass(token, "member"), channel, seat)
-member = Member("interrupted", coordinator, Ticket(rank, seat, None), coordinator.start(300.0))
+coordinator = ChannelClient(None, Pass(token, "member"), channel, session)
+member = Member("interrupted", coordinator, Ticket(rank, session, None), coordinator.start(300.0))
 
 def batches():
     for k in range(1000):
@@ -63,7 +63,7 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
 ) -> None:
     stalled = tmp_path / "stalled"
     group = ProcessGroup("interrupted", Terms.of(2), "here", None)
-    entered = seated(group, 0, 1)
+    entered = with_sessions(group, 0, 1)
     members = []
     for entry, ticket in entered:
         assert ticket.address is not None
@@ -79,7 +79,7 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
         group.attach(entry.token, bytes.fromhex(outputs[-1].readline()))
     thread = threading.Thread(target=group.run)
     thread.start()
-    channel = group.door.seats[1].channel
+    channel = group.door.sessions[1].channel
     while not (stalled.exists() and channel is not None and channel.is_answered):
         assert members[0].poll() is None
         time.sleep(0.01)  # until rank 1 waits for rank 0

@@ -47,7 +47,7 @@ MUTANTS = {
     # Who comes in.
     "a rank is free while its process lives": Mutant(
         "members/_door.py",
-        "return seat is None or not seat.is_present",
+        "return session is None or not session.is_present",
         "return True",
     ),
     "a rank is refused at once": Mutant(
@@ -87,7 +87,7 @@ MUTANTS = {
     ),
     "a group ends before the first comes in": Mutant(
         "members/_door.py",
-        "        return not self.seats and bool(self._entries)\n",
+        "        return not self.sessions and bool(self._entries)\n",
         "        return False\n",
     ),
     "an ask makes nobody a member": Mutant(
@@ -142,7 +142,7 @@ MUTANTS = {
         "        peer.ends(why)\n",
     ),
     "the ask of a dead member is kept": Mutant(
-        "members/_seats.py",
+        "members/_sessions.py",
         "        self.announced = None\n        self._drop_ask()\n",
         "        self.announced = None\n",
     ),
@@ -167,12 +167,12 @@ MUTANTS = {
         "",
     ),
     "urgent asks wait": Mutant(
-        "members/_seats.py",
-        "    return seat.answer.ask.is_urgent\n",
+        "members/_sessions.py",
+        "    return session.answer.ask.is_urgent\n",
         "    return False\n",
     ),
     "news wait for asks": Mutant(
-        "members/_seats.py",
+        "members/_sessions.py",
         "if len(heard) >= enough or left <= 0 or news or any",
         "if len(heard) >= enough or left <= 0 or any",
     ),
@@ -182,7 +182,7 @@ MUTANTS = {
         "        if ready:\n",
     ),
     "a silent death is not noticed": Mutant(
-        "members/_seats.py",
+        "members/_sessions.py",
         "        if self.channel is None or not self.channel.is_closed or not self.is_present:\n",
         "        if self.state is not State.ASKING or not self.channel or not self.channel.is_closed:\n",
     ),
@@ -193,19 +193,19 @@ MUTANTS = {
     ),
     "a leave is taken for a death": Mutant(
         "members/_process_group.py",
-        "        if seat is not None and seat.look():  # it may have left before\n",
+        "        if session is not None and session.look():  # it may have left before\n",
         "        if False:\n",
     ),
     # Late members.
-    "one number per seat": Mutant(
+    "one number per session": Mutant(
         "core/_past.py",
-        "return seat.number not in made.seats",
-        "return made.number > seat.has",
+        "return session.number not in made.sessions",
+        "return made.number > session.has",
     ),
     "late by one takes part": Mutant(
         "core/_past.py",
-        "kept.number <= seat.has:",
-        "kept.number <= seat.has + 1:",
+        "kept.number <= session.has:",
+        "kept.number <= session.has + 1:",
     ),
     "nobody waits for the newest": Mutant(
         "core/_past.py",
@@ -214,7 +214,7 @@ MUTANTS = {
     ),
     "an outcome that was got late is not noted": Mutant(
         "core/_past.py",
-        "            made.seats.add(seat.number)\n",
+        "            made.sessions.add(session.number)\n",
         "",
     ),
     "a late root stays behind": Mutant(
@@ -224,7 +224,7 @@ MUTANTS = {
     ),
     "a late member is told nothing of the next call": Mutant(
         "core/_waiting.py",
-        "return [seat for seat in self.behind if seat.ask.kind == first.kind]",
+        "return [session for session in self.behind if session.ask.kind == first.kind]",
         "return []",
     ),
     "late members are told twice": Mutant(
@@ -260,7 +260,7 @@ MUTANTS = {
     # Twins.
     "a twin's outcome is not noted": Mutant(
         "core/_past.py",
-        "            made.late.add(seat.number)\n",
+        "            made.late.add(session.number)\n",
         "",
     ),
     "members at the other twin go on": Mutant(
@@ -276,12 +276,12 @@ MUTANTS = {
     ),
     "states are not noted": Mutant(
         "core/_past.py",
-        "                seat.states[ask.state] = made.number\n",
+        "                session.states[ask.state] = made.number\n",
         "                pass\n",
     ),
     "a missed state does not count": Mutant(
         "core/_past.py",
-        "            if seat.states.get(ask.state, 0) < before:\n",
+        "            if session.states.get(ask.state, 0) < before:\n",
         "            if False:\n",
     ),
     "a lost state is not forgotten": Mutant(
@@ -291,7 +291,7 @@ MUTANTS = {
     ),
     "healed by any call": Mutant(
         "core/_waiting.py",
-        "return [seat for seat in self.lacking if seat.ask.kind == first.kind]",
+        "return [session for session in self.lacking if session.ask.kind == first.kind]",
         "return [*self.lacking]",
     ),
     "a lost giver is not noticed": Mutant(
@@ -326,12 +326,12 @@ MUTANTS = {
     ),
     # What goes through Ray.
     "an announced outcome is dropped": Mutant(
-        "members/_seats.py",
-        "        seat.announced = self._announced\n",
+        "members/_sessions.py",
+        "        session.announced = self._announced\n",
         "",
     ),
     "an ask beside the channel is not read": Mutant(
-        "members/_seats.py",
+        "members/_sessions.py",
         '        if self._letters and (channel is None or body == b""):\n',
         "        if self._letters and channel is None:\n",
     ),
@@ -349,7 +349,7 @@ MUTANTS = {
     # Repetitions; tests/ray/members/test_repetitions.py has more of their rules.
     "a series goes on with the dead": Mutant(
         "members/_repetitions.py",
-        "                or seat.channel.is_closed\n",
+        "                or session.channel.is_closed\n",
         "",
     ),
     "a series goes on without newcomers": Mutant(
@@ -388,12 +388,12 @@ MUTANTS = {
         "            self._kept.setdefault(number, next(reversed(self._kept.values())))\n",
     ),
     "the time of a call begins with its last reading": Mutant(
-        "members/_seats.py",
+        "members/_sessions.py",
         "        self.asks(answer.ask, since or _clock.now())\n",
         "        self.asks(answer.ask, _clock.now())\n",
     ),
     "a member repeats with its first weight": Mutant(
-        "members/_seats.py",
+        "members/_sessions.py",
         "known.ask._replace(weight=weight)",
         "known.ask",
     ),

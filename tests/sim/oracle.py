@@ -84,7 +84,7 @@ class Noted:
     """A process as a member of one coordinator.
 
     Attributes:
-        number: The number of its seat.
+        number: The number of its session.
         open: Its ask that was not answered.
         has: The number of the last outcome that it was told.
         prepared: By number, the asks that it may repeat.
@@ -137,7 +137,7 @@ class Record:
         self.known: dict[int, Known] = {}
         self.by_kind: dict[Any, int] = {}
         self.by_state: dict[str, list[Any]] = defaultdict(list)
-        self.by_seat: dict[int, Noted] = {}
+        self.by_session: dict[int, Noted] = {}
         self.newest: dict[int, Noted] = {}
         self.entered: dict[int, list[Noted]] = defaultdict(list)
         self.lost_states = self.twins = 0
@@ -231,7 +231,7 @@ class Oracle:
         """Note that a process gets a ticket."""
         member = self.members[token]
         self._entering.discard(token)
-        member.rank, member.number = ticket.rank, ticket.seat
+        member.rank, member.number = ticket.rank, ticket.session
         self._record(group).entered[ticket.rank].append(member)
 
     def asked(self, process: Process, token: bytes, body: bytes, kind: int = ASK) -> None:
@@ -271,30 +271,30 @@ class Oracle:
     # Outcomes.
 
     def posting(
-        self, group: Any, number: int, body: bytes, weights: Any, seats: Sequence[Any]
+        self, group: Any, number: int, body: bytes, weights: Any, sessions: Sequence[Any]
     ) -> None:
-        """Check an outcome that a process group is about to post to some seats."""
+        """Check an outcome that a process group is about to post to some sessions."""
         record = self._record(group)
         outcome = Outcome(*pickle.loads(body))
         buffer = weights.buffer if isinstance(weights, Packed) else None
         content = None if buffer is None else buffer.tobytes()
         self._waiting_since = None
-        told = [(seat, self.members[seat.token]) for seat in seats]
+        told = [(session, self.members[session.token]) for session in sessions]
         if self._world.transcript is not None and told:
             names = ", ".join(member.process.name for _, member in told)
             self._world.note(f"tells {names}: {_text_of(number, outcome)}")
-        for seat, member in told:
-            record.by_seat[seat.number] = member
-            member.number, member.rank = seat.number, seat.rank
-            newest = record.newest.get(seat.rank)
-            if newest is None or newest.number < seat.number:
-                record.newest[seat.rank] = member
+        for session, member in told:
+            record.by_session[session.number] = member
+            member.number, member.rank = session.number, session.rank
+            newest = record.newest.get(session.rank)
+            if newest is None or newest.number < session.number:
+                record.newest[session.rank] = member
         is_first = bool(told) and number == 0 and told[0][1].open is None
         is_opening = is_first and not record.is_open
         if is_opening:
             record.is_open = True
             self._check_opening(record, len(told))
-        is_call = bool(outcome.seats) and number > 0
+        is_call = bool(outcome.sessions) and number > 0
         if is_call and number not in record.known:
             self._check_call(record, outcome, buffer, content)
         elif is_call:
@@ -303,9 +303,9 @@ class Oracle:
             same = same and outcome.values == known.outcome.values
             if content != known.content or not same:
                 self._fail(f"outcome {number} differs from what others got")
-        for seat, member in told:
+        for session, member in told:
             self._check_told(
-                record, number, outcome, content, seat, member, is_call, is_opening=is_opening
+                record, number, outcome, content, session, member, is_call, is_opening=is_opening
             )
 
     def _check_opening(self, record: Record, count: int) -> None:
@@ -321,7 +321,7 @@ class Oracle:
         number: int,
         outcome: Outcome,
         content: bytes | None,
-        seat: Any,
+        session: Any,
         member: Noted,
         is_call: bool,
         *,
@@ -330,7 +330,7 @@ class Oracle:
         """Check what one member is told."""
         name = member.process.name
         sent, member.open = member.open, None
-        if outcome.prepared and sent is not None and seat.number in outcome.seats:
+        if outcome.prepared and sent is not None and session.number in outcome.sessions:
             member.prepared[outcome.prepared] = sent.ask
         # After the opening, a process counts from its first call on.
         member.counts = member.counts or sent is not None or is_opening
@@ -369,7 +369,7 @@ class Oracle:
                 record.known[member.has].is_given = True
             return
         else:
-            if seat.number not in (*outcome.seats, *outcome.lacking):
+            if session.number not in (*outcome.sessions, *outcome.lacking):
                 self._check_late(record, number, member, sent)
             member.has = max(member.has, number)
             if outcome.error is None:
@@ -481,14 +481,14 @@ class Oracle:
     def _parts(self, record: Record, outcome: Outcome) -> dict[int, Sent] | None:
         """Return the asks that an outcome says it is of, by rank; None after a violation."""
         parts: dict[int, Sent] = {}
-        for seat_number in outcome.seats:
-            member = record.by_seat.get(seat_number)
+        for session_number in outcome.sessions:
+            member = record.by_session.get(session_number)
             if member is None or member.open is None or member.open.ask.operation not in _CALLS:
-                self._fail(f"seat {seat_number} took part in {outcome.number} without an ask")
+                self._fail(f"session {session_number} took part in {outcome.number} without an ask")
                 return None
             assert member.rank is not None
             if member.rank in parts:
-                self._fail(f"two seats of rank {member.rank} took part in {outcome.number}")
+                self._fail(f"two sessions of rank {member.rank} took part in {outcome.number}")
             if record.newest[member.rank] is not member:
                 self._fail(f"a predecessor of rank {member.rank} took part in {outcome.number}")
             if member.open.ask.lacks:
@@ -561,7 +561,7 @@ class Oracle:
                 if sent is None or not member.is_there:
                     continue
                 patience = 1.3 + self._seconds_stopped(sent.at, member.process)
-                if self._world.now - sent.at < patience or member.number in outcome.seats:
+                if self._world.now - sent.at < patience or member.number in outcome.sessions:
                     continue
                 name = member.process.name
                 if sent.ask.kind != kind:
@@ -727,14 +727,14 @@ class Oracle:
         known: Known,
     ) -> None:
         number = outcome.number
-        giver = record.by_seat[outcome.giver]
+        giver = record.by_session[outcome.giver]
         if giver.rank != min(result.used):
             self._fail(f"{number}: the giver is rank {giver.rank} of {result.used}")
         assert giver.rank is not None
         known.state = parts[giver.rank].call.state
         ranks = []
-        for seat_number in outcome.lacking:
-            lacking = record.by_seat.get(seat_number)
+        for session_number in outcome.lacking:
+            lacking = record.by_session.get(session_number)
             if lacking is None or lacking.rank is None:
                 continue
             ranks.append(lacking.rank)
@@ -743,7 +743,7 @@ class Oracle:
             elif lacking.open.ask.kind != known.kind:
                 self._fail(f"{number}: {lacking.process.name} has asked for another call")
         if tuple(sorted(ranks)) != result.healed:
-            self._fail(f"{number}: healed {result.healed}, and seats of {ranks}")
+            self._fail(f"{number}: healed {result.healed}, and sessions of {ranks}")
 
     # Time.
 
@@ -799,7 +799,7 @@ class Oracle:
         told = Round(None, *outcome.facts)
         if result.used != told.used or result.quarantined != told.quarantined:
             self._fail(f"{name}: used {result.used}, and was told {told.used}")
-        took_part = noted.number in (*outcome.seats, *outcome.lacking)
+        took_part = noted.number in (*outcome.sessions, *outcome.lacking)
         if took_part == (member.rank in result.late):
             part = "took part" if took_part else "took no part"
             self._fail(f"{name} {part} in {number}, whose late ranks are {result.late}")
@@ -846,7 +846,7 @@ class Oracle:
         return next(
             record
             for record in self._records.values()
-            if record.by_seat.get(member.number) is member
+            if record.by_session.get(member.number) is member
         )
 
     def _state_in(self, content: bytes | None) -> Any:
@@ -861,7 +861,9 @@ class Oracle:
         """Check that nothing is left."""
         for coordinator in self.coordinators:
             if not coordinator.process.is_dead and coordinator.object is not None:
-                present = [seat.who for seat in coordinator.object._group.door.present.values()]
+                present = [
+                    session.who for session in coordinator.object._group.door.present.values()
+                ]
                 self._fail(f"a process group has not ended: {present}")
         if any(map(_is_held, links)):
             gc.collect()
@@ -878,7 +880,7 @@ def _is_held(link: Link) -> bool:
 def _text_of(number: int, outcome: Outcome) -> str:
     """Return an outcome as a transcript shows it."""
     if outcome.error is not None:
-        where = f"#{number}, " if outcome.seats else ""
+        where = f"#{number}, " if outcome.sessions else ""
         return f"{where}{type(outcome.error).__name__}: {str(outcome.error).splitlines()[0]}"
     if number < 0:
         return f"the state before #{-number}"

@@ -65,19 +65,19 @@ class Simulated(Platform):
             def shows(self, call: int, number: int, position: int, seconds: Any) -> None:
                 """Show an outcome that `RepeatedCalls` is about to post."""
                 outcome, weights = self._repetitions.outcome_of(call, number, position, seconds)
-                seats = [*self.door.present.values()]
-                oracle.posting(self, number, pickle.dumps(outcome.fields), weights, seats)
+                sessions = [*self.door.present.values()]
+                oracle.posting(self, number, pickle.dumps(outcome.fields), weights, sessions)
 
             def _post(
                 self,
                 number: int,
                 body: bytes,
                 weights: Any,
-                seats: Sequence[Any],
+                sessions: Sequence[Any],
                 exchanged: Any = None,
             ) -> None:
-                oracle.posting(self, number, body, weights, seats)
-                super()._post(number, body, weights, seats, exchanged)
+                oracle.posting(self, number, body, weights, sessions)
+                super()._post(number, body, weights, sessions, exchanged)
 
         self._group = Watched
 

@@ -112,7 +112,7 @@ def test_the_text_of_each_mutant_occurs_once() -> None:
     ("protocol", "name", "seeds"),
     [
         ("members", "a call does not wait for members on time", 1000),
-        ("members", "one number per seat", 1000),
+        ("members", "one number per session", 1000),
         ("members", "the highest rank gives", 1000),
         ("group", "each worker starts from its own weights", 100),
         ("asynchronous", "staleness counts from the publication before", 100),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from process_groups import LocalProcessGroup, entry_of, seated
+from process_groups import LocalProcessGroup, entry_of, with_sessions
 from reference import clean_environment
 
 from flatweights.ray import MemberDiedError, MemberError, _failpoints
@@ -26,7 +26,7 @@ from flatweights.ray.nodes._plan import check_sums
 HELPERS = Path(__file__).parents[2] / "helpers"
 COORDINATOR = """
 import json, os, signal, time
-from process_groups import seated
+from process_groups import with_sessions
 from flatweights.ray import _failpoints
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._terms import Terms
@@ -38,7 +38,7 @@ for point in _failpoints.COORDINATOR:
         os.waitpid(child, 0)
         continue
     group = ProcessGroup("doomed", Terms.of(2), "here", None)
-    entered = seated(group, 0, 1)
+    entered = with_sessions(group, 0, 1)
     told = [[entry.token.hex(), *ticket[:2], ticket.address.hex()] for entry, ticket in entered]
     print(json.dumps(told), flush=True)
     for (entry, _), nonce in zip(entered, json.loads(orders.readline())):
@@ -55,7 +55,7 @@ for point in _failpoints.COORDINATOR:
 
 def test_members_of_a_killed_coordinator_are_told() -> None:
     def call_till_the_end(rank: int, token: bytes, ticket: Ticket, channel: MemberChannel) -> int:
-        coordinator = ChannelClient(None, Pass(token, "member"), channel, ticket.seat)
+        coordinator = ChannelClient(None, Pass(token, "member"), channel, ticket.session)
         member = Member("doomed", coordinator, ticket, coordinator.start(60.0))
         weights = {"w": np.full(500, float(rank))}
         calls = 0
@@ -83,7 +83,7 @@ def test_members_of_a_killed_coordinator_are_told() -> None:
         for _ in _failpoints.COORDINATOR:
             told = json.loads(coordinator.stdout.readline())
             tokens = [bytes.fromhex(token) for token, *_ in told]
-            tickets = [Ticket(rank, seat, bytes.fromhex(a)) for _, rank, seat, a in told]
+            tickets = [Ticket(rank, session, bytes.fromhex(a)) for _, rank, session, a in told]
             channels = [
                 MemberChannel(t.address or b"", k) for t, k in zip(tickets, tokens, strict=True)
             ]
@@ -118,7 +118,7 @@ def test_members_agree_on_the_terms() -> None:
 
 def test_a_coordinator_sleeps_while_members_are_still_to_join() -> None:
     group = ProcessGroup("quiet", Terms.of(2), "here", None)
-    [(entry, ticket)] = seated(group, 0)
+    [(entry, ticket)] = with_sessions(group, 0)
     channel = MemberChannel(ticket.address or b"", entry.token)
     group.attach(entry.token, channel.mailbox.nonce)
     sleeps, poll = [], group._channels._poll
@@ -142,10 +142,10 @@ def test_a_coordinator_does_not_wait_once_the_last_member_has_died(
 ) -> None:
     """It may learn of that when it posts a state, at the beginning of a step."""
     group = ProcessGroup("over", Terms.of(1), "here", None)
-    [(entry, _)] = seated(group, 0)
-    seat, waits = group.door.present[entry.token], list[Any]()
+    [(entry, _)] = with_sessions(group, 0)
+    session, waits = group.door.present[entry.token], list[Any]()
     died = MemberDiedError("it died")
-    monkeypatch.setattr(group, "_welcome", lambda: group._lose(seat, died))
+    monkeypatch.setattr(group, "_welcome", lambda: group._lose(session, died))
     monkeypatch.setattr(group._channels, "wait", lambda *args: waits.append(args))
     group.run()
     assert not waits

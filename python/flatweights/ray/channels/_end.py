@@ -168,7 +168,7 @@ class ChannelEnd:
             if not is_last:
                 self.receive()
         raise self._missing(
-            f"segment {placed.segment} of seat {placed.owner} on a GPU was not sent"
+            f"segment {placed.segment} of session {placed.owner} on a GPU was not sent"
         )
 
     def read(self) -> tuple[int, list[Any], bytes]:

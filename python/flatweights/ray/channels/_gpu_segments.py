@@ -74,7 +74,7 @@ class GpuSegments:
         """Start without segments.
 
         Args:
-            owner: The number of this process's seat.
+            owner: The number of this process's session.
             holds: A function of an index: how often that segment is held by others.
         """
         self._owner = owner

@@ -55,7 +55,7 @@ class Placed(NamedTuple):
     """Where weights are on a GPU.
 
     Attributes:
-        owner: The number of the seat whose segment it is.
+        owner: The number of the session whose segment it is.
         segment: The index of the segment among those of its owner.
         generation: The number of segments that have had this index.
     """
@@ -202,9 +202,10 @@ class Outcome(NamedTuple):
             member.
         size: The number of members of the process group.
         ranks: The ranks that take part at present.
-        seats: The numbers of the seats whose asks it answers: a rank may have had several seats.
-        giver: The seat that gives its state to `lacking`; 0 without a giver.
-        lacking: The seats that lack the state.
+        sessions: The numbers of the sessions whose asks it answers: a rank may have had several
+            sessions.
+        giver: The session that gives its state to `lacking`; 0 without a giver.
+        lacking: The sessions that lack the state.
         error: The error that all members raise.
         layout: The layout of the weights, pickled; None, if the asks contain it.
         facts: The arguments of `Round` after the weights; empty with an error.
@@ -218,7 +219,7 @@ class Outcome(NamedTuple):
     number: int
     size: int
     ranks: tuple[int, ...]
-    seats: tuple[int, ...] = ()
+    sessions: tuple[int, ...] = ()
     giver: int = 0
     lacking: tuple[int, ...] = ()
     error: Exception | None = None

@@ -67,13 +67,13 @@ class Made(NamedTuple):
 
     Attributes:
         number: Its number.
-        seats: The numbers of the seats that have its outcome.
-        late: The numbers of the seats that were ever given an outcome of this kind for which they
-            were late.
+        sessions: The numbers of the sessions that have its outcome.
+        late: The numbers of the sessions that were ever given an outcome of this kind for which
+            they were late.
     """
 
     number: int
-    seats: set[int]
+    sessions: set[int]
     late: set[int]
 
 
@@ -93,8 +93,8 @@ class Past:
         """Whether two models of one layout take turns in the calls of a member."""
         return bool(self._twins)
 
-    def answer_for(self, seat: Peer) -> Kept | None:
-        """Return the outcome that answers the ask of ``seat`` at once; None if it has to wait.
+    def answer_for(self, session: Peer) -> Kept | None:
+        """Return the outcome that answers the ask of ``session`` at once; None if it has to wait.
 
         If it gets that outcome, `give` notes it.
 
@@ -103,68 +103,68 @@ class Past:
                 others.
             RuntimeError: If it could be given the weights, or the state, of another model.
         """
-        ask = seat.ask
+        ask = session.ask
         self._twins.update(ask.twins)
         is_twin = bool(self._twins) and not self._twins.isdisjoint(ask.keys)
         if ask.lacks:
             if is_twin:
-                raise _twin_error(seat)
+                raise _twin_error(session)
             return None
         kept = self._last(ask.kind)
-        if kept is not None and kept.number <= seat.has:
+        if kept is not None and kept.number <= session.has:
             kept = None  # it takes part in the open call, or waits for it
         if ask.state is not None:
             before = self._states.get(ask.state, 0) if kept is None else kept.previous
-            if seat.states.get(ask.state, 0) < before:
-                raise LacksStateError(f"rank {seat.rank} has missed calls with a state")
-        elif is_twin and (kept is not None or self.is_behind(seat) or self._was_late(seat)):
-            raise _twin_error(seat)
+            if session.states.get(ask.state, 0) < before:
+                raise LacksStateError(f"rank {session.rank} has missed calls with a state")
+        elif is_twin and (kept is not None or self.is_behind(session) or self._was_late(session)):
+            raise _twin_error(session)
         return kept
 
-    def give(self, kept: Kept, seat: Peer) -> None:
-        """Note that ``seat``, which is late, gets an outcome of its kind of call."""
-        if seat.ask.state is not None:
-            seat.states[seat.ask.state] = kept.number
-        made = self._made.get(seat.ask.kind)
+    def give(self, kept: Kept, session: Peer) -> None:
+        """Note that ``session``, which is late, gets an outcome of its kind of call."""
+        if session.ask.state is not None:
+            session.states[session.ask.state] = kept.number
+        made = self._made.get(session.ask.kind)
         if made is not None:
-            made.seats.add(seat.number)
-            made.late.add(seat.number)
+            made.sessions.add(session.number)
+            made.late.add(session.number)
 
-    def astray(self, seats: Sequence[Peer]) -> list[tuple[Peer, RuntimeError]]:
+    def astray(self, sessions: Sequence[Peer]) -> list[tuple[Peer, RuntimeError]]:
         """Return the members of the open call that may be at the other twin's, with their errors.
 
         They have asked before the twins were noticed.
         """
         return [
-            (seat, _twin_error(seat))
-            for seat in seats
-            if not self._twins.isdisjoint(seat.ask.keys) and self._was_late(seat)
+            (session, _twin_error(session))
+            for session in sessions
+            if not self._twins.isdisjoint(session.ask.keys) and self._was_late(session)
         ]
 
-    def is_behind(self, seat: Peer) -> bool:
-        """Whether ``seat`` lacks the last outcome of its kind of call, and gets the next one.
+    def is_behind(self, session: Peer) -> bool:
+        """Whether ``session`` lacks the last outcome of its kind of call, and gets the next one.
 
         Its weights do not count in that call: they are from before the outcome that it lacks. With
         a state, it is healed instead. In a broadcast, only weights of the root count, which all
         take as they are: so a member takes part once it has an outcome of any kind since the last.
         """
-        ask, made = seat.ask, self._made.get(seat.ask.kind)
+        ask, made = session.ask, self._made.get(session.ask.kind)
         if made is None or ask.state is not None:
             return False
         if ask.operation == "broadcast":
-            return made.number > seat.has
-        return seat.number not in made.seats
+            return made.number > session.has
+        return session.number not in made.sessions
 
-    def last_for(self, seat: Peer) -> Kept | None:
-        """Return the last outcome of the call that ``seat`` asks for; None if it is not kept."""
-        return self._last(seat.ask.kind)
+    def last_for(self, session: Peer) -> Kept | None:
+        """Return the last outcome of the call that ``session`` asks for; None if it is not kept."""
+        return self._last(session.ask.kind)
 
     def keep(
-        self, ask: Ask, made: Kept, seats: Sequence[Peer], late: Sequence[Peer] = ()
+        self, ask: Ask, made: Kept, sessions: Sequence[Peer], late: Sequence[Peer] = ()
     ) -> Changes:
         """Keep an outcome of the call of ``ask``, and not the last one of its kind.
 
-        The ``seats`` get it, and with it the state; so do those that are ``late`` for it.
+        The ``sessions`` get it, and with it the state; so do those that are ``late`` for it.
         """
         changes = Changes([], [])
         kind = ask.kind
@@ -179,13 +179,13 @@ class Past:
             changes.released.append(oldest[1].number)
         before = self._made.get(kind)
         ever = set() if before is None else before.late
-        ever.update([seat.number for seat in late])
-        have = {seat.number for seat in seats} | {seat.number for seat in late}
+        ever.update([session.number for session in late])
+        have = {session.number for session in sessions} | {session.number for session in late}
         _put_last(self._made, kind, Made(made.number, have, ever), _KINDS)
         if ask.state is not None:
             self._states[ask.state] = made.number
-            for seat in seats:
-                seat.states[ask.state] = made.number
+            for session in sessions:
+                session.states[ask.state] = made.number
         return changes
 
     def before(self, ask: Ask) -> int:
@@ -206,10 +206,10 @@ class Past:
     def _last(self, kind: Kind) -> Kept | None:
         return self._kept.get(kind) or self._small.get(kind)
 
-    def _was_late(self, seat: Peer) -> bool:
-        """Whether ``seat`` was ever late for a call like that of its ask, and without a state."""
-        made = self._made.get(seat.ask.kind)
-        return seat.ask.state is None and made is not None and seat.number in made.late
+    def _was_late(self, session: Peer) -> bool:
+        """Whether ``session`` was ever late for a call like its ask, without a state."""
+        made = self._made.get(session.ask.kind)
+        return session.ask.state is None and made is not None and session.number in made.late
 
 
 def _put_last(
@@ -224,9 +224,9 @@ def _put_last(
     return oldest, last.pop(oldest)
 
 
-def _twin_error(seat: Peer) -> RuntimeError:
+def _twin_error(session: Peer) -> RuntimeError:
     return RuntimeError(
-        f"rank {seat.rank} was late, or has joined again, and could be given another model's "
+        f"rank {session.rank} was late, or has joined again, and could be given another model's "
         "weights: several models of one layout take turns in this process group. Give their parts "
         "names of their own, as in TensorFlowVariables({'critic 1': model}), or use a process "
         "group for each"

@@ -36,58 +36,62 @@ class Waiting:
         """The members that wait for another call than the open one."""
         return self.lacking + self.behind
 
-    def ask(self, seat: Peer) -> None:
+    def ask(self, session: Peer) -> None:
         """Add a member to the open call, and the root of its broadcast, if that waits for one.
 
         All take a root's weights as they are, and nobody else can send them.
         """
-        self.asking.append(seat)
+        self.asking.append(session)
         for root in self.behind:
-            if root.ask.kind == seat.ask.kind and root.rank == seat.ask.root:
+            if root.ask.kind == session.ask.kind and root.rank == session.ask.root:
                 self.behind.remove(root)
                 self.asking.append(root)
                 return
 
-    def needs(self, seat: Peer) -> bool:
+    def needs(self, session: Peer) -> bool:
         """Whether the open call is the broadcast of this member, which can be late for it."""
         kinds = (one.ask.kind for one in self.asking)
-        return seat.rank == seat.ask.root and seat.ask.kind in kinds
+        return session.rank == session.ask.root and session.ask.kind in kinds
 
     def asks(self) -> dict[int, Ask]:
         """Return the asks of the open call by rank, in their order."""
-        return {seat.rank: seat.ask for seat in self.asking}
+        return {session.rank: session.ask for session in self.asking}
 
     def deadline(self) -> Deadline:
         """Return the end of the open call: the earliest deadline of its asks."""
         first = NEVER
-        for seat in self.asking:
-            end = seat.deadline.end
+        for session in self.asking:
+            end = session.deadline.end
             if end is not None and (first.end is None or end < first.end):
-                first = seat.deadline
+                first = session.deadline
         return first
 
     def ends(self) -> list[float]:
         """Return the times at which the time of a member is up."""
         end = self.deadline().end
         ends = [] if end is None else [end]
-        return ends + [seat.deadline.end for seat in self.behind if seat.deadline.end is not None]
+        return ends + [
+            session.deadline.end for session in self.behind if session.deadline.end is not None
+        ]
 
     def overdue(self, now: float) -> list[Peer]:
         """Return the late members whose time is up."""
-        return [seat for seat in self.behind if seat.deadline.is_over(now)]
+        return [session for session in self.behind if session.deadline.is_over(now)]
 
     def late_for(self, first: Ask) -> list[Peer]:
         """Return the late members that the outcome of the call of ``first`` answers."""
-        return [seat for seat in self.behind if seat.ask.kind == first.kind]
+        return [session for session in self.behind if session.ask.kind == first.kind]
 
     def healed_by(self, first: Ask) -> list[Peer]:
         """Return the members that get the state that they lack from the call of ``first``."""
-        return [seat for seat in self.lacking if seat.ask.kind == first.kind]
+        return [session for session in self.lacking if session.ask.kind == first.kind]
 
     def missed_by(self, first: Ask) -> list[Peer]:
         """Return the members that wait for another call with the state of ``first``."""
-        asks = [(seat, seat.ask) for seat in self.lacking]
-        return [seat for seat, ask in asks if ask.state == first.state and ask.kind != first.kind]
+        asks = [(session, session.ask) for session in self.lacking]
+        return [
+            session for session, ask in asks if ask.state == first.state and ask.kind != first.kind
+        ]
 
     def close_call(self) -> list[Peer]:
         """Take out the members of the open call, and return them."""
@@ -99,9 +103,9 @@ class Waiting:
         self.asking, self.behind = self.behind, []
         return [*self.asking]
 
-    def drop(self, seats: Iterable[Peer]) -> None:
-        """Take out ``seats``, as far as they wait."""
-        for seat in seats:
+    def drop(self, sessions: Iterable[Peer]) -> None:
+        """Take out ``sessions``, as far as they wait."""
+        for session in sessions:
             for waiting in (self.asking, self.lacking, self.behind):
-                if seat in waiting:
-                    waiting.remove(seat)
+                if session in waiting:
+                    waiting.remove(session)

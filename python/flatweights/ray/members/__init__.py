@@ -6,6 +6,6 @@
 - `_member` has the public part: `join`, and a `Member` with its calls.
 - `_client` connects a member to its coordinator: by a channel within a node, else by Ray's object
   store.
-- `_coordinator` is the actor that members call, `_group` its one thread, `_seats` its members'
+- `_coordinator` is the actor that members call, `_group` its one thread, `_sessions` its members'
   records, `_door` lets them in.
 """

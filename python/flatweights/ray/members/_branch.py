@@ -25,12 +25,12 @@ from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.core._asks import MemberDiedError
 from flatweights.ray.core._peer import State
 from flatweights.ray.members._news import News
-from flatweights.ray.members._seats import (
+from flatweights.ray.members._sessions import (
     SLICE,
     Away,
     Letter,
     Post,
-    Seat,
+    Session,
     fetched,
     wait_for,
 )
@@ -63,7 +63,7 @@ class BranchOutcome(NamedTuple):
 
 
 class Branch:
-    """The members of one node. One thread owns their seats, as in a process group.
+    """The members of one node. One thread owns their sessions, as in a process group.
 
     Attributes:
         news: The calls that other threads want that thread to make.
@@ -95,8 +95,8 @@ class Branch:
         self._channels = made
         self._end = end
         self._turn = turn
-        self._seats: dict[bytes, Seat] = {}
-        self._senders: dict[int, Seat] = {}  # by rank, the member that a model here belongs to
+        self._sessions: dict[bytes, Session] = {}
+        self._senders: dict[int, Session] = {}  # by rank, the member that a model here belongs to
         self._posts = 0
         self.news = News(made)
         self.failure: Future[NoReturn] = Future()
@@ -105,7 +105,7 @@ class Branch:
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
         """Admit a member with a ticket of the coordinator; return the address for its channel."""
         self._channels.expect(token)
-        self._seats[token] = Seat(rank, who, token)
+        self._sessions[token] = Session(rank, who, token)
         return self._channels.address
 
     def attach(self, token: bytes, nonce: bytes) -> None:
@@ -114,25 +114,25 @@ class Branch:
         Raises:
             ChannelError: If it has not connected.
         """
-        seat = self._seats.get(token)
-        if seat is None or seat.state is not State.ENTERING:
+        session = self._sessions.get(token)
+        if session is None or session.state is not State.ENTERING:
             raise ChannelError("no such member")
-        seat.attach(self._channels.connect(token, nonce))
+        session.attach(self._channels.connect(token, nonce))
         self._coordinator.hand.remote(token, None, None)
 
     def forget(self, token: bytes) -> None:
         """Drop a member that has left, or that the coordinator counts as dead."""
-        seat = self._seats.pop(token, None)
-        if seat is None:
+        session = self._sessions.pop(token, None)
+        if session is None:
             return
-        if seat.channel is None:
+        if session.channel is None:
             self._channels.forget(token)
         else:
-            self._channels.give_up(seat.channel)
+            self._channels.give_up(session.channel)
 
     def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """Take an ask that does not fit into a channel."""
-        self._seats[token].receive(Letter(body, buffer, None))
+        self._sessions[token].receive(Letter(body, buffer, None))
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return an outcome that did not fit into a channel: its body and its buffer.
@@ -140,33 +140,35 @@ class Branch:
         Raises:
             KeyError: If no member has to fetch it.
         """
-        return fetched(self._seats.values(), number)
+        return fetched(self._sessions.values(), number)
 
     def post(self, outcome: BranchOutcome) -> None:
         """Give members an outcome."""
-        told = [self._seats[token] for token in outcome.tokens if token in self._seats]
+        told = [self._sessions[token] for token in outcome.tokens if token in self._sessions]
         self._posts += 1
         try:
             buffer = self._buffer_of(outcome.weights)
             post = Post(self._posts, outcome.body, buffer, self._channels.segments)
         except Exception as error:  # the store has lost them, or memory is short
             why = f"its outcome did not come: {reason_in_a_line(error)}"
-            for seat in told:
-                self._lose(seat, MemberDiedError(f"{seat.who}: {why}"))
+            for session in told:
+                self._lose(session, MemberDiedError(f"{session.who}: {why}"))
             return
         posted: list[_core.Mailbox] = []
         ended = [sender for sender in self._senders.values() if not sender.is_present]
-        for seat in (*told, *ended):  # no exchange uses these models any more
-            if self._senders.get(seat.rank) is seat:  # not a successor of a dead member
-                del self._senders[seat.rank]
-                self._end.models.pop(seat.rank, None)
-        for seat in told:
-            seat.told(outcome.number)
-            seat.take_caller()
+        for session in (*told, *ended):  # no exchange uses these models any more
+            if self._senders.get(session.rank) is session:  # not a successor of a dead member
+                del self._senders[session.rank]
+                self._end.models.pop(session.rank, None)
+        for session in told:
+            session.told(outcome.number)
+            session.take_caller()
             try:
-                post.to(seat, posted)
+                post.to(session, posted)
             except Exception as error:  # the member died meanwhile
-                self._lose(seat, MemberDiedError(f"{seat.who}: {type(error).__name__}: {error}"))
+                self._lose(
+                    session, MemberDiedError(f"{session.who}: {type(error).__name__}: {error}")
+                )
         _core.Mailbox.wake(posted)
 
     def _buffer_of(self, weights: SentWeights) -> NDArray[np.uint8] | None:
@@ -183,44 +185,44 @@ class Branch:
     def _run(self) -> None:
         try:
             while True:
-                for seat in wait_for([*self._seats.values()], self.news, SLICE, 1):
-                    if seat.fault is not None:
-                        self._lose(seat, seat.fault)
+                for session in wait_for([*self._sessions.values()], self.news, SLICE, 1):
+                    if session.fault is not None:
+                        self._lose(session, session.fault)
                     else:
-                        self._hand_on(seat)
+                        self._hand_on(session)
                 self.news.read()
         except BaseException as error:  # else the members would wait for ever
             _log.exception("the agent of a node of a process group has failed")
             self.failure.set_exception(error)
 
-    def _hand_on(self, seat: Seat) -> None:
+    def _hand_on(self, session: Session) -> None:
         """Pass a member's ask on to the coordinator; large weights stay here."""
-        answer = seat.answer
+        answer = session.answer
         assert answer is not None
         ask = answer.ask
         packed = answer.packed
         if ask.operation == "leave":
-            seat.ends(None)
-            seat.close()
+            session.ends(None)
+            session.close()
         if packed is None or packed.buffer.nbytes < SMALL:
             buffer = None if packed is None else packed.buffer
-            self._coordinator.hand.remote(seat.token, answer.body, buffer)
+            self._coordinator.hand.remote(session.token, answer.body, buffer)
             return
         with self._turn:
-            self._end.models[seat.rank] = packed.buffer
-            self._senders[seat.rank] = seat
+            self._end.models[session.rank] = packed.buffer
+            self._senders[session.rank] = session
         spoiled = None
         if ask.nonfinite != "propagate" and ask.rule is None:
             template = Template(Kind.FLAT_WEIGHTS, packed.layout)
-            spoiled = template.find_nonfinite([packed.buffer], f"rank {seat.rank}")
-        self._coordinator.hand.remote(seat.token, answer.body, Away(spoiled))
+            spoiled = template.find_nonfinite([packed.buffer], f"rank {session.rank}")
+        self._coordinator.hand.remote(session.token, answer.body, Away(spoiled))
 
-    def _lose(self, seat: Seat, why: MemberDiedError) -> None:
+    def _lose(self, session: Session, why: MemberDiedError) -> None:
         """Count a member as dead, and tell the coordinator."""
-        seat.ends(why)
-        seat.close()
-        self._coordinator.lose.remote(seat.token, why)
-        self.forget(seat.token)
+        session.ends(why)
+        session.close()
+        self._coordinator.lose.remote(session.token, why)
+        self.forget(session.token)
 
 
 class BranchAgent(Agent):

@@ -43,7 +43,7 @@ from flatweights.ray.members._coordinator import Coordinator
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
 from flatweights.ray.members._platform import PLATFORM, Platform
-from flatweights.ray.members._seats import as_array
+from flatweights.ray.members._sessions import as_array
 from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._wait import seconds_left
 
@@ -218,14 +218,14 @@ class ChannelClient(CoordinatorClient):
         actor: ray.actor.ActorHandle,
         pass_: Pass,
         channel: MemberChannel,
-        seat: int,
+        session: int,
         platform: Platform = PLATFORM,
     ) -> None:
-        """Take the channel, which is attached, and the number of the seat."""
+        """Take the channel, which is attached, and the number of the session."""
         super().__init__(actor, pass_, platform)
         self._channel = channel
-        self._gpu = GpuEnd(channel, seat)
-        self._seat = seat
+        self._gpu = GpuEnd(channel, session)
+        self._session = session
         self._may_stay: set[Kind] = set()  # kinds of call whose weights may stay on their GPU
         self._prepared: dict[tuple[Any, ...], Repeatable] = {}  # by terms, what may be repeated
 
@@ -319,7 +319,7 @@ class ChannelClient(CoordinatorClient):
             self._channel.ask(b"", None, is_urgent=is_urgent)
 
     def _learn(self, outcome: Outcome, ask: Ask) -> None:
-        if self._seat in outcome.seats:
+        if self._session in outcome.sessions:
             terms = ask.terms
             if not outcome.prepared:
                 self._prepared.pop(terms, None)
@@ -427,7 +427,7 @@ def enter(
     end: float | None,
     platform: Platform = PLATFORM,
 ) -> Entered:
-    """Find or start the coordinator, take a seat, and wait for the others.
+    """Find or start the coordinator, take a session, and wait for the others.
 
     Args:
         name: See `flatweights.ray.join`.
@@ -539,4 +539,4 @@ def _end_of(
     except BaseException:
         channel.close()
         raise
-    return ChannelClient(actor, pass_, channel, ticket.seat, platform)
+    return ChannelClient(actor, pass_, channel, ticket.session, platform)

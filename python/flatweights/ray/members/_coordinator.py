@@ -25,7 +25,7 @@ from flatweights.ray.members._door import Entry, Ticket
 from flatweights.ray.members._news import Result
 from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._process_group import ProcessGroup
-from flatweights.ray.members._seats import Away, Letter, Reply
+from flatweights.ray.members._sessions import Away, Letter, Reply
 from flatweights.ray.members._terms import Terms
 
 _LAST_REPLIES = 1.0  # seconds in which finished calls return their results
@@ -73,7 +73,7 @@ class Coordinator:
         node: str,
         wants_channel: bool,
     ) -> Ticket:
-        """Take a seat; wait while a process that may have ended has it.
+        """Take a session; wait while a process that may have ended has it.
 
         Args:
             token: The token by which the coordinator recognises the member, as in its call of

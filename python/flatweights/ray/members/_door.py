@@ -21,7 +21,7 @@ from flatweights.ray.core._asks import MemberDiedError
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.core._peer import Peers, State
 from flatweights.ray.members._news import News
-from flatweights.ray.members._seats import Seat
+from flatweights.ray.members._sessions import Session
 from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
 from flatweights.ray.peers._store import end_actor
@@ -38,13 +38,13 @@ class Ticket(NamedTuple):
 
     Attributes:
         rank: Its rank.
-        seat: The number of its seat.
+        session: The number of its session.
         address: The address to make a channel to; None, if the member calls through Ray.
         branch: On another node, the agent of that node, to which it makes a channel instead.
     """
 
     rank: int
-    seat: int
+    session: int
     address: bytes | None
     branch: ray.actor.ActorHandle | None = None
 
@@ -97,8 +97,8 @@ class Door:
         channels: Channels,
         agents: Agents,
         news: News,
-        hear: Callable[[Seat], object],
-        lose: Callable[[Seat, MemberDiedError], object],
+        hear: Callable[[Session], object],
+        lose: Callable[[Session, MemberDiedError], object],
     ) -> None:
         """Let nobody in yet.
 
@@ -116,11 +116,11 @@ class Door:
         self._channels, self._agents, self._news = channels, agents, news
         self._hear, self._lose = hear, lose
         self.peers = Peers()
-        self.present: dict[bytes, Seat] = {}
+        self.present: dict[bytes, Session] = {}
         self._has_begun = False  # whether any process has arrived
         self.is_open = False
         self._entries: list[Entry] = []  # processes that wait for a rank
-        self._entered = 0  # the number of seats so far
+        self._entered = 0  # the number of sessions so far
         self._grace: Deadline | None = None  # runs from the first member that is ready
         self._watched: set[str] = set()  # the tokens of agents
         self._empty_until = _clock.now() + _EMPTY
@@ -132,22 +132,24 @@ class Door:
             return True
         if not self._has_begun:
             return _clock.now() < self._empty_until
-        return not self.seats and bool(self._entries)
+        return not self.sessions and bool(self._entries)
 
     @property
-    def seats(self) -> dict[int, Seat]:
+    def sessions(self) -> dict[int, Session]:
         """By rank, the newest process that has joined, and may have ended, or is coming in."""
-        return cast("dict[int, Seat]", self.peers.newest)
+        return cast("dict[int, Session]", self.peers.newest)
 
     def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
-        joined = {seat.rank for seat in self.present.values() if seat.state is not State.ENTERING}
+        joined = {
+            session.rank for session in self.present.values() if session.state is not State.ENTERING
+        }
         return [rank for rank in range(self._terms.size) if rank not in joined]
 
     def ends(self) -> list[float]:
         """Return the times, by `time.monotonic`, at which something is due here."""
         ends = [entry.since + _GRACE for entry in self._entries]
-        if not self.seats:
+        if not self.sessions:
             ends.append(_clock.now() + _GRACE)
         grace = None if self._grace is None or self.is_open else self._grace.end
         return [*ends, grace] if grace is not None and seconds_left(grace) else ends
@@ -163,7 +165,7 @@ class Door:
         entries, self._entries = self._entries, []
         for entry in entries:
             try:
-                ticket = self._seat(entry, now)
+                ticket = self._session(entry, now)
             except ValueError as error:
                 entry.end(error)
                 continue
@@ -188,7 +190,7 @@ class Door:
         """Open if the process group can, with ``ready`` members that wait."""
         self.is_open = self.is_open or self._may_open(ready)
 
-    def _seat(self, entry: Entry, now: float) -> Ticket | None:
+    def _session(self, entry: Entry, now: float) -> Ticket | None:
         """Return the ticket for a process; None while the old process of its rank may be ending.
 
         Raises:
@@ -206,42 +208,42 @@ class Door:
                 raise ValueError(
                     f"process group {self._name!r}: all {self._terms.size} ranks are taken"
                 )
-            taken = f"{entry.rank}, which is {self.seats[entry.rank].who}'s"
+            taken = f"{entry.rank}, which is {self.sessions[entry.rank].who}'s"
             raise ValueError(f"rank: expected one that is free, got {taken}")
         self._entered += 1
-        before = self.seats.get(rank)
-        seat = Seat(rank, entry.who, entry.token, self._entered, before, over=entry.over)
-        self.present[entry.token] = seat
-        self.peers.add(seat)
+        before = self.sessions.get(rank)
+        session = Session(rank, entry.who, entry.token, self._entered, before, over=entry.over)
+        self.present[entry.token] = session
+        self.peers.add(session)
         if not entry.wants_channel:
-            return Ticket(rank, seat.number, None)
+            return Ticket(rank, session.number, None)
         if entry.node == self._node:
             self._channels.expect(entry.token)
-            return Ticket(rank, seat.number, self._channels.address)
-        agent = seat.agent = self._agents.at(entry.node, starts=True)
+            return Ticket(rank, session.number, self._channels.address)
+        agent = session.agent = self._agents.at(entry.node, starts=True)
         assert agent is not None
         if agent.token not in self._watched:
             self._watched.add(agent.token)
             self._news.watch(agent.handle.stay.remote(), functools.partial(self._lose_all, agent))
-        return Ticket(rank, seat.number, None, agent.handle)
+        return Ticket(rank, session.number, None, agent.handle)
 
     def _is_free(self, rank: int) -> bool:
         """Whether no live process has ``rank``."""
-        seat = self.seats.get(rank)
-        if seat is not None and seat.is_present and seat.channel is not None:
-            seat.channel.receive()  # it may just have died
-            if seat.look():
-                self._hear(seat)
-        return seat is None or not seat.is_present
+        session = self.sessions.get(rank)
+        if session is not None and session.is_present and session.channel is not None:
+            session.channel.receive()  # it may just have died
+            if session.look():
+                self._hear(session)
+        return session is None or not session.is_present
 
     def _lose_all(self, agent: AgentEnd, why: str) -> None:
         """Count the members of a dead agent's node as dead; its process may still have to end."""
         agent.is_dead = True
         end_actor(agent.handle)
-        for seat in [*self.present.values()]:
-            if seat.agent is agent:
-                lost = f"{seat.who}: the agent of its node: {why}"
-                self._lose(seat, MemberDiedError(lost))
+        for session in [*self.present.values()]:
+            if session.agent is agent:
+                lost = f"{session.who}: the agent of its node: {why}"
+                self._lose(session, MemberDiedError(lost))
 
     def _may_open(self, ready: int) -> bool:
         if ready and self._grace is None:

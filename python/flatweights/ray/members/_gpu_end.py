@@ -40,15 +40,15 @@ def gpu_of(variables: Any) -> bytes | None:
 class GpuEnd:
     """The segments that this member writes and reads."""
 
-    def __init__(self, channel: MemberChannel, seat: int) -> None:
+    def __init__(self, channel: MemberChannel, session: int) -> None:
         """Start without segments.
 
         Args:
             channel: The channel to the coordinator.
-            seat: The number of this member's seat.
+            session: The number of this member's session.
         """
         self._channel = channel
-        self._segments = GpuSegments(seat, channel.count_holds)
+        self._segments = GpuSegments(session, channel.count_holds)
         # Segments of others that are mapped here, by owner and index.
         self._peers: dict[tuple[int, int], tuple[Handle, _core.PeerDeviceSegment]] = {}
         self._layout: Layout | None = None  # of the weights that were gathered last

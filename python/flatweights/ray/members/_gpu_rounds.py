@@ -34,7 +34,7 @@ from flatweights.ray.channels._protocol import REDUCE
 from flatweights.ray.core._asks import Ask, Placed
 from flatweights.ray.core._peer import Peer
 from flatweights.ray.members._reductions import Reduced, Reduction
-from flatweights.ray.members._seats import Seat
+from flatweights.ray.members._sessions import Session
 
 _PATIENCE = 2.0  # seconds for an average: milliseconds, unless that member is stopped or has died
 
@@ -50,30 +50,30 @@ class Stayed:
         handle: The segment.
     """
 
-    def __init__(self, owner: Seat, handle: Handle, layout: Layout) -> None:
+    def __init__(self, owner: Session, handle: Handle, layout: Layout) -> None:
         """Hold the segment."""
         assert owner.channel is not None
         self.layout = layout
         self.handle = handle
         self.owner = owner
         self._mailbox = owner.channel.mailbox
-        self._readers: set[Seat] = set()
+        self._readers: set[Session] = set()
         self._mailbox.add_hold(False, handle.placed.segment)
 
-    def send(self, seat: Seat) -> None:
+    def send(self, session: Session) -> None:
         """Let a member read the segment.
 
         Raises:
             OSError: If it is dead.
         """
-        assert seat.channel is not None
-        if seat is not self.owner:
-            seat.channel.send_handle(self.handle)
-        self._readers.add(seat)
+        assert session.channel is not None
+        if session is not self.owner:
+            session.channel.send_handle(self.handle)
+        self._readers.add(session)
 
-    def lose(self, seat: Seat) -> None:
+    def lose(self, session: Session) -> None:
         """Note that a member reads it no more."""
-        self._readers.discard(seat)
+        self._readers.discard(session)
 
     @property
     def is_read(self) -> bool:
@@ -97,7 +97,7 @@ class GpuRounds:
         self._channels = channels
         self._is_off = False  # once a GPU has failed: it may fail each member in turn
         self._stayed: list[Stayed] = []
-        self._gone: list[Seat] = []  # members that are gone, whose segments others still have
+        self._gone: list[Session] = []  # members that are gone, whose segments others still have
 
     def may_stay(self, first: Ask, readers: Iterable[tuple[Peer, Ask]]) -> bool:
         """Whether the weights of members may stay on their GPU in the next call like this.
@@ -117,8 +117,8 @@ class GpuRounds:
     def average(
         self,
         first: Ask,
-        seats: Sequence[Seat],
-        others: Sequence[Seat],
+        sessions: Sequence[Session],
+        others: Sequence[Session],
         layout: Layout,
         weights: Sequence[float],
     ) -> Stayed:
@@ -126,7 +126,7 @@ class GpuRounds:
 
         Args:
             first: The ask of one of them.
-            seats: The members of the call, in the order of their ranks.
+            sessions: The members of the call, in the order of their ranks.
             others: Other members that get the outcome.
             layout: The layout of the weights.
             weights: The weights of the members, in that order.
@@ -134,54 +134,56 @@ class GpuRounds:
         Raises:
             AskAgainError: If it cannot be done there.
         """
-        self._check(first, seats, [*seats, *others])
-        reducer = seats[0]
+        self._check(first, sessions, [*sessions, *others])
+        reducer = sessions[0]
         channel = reducer.channel
         assert channel is not None
         try:
-            reduced = self._reduced(channel, seats, weights)
+            reduced = self._reduced(channel, sessions, weights)
         except Exception as error:  # it died, or its answer cannot be read
             raise AskAgainError(f"{reducer.who}: {reason_in_a_line(error)}") from None
         if reduced.placed is None:
             self._is_off = self._is_off or reduced.is_fault
             raise AskAgainError(f"rank {reducer.rank} could not average: {reduced.why}")
         if reduced.spoiled and first.nonfinite != "propagate":
-            ranks = [seats[k].rank for k in reduced.spoiled]
+            ranks = [sessions[k].rank for k in reduced.spoiled]
             raise AskAgainError(f"ranks {ranks} hold NaN or infinity")
         return self._kept(reducer, layout, reduced.placed)
 
-    def relay(self, first: Ask, root: Seat, seats: Sequence[Seat], layout: Layout) -> Stayed:
+    def relay(
+        self, first: Ask, root: Session, sessions: Sequence[Session], layout: Layout
+    ) -> Stayed:
         """Let all members read the segment of the root of a broadcast.
 
         Args:
             first: The ask of one of them.
             root: The root.
-            seats: All members that get the outcome.
+            sessions: All members that get the outcome.
             layout: The layout of the weights.
 
         Raises:
             AskAgainError: If some cannot.
         """
-        self._check(first, [root], seats)
+        self._check(first, [root], sessions)
         return self._kept(root, layout, _placed(root))
 
-    def hear(self, seat: Seat) -> None:
+    def hear(self, session: Session) -> None:
         """Note that a member has asked again or is gone: it reads nothing more."""
         for stayed in self._stayed:
-            stayed.lose(seat)
+            stayed.lose(session)
 
-    def forget(self, seat: Seat) -> None:
+    def forget(self, session: Session) -> None:
         """Note that a member is gone: `let_go` has others forget its segments."""
-        self.hear(seat)
-        self._gone.append(seat)
+        self.hear(session)
+        self._gone.append(session)
 
-    def let_go(self, is_kept: Callable[[Stayed], bool], seats: Iterable[Seat]) -> None:
+    def let_go(self, is_kept: Callable[[Stayed], bool], sessions: Iterable[Session]) -> None:
         """Let go of segments that are neither read nor kept for members that are late.
 
         Args:
             is_kept: Whether weights are kept.
-            seats: The present members. They let go of the segments of those that are gone, since a
-                GPU's memory is free only once nobody maps it.
+            sessions: The present members. They let go of the segments of those that are gone, since
+                a GPU's memory is free only once nobody maps it.
         """
         if not self._stayed and not self._gone:
             return
@@ -193,31 +195,31 @@ class GpuRounds:
                 stayed.let_go()
         self._stayed = rest
         owners = {stayed.owner for stayed in rest}
-        channels = [seat.channel for seat in seats if seat.channel is not None]
-        for gone in [seat for seat in self._gone if seat not in owners]:
+        channels = [session.channel for session in sessions if session.channel is not None]
+        for gone in [session for session in self._gone if session not in owners]:
             self._gone.remove(gone)
             if gone.channel is not None:
                 gone.channel.forget_handles(gone.number)
                 for channel in channels:
                     channel.send_forget(gone.number)
 
-    def _check(self, first: Ask, senders: Sequence[Seat], seats: Sequence[Seat]) -> None:
-        """Raise unless the weights of ``senders`` are in segments that all ``seats`` can read."""
-        if not self.may_stay(first, [(seat, seat.ask) for seat in seats]):
+    def _check(self, first: Ask, senders: Sequence[Session], sessions: Sequence[Session]) -> None:
+        """Raise unless the weights of ``senders`` are in segments that ``sessions`` can read."""
+        if not self.may_stay(first, [(session, session.ask) for session in sessions]):
             raise AskAgainError("not all members are on one GPU, or a rule needs the coordinator")
-        if not all(seat.ask.is_in_segment for seat in senders):
+        if not all(session.ask.is_in_segment for session in senders):
             raise AskAgainError("some weights are in memory of the host")
 
     def _reduced(
-        self, channel: DriverChannel, seats: Sequence[Seat], weights: Sequence[float]
+        self, channel: DriverChannel, sessions: Sequence[Session], weights: Sequence[float]
     ) -> Reduced:
         segments = []
-        for seat in seats:
-            assert seat.channel is not None
-            placed = _placed(seat)
+        for session in sessions:
+            assert session.channel is not None
+            placed = _placed(session)
             segments.append(placed)
-            if seat.channel is not channel:
-                channel.send_handle(seat.channel.handle_of(placed))
+            if session.channel is not channel:
+                channel.send_handle(session.channel.handle_of(placed))
         reach("ordering")
         channel.order(REDUCE, pickle.dumps(tuple(Reduction(tuple(segments), tuple(weights)))))
         end = _clock.now() + _PATIENCE
@@ -231,7 +233,7 @@ class GpuRounds:
         _, (body, _) = channel.take()
         return Reduced(*pickle.loads(body))
 
-    def _kept(self, owner: Seat, layout: Layout, placed: Placed) -> Stayed:
+    def _kept(self, owner: Session, layout: Layout, placed: Placed) -> Stayed:
         assert owner.channel is not None
         try:
             handle = owner.channel.handle_of(placed)
@@ -242,8 +244,8 @@ class GpuRounds:
         return stayed
 
 
-def _placed(seat: Seat) -> Placed:
+def _placed(session: Session) -> Placed:
     """Return the segment that has the weights of a member."""
-    assert seat.ask.gpu is not None
-    assert seat.ask.gpu.placed is not None
-    return seat.ask.gpu.placed
+    assert session.ask.gpu is not None
+    assert session.ask.gpu.placed is not None
+    return session.ask.gpu.placed

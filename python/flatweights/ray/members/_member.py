@@ -210,7 +210,7 @@ class Member:
         self.rank = ticket.rank
         self.size = outcome.size
         self._ranks = outcome.ranks
-        self._seat = ticket.seat
+        self._session = ticket.session
         self.lacks_state = outcome.number > 0
         self.raise_if_out_of_sync = False
         self._coordinator = coordinator
@@ -477,7 +477,7 @@ class Member:
             else:
                 ask = coordinator.on_gpu(variables, ask)
             outcome, got = coordinator.exchange(ask, layout, sent)
-            if self._seat not in outcome.seats or ask.root != self.rank:
+            if self._session not in outcome.sessions or ask.root != self.rank:
                 scatter(variables, got)  # if the root has joined again, those of its predecessor
             return self._round(outcome, None)
 
@@ -636,12 +636,12 @@ class Member:
                     outcome, mean = coordinator.exchange(sent.through_host(), layout, None)
                 else:
                     outcome, mean = coordinator.exchange(sent, layout, weights)
-                if state is not None and outcome.giver == self._seat:
+                if state is not None and outcome.giver == self._session:
                     given = state.copy() if isinstance(state, WholeState) else state
                     coordinator.exchange(
                         _state_ask("give", given), given.layout, _gathered(coordinator, given)
                     )
-                if state is not None and self._seat in outcome.lacking:
+                if state is not None and self._session in outcome.lacking:
                     _, got = coordinator.exchange(_state_ask("heal", state), state.layout, None)
                     state.scatter(got)
                     self.lacks_state = False
@@ -723,8 +723,8 @@ class Member:
     def _round(self, outcome: Outcome, weights: Any) -> Round:
         self._note(outcome)
         result = Round(weights, *outcome.facts)
-        if self._seat not in (
-            *outcome.seats,
+        if self._session not in (
+            *outcome.sessions,
             *outcome.lacking,
         ):  # the outcome of a call in which this member took no part
             result.failed.pop(self.rank, None)

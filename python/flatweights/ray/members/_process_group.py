@@ -80,11 +80,11 @@ from flatweights.ray.members._gpu_rounds import AskAgainError, GpuRounds, Stayed
 from flatweights.ray.members._news import News
 from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._repetitions import Ending, Repetitions
-from flatweights.ray.members._seats import (
+from flatweights.ray.members._sessions import (
     Letter,
     Post,
     Reply,
-    Seat,
+    Session,
     fetched,
     wait_for,
 )
@@ -188,8 +188,8 @@ class ProcessGroup:
         patience = self._patience(awaited.end)
         heard = wait_for([*self.door.present.values()], self.news, patience, awaited.asks)
         self._seconds_waited += _clock.now() - begin
-        for seat in heard:
-            self._hear(seat)
+        for session in heard:
+            self._hear(session)
         self.news.read()
 
     def _patience(self, end: float | None) -> float | None:
@@ -226,7 +226,7 @@ class ProcessGroup:
             self._keep(action.changes)
         elif isinstance(action, SendKept):
             kept = self._kept[action.number]
-            self._post(action.number, kept.body, kept.weights, _seats(action.peers))
+            self._post(action.number, kept.body, kept.weights, _sessions(action.peers))
         elif isinstance(action, Answer):
             self._answer(action.peers, action.error)
         elif isinstance(action, TimeIsUp):
@@ -237,17 +237,17 @@ class ProcessGroup:
             error = WorkerError({peer.rank: lost for peer in action.peers})
             self._answer(action.peers, portable(error))
         elif isinstance(action, SendAgain):
-            self._ask_again(_seats(action.peers))
+            self._ask_again(_sessions(action.peers))
         elif isinstance(action, CopyState):
             self._copy_state(action.number)
         elif isinstance(action, SendState):
             outcome = Outcome(action.number, self._size, self.door.peers.ranks())
             state = self._states[action.number]
-            self._post(-action.number, pickle.dumps(outcome.fields), state, _seats(action.peers))
+            self._post(-action.number, pickle.dumps(outcome.fields), state, _sessions(action.peers))
         elif isinstance(action, Release):
             self._states.pop(action.number, None)
         elif isinstance(action, Detach):
-            self._forget(*_seats([action.peer]))
+            self._forget(*_sessions([action.peer]))
         elif isinstance(action, LogDeath):
             assert action.peer.why is not None
             text = error_of_rank(action.peer.rank, action.peer.why)
@@ -258,41 +258,41 @@ class ProcessGroup:
 
     def _tell_failure(self, error: Exception) -> None:
         """Tell members that wait why the process group ends; others see that it has."""
-        asking = [seat for seat in self.door.present.values() if seat.answer is not None]
+        asking = [session for session in self.door.present.values() if session.answer is not None]
         with contextlib.suppress(Exception):  # memory may be short
             self._answer(
                 asking,
                 CoordinatorDiedError(f"the coordinator has failed: {reason_in_a_line(error)}"),
             )
 
-    def _hear(self, seat: Seat) -> None:
+    def _hear(self, session: Session) -> None:
         """Handle a member's ask, or its end."""
-        if seat.fault is not None:
-            self._tell(Ended(seat, seat.fault))
+        if session.fault is not None:
+            self._tell(Ended(session, session.fault))
             return
-        ask = seat.ask
+        ask = session.ask
         if ask.operation not in ("give", "heal"):  # with these, it has yet to read the average
-            self._gpu.hear(seat)
+            self._gpu.hear(session)
         if ask.operation == "leave":
-            self._tell(Ended(seat))
+            self._tell(Ended(session))
         elif ask.operation == "give":
-            self._hear_of_state(seat)
+            self._hear_of_state(session)
         else:
-            self._tell(Asked(seat))
+            self._tell(Asked(session))
 
-    def _hear_of_state(self, seat: Seat) -> None:
+    def _hear_of_state(self, session: Session) -> None:
         """Take the state from a giver."""
-        assert seat.answer is not None
+        assert session.answer is not None
         try:
-            seat.answer.bring()
-            state = seat.answer.take()
+            session.answer.bring()
+            state = session.answer.take()
         except Exception as error:  # its node or the agent there has died, or lost the state
-            why = f"{seat.who}: its state could not be read: {reason_in_a_line(error)}"
-            self._lose(seat, MemberDiedError(why))
+            why = f"{session.who}: its state could not be read: {reason_in_a_line(error)}"
+            self._lose(session, MemberDiedError(why))
             return
         self._given = None if state is None else Packed(state.buffer, state.layout)
         try:
-            self._tell(Gave(seat, state is not None))
+            self._tell(Gave(session, state is not None))
         finally:
             self._given = None
 
@@ -308,9 +308,9 @@ class ProcessGroup:
 
     def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
         """Answer asks that are part of no call."""
-        for seat in _seats(peers):
-            outcome = Outcome(seat.has, self._size, self.door.peers.ranks(), error=error)
-            self._post(seat.has, ray.cloudpickle.dumps(outcome.fields), None, [seat])
+        for session in _sessions(peers):
+            outcome = Outcome(session.has, self._size, self.door.peers.ranks(), error=error)
+            self._post(session.has, ray.cloudpickle.dumps(outcome.fields), None, [session])
 
     def _keep(self, changes: Changes) -> None:
         """Change which outcomes are kept, and where."""
@@ -326,7 +326,11 @@ class ProcessGroup:
         """Average, relay or gather, and post the outcome to all members that have asked."""
         asks, first = call.asks, call.first
         arrivals = Arrivals.over(
-            {seat.rank: seat.answer for seat in _seats(call.peers) if seat.answer is not None},
+            {
+                session.rank: session.answer
+                for session in _sessions(call.peers)
+                if session.answer is not None
+            },
             failed=call.lost,
             late=call.late,
             timeout=call.timeout,
@@ -404,8 +408,8 @@ class ProcessGroup:
                 pickler = ray.cloudpickle
             facts = facts_of(result)
         stayed = weights if isinstance(weights, Stayed) else None
-        seats = _seats(call.peers)
-        prepared = self._repetitions.prepare(call, send, result, weights, seats)
+        sessions = _sessions(call.peers)
+        prepared = self._repetitions.prepare(call, send, result, weights, sessions)
         outcome = Outcome(
             send.number,
             self._size,
@@ -422,13 +426,13 @@ class ProcessGroup:
             result.weights if result is not None and first.operation == "all_gather" else {},
         )
         if prepared and prepared != send.number and isinstance(weights, Packed):
-            self._repetitions.make_ready(outcome, weights.layout, seats)
+            self._repetitions.make_ready(outcome, weights.layout, sessions)
         body = pickler.dumps(outcome.fields)
         if result is not None:
             self._kept[send.number] = _Kept(body, weights)
         reach("sending")
         exchanged = None if result is None else result._exchanged
-        self._post(send.number, body, weights, _seats(send.peers), exchanged)
+        self._post(send.number, body, weights, _sessions(send.peers), exchanged)
         self._gpu.let_go(self._is_kept, self.door.present.values())
         if result is not None and first.operation != "broadcast":
             report(result, already_named=send.named)
@@ -468,22 +472,24 @@ class ProcessGroup:
             WorkerError: If fewer ranks than needed take part.
         """
         asks, first = call.asks, call.first
-        seats = {seat.rank: seat for seat in _seats(call.peers)}
+        sessions = {session.rank: session for session in _sessions(call.peers)}
         layout = next(
-            seat.answer.layout for seat in seats.values() if seat.answer and seat.ask.is_in_segment
+            session.answer.layout
+            for session in sessions.values()
+            if session.answer and session.ask.is_in_segment
         )
-        others = _seats(call.others)
+        others = _sessions(call.others)
         begin = _clock.now()
         if first.operation == "average":
             request = self._request(asks, arrivals)
-            ranks = sorted(seats)
-            members, weights = [seats[rank] for rank in ranks], request.numbers_of(ranks)
+            ranks = sorted(sessions)
+            members, weights = [sessions[rank] for rank in ranks], request.numbers_of(ranks)
             stayed = self._gpu.average(first, members, others, layout, weights)
         else:
-            root = seats.get(first.root or 0)
+            root = sessions.get(first.root or 0)
             if root is None:
                 raise self._lost_root(first, arrivals)
-            stayed = self._gpu.relay(first, root, [*seats.values(), *others], layout)
+            stayed = self._gpu.relay(first, root, [*sessions.values(), *others], layout)
             ranks = [root.rank]
         self._agents.nbytes = layout.nbytes
         result = Round(
@@ -493,21 +499,21 @@ class ProcessGroup:
             late=arrivals.late,
             seconds={"wait": arrivals.seconds_waited, "average": _clock.now() - begin},
             nbytes=len(ranks) * layout.nbytes,
-            transports=dict.fromkeys(sorted(seats), "gpu"),
+            transports=dict.fromkeys(sorted(sessions), "gpu"),
         )
         return result, stayed
 
-    def _ask_again(self, seats: Sequence[Seat]) -> None:
+    def _ask_again(self, sessions: Sequence[Session]) -> None:
         """Have members whose weights are on a GPU send them through memory of the host."""
-        for seat in seats:
-            seat.take_caller()
-            assert seat.channel is not None
-            if seat.channel.is_answered:  # one that still averages is asked once it has
+        for session in sessions:
+            session.take_caller()
+            assert session.channel is not None
+            if session.channel.is_answered:  # one that still averages is asked once it has
                 try:
-                    seat.channel.order(RESEND)
+                    session.channel.order(RESEND)
                 except Exception as error:  # it died meanwhile
                     fault = reason_in_a_line(error)
-                    self._lose(seat, MemberDiedError(f"{seat.who}: {fault}"))
+                    self._lose(session, MemberDiedError(f"{session.who}: {fault}"))
 
     def _request(self, asks: dict[int, Ask], arrivals: Arrivals) -> Request:
         """Return what is asked of an average, after checking that enough ranks take part."""
@@ -579,13 +585,13 @@ class ProcessGroup:
     def _absence(self, first: Ask) -> Exception:
         """Return the reason for which the root of a broadcast does not take part."""
         assert first.root is not None
-        seat = self.door.seats.get(first.root)
-        if seat is None:
+        session = self.door.sessions.get(first.root)
+        if session is None:
             return RuntimeError("it has not joined the process group")
-        if seat in self.calls.waiting.out_of_sync:
-            return RuntimeError(f"it waits for the others to call {seat.ask}")
+        if session in self.calls.waiting.out_of_sync:
+            return RuntimeError(f"it waits for the others to call {session.ask}")
         # A process that is joining is late for nobody else.
-        return late_error(first.timeout) if seat.is_present else RuntimeError("it has left")
+        return late_error(first.timeout) if session.is_present else RuntimeError("it has left")
 
     def _copied(self, weights: Packed) -> Packed:
         """Return a copy, if possible in memory that all members of this node read."""
@@ -599,19 +605,21 @@ class ProcessGroup:
 
     def _transports(self, asks: dict[int, Ask]) -> dict[int, str]:
         """Return, by rank, the way by which its ask came."""
-        return {k: "store" if self.door.seats[k].channel is None else "shm" for k in sorted(asks)}
+        return {
+            k: "store" if self.door.sessions[k].channel is None else "shm" for k in sorted(asks)
+        }
 
     def _welcome(self) -> None:
         """Give members that are ready their first outcome, once the process group is open."""
-        ready = [seat for seat in self.door.present.values() if seat.state is State.READY]
+        ready = [session for session in self.door.present.values() if session.state is State.READY]
         was_open = self.door.is_open
         self.door.open_for(len(ready))
         self.calls.is_open = self.door.is_open
         if ready and self.door.is_open:
-            for seat in ready:
-                seat.told(0)
+            for session in ready:
+                session.told(0)
                 if not was_open:  # others join with their first ask
-                    seat.join()
+                    session.join()
             first = Outcome(self.calls.number, self._size, self.door.peers.ranks())
             self._post(0, pickle.dumps(first.fields), None, ready)
 
@@ -620,47 +628,47 @@ class ProcessGroup:
         number: int,
         body: bytes,
         weights: Packed | Stayed | None,
-        seats: Sequence[Seat],
+        sessions: Sequence[Session],
         exchanged: Exchanged | None = None,
     ) -> None:
-        """Give ``seats`` an outcome.
+        """Give ``sessions`` an outcome.
 
         Args:
             number: The number of the outcome; for the state that goes with it, its negative.
             body: The outcome.
             weights: Its weights.
-            seats: The members, which wait for it.
+            sessions: The members, which wait for it.
             exchanged: The agents that already have the weights.
         """
         buffer = weights.buffer if isinstance(weights, Packed) else None
         post: Post | None = None
         ref: ray.ObjectRef | None = None
-        away: dict[AgentEnd, list[Seat]] = {}
+        away: dict[AgentEnd, list[Session]] = {}
         posted: list[_core.Mailbox] = []
         wake = self._channels.wake
-        for seat in seats:
-            caller = seat.take_caller()
+        for session in sessions:
+            caller = session.take_caller()
             try:
                 if isinstance(weights, Stayed):
-                    weights.send(seat)
-                if seat.channel is not None:
+                    weights.send(session)
+                if session.channel is not None:
                     if post is None:
                         self._posts += 1
                         post = Post(self._posts, body, buffer, self._channels.segments)
-                    post.to(seat, posted)
+                    post.to(session, posted)
                 elif caller is not None:
                     if buffer is not None and ref is None:
                         wake(posted)  # do not let them sleep while weights are put
                         posted.clear()
                         ref = self._put(buffer)
                     caller.set_result((body, None if ref is None else [ref]))
-                elif seat.agent is not None:
-                    away.setdefault(seat.agent, []).append(seat)
+                elif session.agent is not None:
+                    away.setdefault(session.agent, []).append(session)
             except Exception as error:  # the member died meanwhile, or Ray's store is full
-                why = MemberDiedError(f"{seat.who}: {reason_in_a_line(error)}")
+                why = MemberDiedError(f"{session.who}: {reason_in_a_line(error)}")
                 if caller is not None and not caller.done():
                     caller.set_exception(why)
-                self._lose(seat, why)
+                self._lose(session, why)
         wake(posted)
         for agent, there in away.items():
             sent: SentWeights = None
@@ -670,32 +678,32 @@ class ProcessGroup:
                 elif buffer is not None:
                     ref = self._put(buffer) if ref is None else ref
                     sent = [ref]
-                tokens = [seat.token for seat in there]
+                tokens = [session.token for session in there]
                 agent.handle.post.remote(BranchOutcome(number, body, sent, tokens))
             except Exception as error:  # Ray's store is full
                 fault = f"its outcome was not sent: {reason_in_a_line(error)}"
-                for seat in there:
-                    self._lose(seat, MemberDiedError(f"{seat.who}: {fault}"))
+                for session in there:
+                    self._lose(session, MemberDiedError(f"{session.who}: {fault}"))
 
-    def _lose(self, seat: Seat, why: MemberDiedError) -> None:
+    def _lose(self, session: Session, why: MemberDiedError) -> None:
         """Count a member as dead."""
-        self._tell(Ended(seat, why))
+        self._tell(Ended(session, why))
 
-    def _forget(self, seat: Seat) -> None:
+    def _forget(self, session: Session) -> None:
         """Let go of a member that has left or is dead."""
-        seat.close()
-        del self.door.present[seat.token]
-        self._gpu.forget(seat)
-        self._forget_channel(seat)
+        session.close()
+        del self.door.present[session.token]
+        self._gpu.forget(session)
+        self._forget_channel(session)
 
-    def _forget_channel(self, seat: Seat) -> None:
+    def _forget_channel(self, session: Session) -> None:
         """Stop using a member's channel, or expecting one."""
-        if seat.agent is not None:
-            seat.agent.handle.forget.remote(seat.token)
-        if seat.channel is not None:
-            self._channels.give_up(seat.channel)
+        if session.agent is not None:
+            session.agent.handle.forget.remote(session.token)
+        if session.channel is not None:
+            self._channels.give_up(session.channel)
         else:
-            self._channels.forget(seat.token)
+            self._channels.forget(session.token)
 
     # The calls that other threads ask the process group's thread to make.
 
@@ -705,37 +713,37 @@ class ProcessGroup:
         Raises:
             ChannelError: If it has not connected.
         """
-        seat = self.door.present.get(token)
-        if seat is None or seat.state is not State.ENTERING:
+        session = self.door.present.get(token)
+        if session is None or session.state is not State.ENTERING:
             raise ChannelError("no such member")
-        seat.attach(self._channels.connect(token, nonce))
+        session.attach(self._channels.connect(token, nonce))
 
     def expect(self, token: bytes, caller: Future[Reply] | None) -> None:
         """Note that a member waits for its first outcome, in a call through Ray or at a branch."""
-        seat = self.door.present.get(token)
-        if seat is not None:
+        session = self.door.present.get(token)
+        if session is not None:
             if caller is not None:  # it has made no channel
-                self._forget_channel(seat)
-            seat.expect(caller)
+                self._forget_channel(session)
+            session.expect(caller)
         elif caller is not None:
             caller.set_exception(_not_here())
 
     def put(self, token: bytes, letter: Letter) -> None:
         """Take an ask that came through Ray."""
-        seat = self.door.present.get(token)
-        if seat is not None:
-            seat.receive(letter)
+        session = self.door.present.get(token)
+        if session is not None:
+            session.receive(letter)
         elif letter.caller is not None:
             letter.caller.set_exception(_not_here())
 
     def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead, or drop a process that no longer wants to be a member."""
         self.door.drop(token, why)
-        seat = self.door.present.get(token)
-        if seat is not None and seat.look():  # it may have left before
-            self._hear(seat)
-        if seat is not None:
-            self._lose(seat, why)
+        session = self.door.present.get(token)
+        if session is not None and session.look():  # it may have left before
+            self._hear(session)
+        if session is not None:
+            self._lose(session, why)
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return the body of an outcome that was announced by ``number``, and its weights.
@@ -746,9 +754,9 @@ class ProcessGroup:
         return fetched(self.door.present.values(), number)
 
 
-def _seats(peers: Sequence[Peer]) -> list[Seat]:
+def _sessions(peers: Sequence[Peer]) -> list[Session]:
     """Return ``peers`` of this process group, which its door has made."""
-    return cast("list[Seat]", [*peers])
+    return cast("list[Session]", [*peers])
 
 
 def _not_here() -> MemberDiedError:

@@ -28,7 +28,7 @@ from flatweights.ray.channels._segments import Extent
 from flatweights.ray.core._asks import Ask, Outcome, remember
 from flatweights.ray.core._events import LastCall, Reduce, Send
 from flatweights.ray.members._again import outcome_again
-from flatweights.ray.members._seats import Prepared, Seat
+from flatweights.ray.members._sessions import Prepared, Session
 
 _MOST = 8  # calls that are ready, and have two segments of their own
 _SMALL = 1 << 14  # bytes of results that share two segments, as those of a layer
@@ -102,28 +102,28 @@ class Repetitions:
         """Begin without calls, in the process group ``name``."""
         self._name = name
         self._channels = channels
-        self._seats: list[Seat] = []  # those of the calls that are ready, by rank
+        self._sessions: list[Session] = []  # those of the calls that are ready, by rank
         self._ready: dict[int, _Ready] = {}  # by number, the oldest first
         self._used: dict[int, int] = {}  # by number of the call, that of its last outcome
         self._shared: list[NDArray[np.uint8]] = []  # the segments of small results
         self._shared_used = 0  # bytes of each
         self._calls: _core.RepeatedCalls | None = None
 
-    def are_ready(self, present: Mapping[bytes, Seat]) -> bool:
+    def are_ready(self, present: Mapping[bytes, Session]) -> bool:
         """Whether there is a call that all ``present`` members may repeat."""
         if self._ready and not self._are_all(present):
             self.clear()
         return bool(self._ready)
 
-    def _are_all(self, present: Mapping[bytes, Seat]) -> bool:
+    def _are_all(self, present: Mapping[bytes, Session]) -> bool:
         """Whether these calls are those of all ``present`` members, and none has ended."""
-        if len(present) != len(self._seats):
+        if len(present) != len(self._sessions):
             return False
-        for seat in self._seats:
+        for session in self._sessions:
             if (
-                present.get(seat.token) is not seat
-                or seat.channel is None
-                or seat.channel.is_closed
+                present.get(session.token) is not session
+                or session.channel is None
+                or session.channel.is_closed
             ):
                 return False
         return True
@@ -131,7 +131,7 @@ class Repetitions:
     def clear(self) -> None:
         """Forget all calls that are ready, and release their segments."""
         self._calls = None
-        self._seats = []
+        self._sessions = []
         self._ready.clear()
         self._used.clear()
         self._shared, self._shared_used = [], 0
@@ -142,16 +142,16 @@ class Repetitions:
         send: Send,
         result: Round | None,
         weights: object,
-        seats: Sequence[Seat],
+        sessions: Sequence[Session],
     ) -> int:
-        """Return the number by which ``seats`` may repeat a call that they took part in.
+        """Return the number by which ``sessions`` may repeat a call that they took part in.
 
         Args:
             call: The call.
             send: Who gets its outcome.
             result: The round; None, if there was an error.
             weights: Its weights.
-            seats: Those that took part, which still have their asks.
+            sessions: Those that took part, which still have their asks.
 
         Returns:
             0, if they may not.
@@ -161,42 +161,42 @@ class Repetitions:
         if send.late or send.lacking or call.lost or result.failed or not weights.buffer.nbytes:
             return 0
         known = set()
-        for seat in seats:
-            channel, answer = seat.channel, seat.answer
+        for session in sessions:
+            channel, answer = session.channel, session.answer
             if channel is None or channel.is_closed or answer is None or not answer.ask.may_repeat:
                 return 0
             known.add(answer.prepared)
         if len(known) == 1 and 0 not in known:
             return known.pop()
-        for seat in seats:
-            assert seat.answer is not None
-            again = Prepared(seat.answer.ask, seat.answer.known_layout)
-            remember(seat.prepared, send.number, again)
+        for session in sessions:
+            assert session.answer is not None
+            again = Prepared(session.answer.ask, session.answer.known_layout)
+            remember(session.prepared, send.number, again)
         return send.number
 
-    def make_ready(self, outcome: Outcome, layout: Layout, seats: Sequence[Seat]) -> None:
-        """Make a call ready that ``seats``, all members, have just repeated.
+    def make_ready(self, outcome: Outcome, layout: Layout, sessions: Sequence[Session]) -> None:
+        """Make a call ready that ``sessions``, all members, have just repeated.
 
         Args:
             outcome: Its outcome.
             layout: The layout of its weights.
-            seats: The members, which still have their asks.
+            sessions: The members, which still have their asks.
         """
-        seats = sorted(seats, key=lambda seat: seat.rank)
-        if self._calls is None or seats != self._seats:
+        sessions = sorted(sessions, key=lambda session: session.rank)
+        if self._calls is None or sessions != self._sessions:
             self.clear()
-            channels = [seat.channel for seat in seats if seat.channel is not None]
+            channels = [session.channel for session in sessions if session.channel is not None]
             self._calls = self._channels.repeated_calls(channels)
-            self._seats = seats
+            self._sessions = sessions
         if outcome.prepared in self._ready:
             return
-        asks = [seat.answer.ask for seat in seats if seat.answer is not None]
+        asks = [session.answer.ask for session in sessions if session.answer is not None]
         ask = asks[0]
-        shared = self._small_results(layout, seats)
-        results = shared or self._own_results(outcome, layout, seats)
+        shared = self._small_results(layout, sessions)
+        results = shared or self._own_results(outcome, layout, sessions)
         if len(results) < 2:
             return
-        ranks = [seat.rank for seat in seats]
+        ranks = [session.rank for session in sessions]
         self._calls.prepare(
             outcome.prepared,
             layout.core,
@@ -208,13 +208,13 @@ class Repetitions:
         self._ready[outcome.prepared] = _Ready(ask, outcome, layout, results, bool(shared))
         self._used[outcome.prepared] = outcome.number
 
-    def _small_results(self, layout: Layout, seats: Sequence[Seat]) -> list[_Result]:
+    def _small_results(self, layout: Layout, sessions: Sequence[Session]) -> list[_Result]:
         """Return parts of the two segments of small results; none, if they do not fit."""
         begin, end = self._shared_used, self._shared_used + layout.nbytes
         if layout.nbytes > _SMALL or end > _SHARED:
             return []
         if not self._shared:
-            whole = [self._new_result(_SHARED_LAYOUT, seats) for _ in range(2)]
+            whole = [self._new_result(_SHARED_LAYOUT, sessions) for _ in range(2)]
             if None in whole:
                 return []
             self._shared = [one.buffer for one in whole if one is not None]
@@ -224,7 +224,7 @@ class Repetitions:
         return [_Result(extent, part) for extent, part in found if extent is not None]
 
     def _own_results(
-        self, outcome: Outcome, layout: Layout, seats: Sequence[Seat]
+        self, outcome: Outcome, layout: Layout, sessions: Sequence[Session]
     ) -> list[_Result]:
         """Return two segments, perhaps those of a call that is not used any more."""
         assert self._calls is not None
@@ -235,10 +235,10 @@ class Repetitions:
                 return []
             self._calls.forget(oldest)
             del self._ready[oldest], self._used[oldest]
-        found = [self._new_result(layout, seats) for _ in range(2)]
+        found = [self._new_result(layout, sessions) for _ in range(2)]
         return [one for one in found if one is not None]
 
-    def _new_result(self, layout: Layout, seats: Sequence[Seat]) -> _Result | None:
+    def _new_result(self, layout: Layout, sessions: Sequence[Session]) -> _Result | None:
         """Return a buffer in a segment that all members know; None if there is none."""
         segments = self._channels.segments
         segments.offer(layout.nbytes)
@@ -249,13 +249,13 @@ class Repetitions:
         extent = segments.find(buffer)
         if extent is None:
             return None
-        for seat in seats:
-            assert seat.channel is not None
+        for session in sessions:
+            assert session.channel is not None
             try:
-                seat.channel.share(segments, [extent])
+                session.channel.share(segments, [extent])
             except OSError:  # it is dead, or its socket is full
                 return None
-            seat.channel.release([extent])
+            session.channel.release([extent])
         return _Result(extent, buffer)
 
     def run(self, number: int, patience: float | None) -> Series:
@@ -267,12 +267,12 @@ class Repetitions:
         """
         assert self._calls is not None
         seconds = _PAUSE if patience is None else min(_PAUSE, patience)
-        times = [seat.seen for seat in self._seats]
+        times = [session.seen for session in self._sessions]
         run = self._channels.run_repeated(self._calls, number, seconds, times)
         code, count, pending, seen, last = run
         ending = Ending(code)
-        for seat, time in zip(self._seats, seen, strict=True):
-            seat.seen = time
+        for session, time in zip(self._sessions, seen, strict=True):
+            session.seen = time
         if not count:
             return Series(ending, 0, [], {}, pending)
         last.sort(key=lambda one: one[1])
@@ -285,10 +285,10 @@ class Repetitions:
             if ready.ask.operation != "broadcast":
                 self._report(ready, at, times_made, *in_all)
         extent = self._ready[call].results[position].extent
-        for seat in self._seats:
-            assert seat.channel is not None
-            seat.channel.was_posted([extent])
-            seat.announced, seat.is_quiet = None, True
+        for session in self._sessions:
+            assert session.channel is not None
+            session.channel.was_posted([extent])
+            session.announced, session.is_quiet = None, True
         return Series(ending, count, made, outcomes, pending)
 
     def outcome_of(
@@ -318,7 +318,7 @@ class Repetitions:
             waited: The seconds waited, in all.
             averaged: The seconds that the averages took, in all.
         """
-        members = len(self._seats)
+        members = len(self._sessions)
         sent = count * members * ready.layout.nbytes
         by_channel = "transports", "transport", "shm"
         counts = {ROUND: count, RECEIVED: sent, SENT: sent, by_channel: count * members}

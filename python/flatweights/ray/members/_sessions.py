@@ -1,7 +1,7 @@
 """The record of one member, from its entry to its end, and its asks.
 
-A seat is a `Peer`, with what the process at the other end is reached by. One thread, that of the
-process group or of the branch, calls these methods; no other thread reads a seat.
+A session is a `Peer`, with what the process at the other end is reached by. One thread, that of the
+process group or of the branch, calls these methods; no other thread reads a session.
 
 Until a member has left or died, its end becomes known: the socket of its channel closes, and Ray
 reports the death of the process that owns the result of its call of `Coordinator.stay`. Until then
@@ -86,7 +86,7 @@ class Prepared(NamedTuple):
 
 
 @dataclass(eq=False)
-class Seat(Peer):
+class Session(Peer):
     """The record of one member, at a coordinator or a branch.
 
     Attributes:
@@ -104,7 +104,7 @@ class Seat(Peer):
     agent: AgentEnd | None = None
     over: Future[None] | None = None
     channel: DriverChannel | None = None
-    answer: SeatAnswer | None = None
+    answer: SessionAnswer | None = None
     fault: MemberDiedError | None = None
     announced: Announced | None = None
     prepared: dict[int, Prepared] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class Seat(Peer):
                 channel.order(RESEND)
                 return
             ask, layout = known.ask._replace(weight=weight), known.layout
-            self._take(SeatAnswer(self, ask, body, layout, buffer, number), since)
+            self._take(SessionAnswer(self, ask, body, layout, buffer, number), since)
             return
         if self._letters and (channel is None or body == b""):
             body, buffer, self._caller = self._letters.popleft()
@@ -202,53 +202,57 @@ class Seat(Peer):
             sent = unpickle_layout(pickled)
             remember(self._layouts, sent.digest, sent)
         layout = None if ask.digest is None else self._layouts[ask.digest]
-        self._take(SeatAnswer(self, ask, body, layout, buffer), since)
+        self._take(SessionAnswer(self, ask, body, layout, buffer), since)
 
-    def _take(self, answer: SeatAnswer, since: float) -> None:
+    def _take(self, answer: SessionAnswer, since: float) -> None:
         self.answer, self.announced, self.is_quiet = answer, None, False
         self.asks(answer.ask, since or _clock.now())
 
 
-def wait_for(seats: Sequence[Seat], news: News, timeout: float | None, enough: int) -> list[Seat]:
-    """Return the members in ``seats`` that have asked or ended; return early if there is news.
+def wait_for(
+    sessions: Sequence[Session], news: News, timeout: float | None, enough: int
+) -> list[Session]:
+    """Return the members in ``sessions`` that have asked or ended; return early if there is news.
 
     Args:
-        seats: The present members.
+        sessions: The present members.
         news: The calls from other threads to this one.
         timeout: Seconds to wait; for ever, if None.
         enough: The number of asks to wait for. Urgent asks, and ends, are returned at once.
     """
     end = None if timeout is None else _clock.now() + timeout
-    heard: dict[Seat, None] = {}
+    heard: dict[Session, None] = {}
     while True:
-        for seat in seats:
-            if seat.look():  # also one that has asked, and has died since
-                heard[seat] = None
+        for session in sessions:
+            if session.look():  # also one that has asked, and has died since
+                heard[session] = None
         left = SLICE if end is None else min(SLICE, end - _clock.now())
         if len(heard) >= enough or left <= 0 or news or any(map(_is_urgent, heard)):
             return [*heard]
         # Before its first outcome a member asks for nothing, but its mailbox looks answered.
         channels = [
-            one.channel for one in seats if one.state is State.WORKING and one.channel is not None
+            one.channel
+            for one in sessions
+            if one.state is State.WORKING and one.channel is not None
         ]
         # All asks except the last are read while that member still works. The first one may begin
         # the time of a call, even if it does not ring.
-        is_quiet = any(seat.is_quiet for seat in seats)
+        is_quiet = any(session.is_quiet for session in sessions)
         news.channels.wait(channels, left, 1 if is_quiet else max(1, enough - len(heard) - 1))
 
 
-def _is_urgent(seat: Seat) -> bool:
+def _is_urgent(session: Session) -> bool:
     """Whether a member's news ends the wait for others at once."""
-    if seat.fault is not None or seat.answer is None:
+    if session.fault is not None or session.answer is None:
         return True
-    return seat.answer.ask.is_urgent
+    return session.answer.ask.is_urgent
 
 
-class SeatAnswer(RayAnswer):
+class SessionAnswer(RayAnswer):
     """The ask of a member, as an answer that a round averages.
 
     Attributes:
-        seat: The member.
+        session: The member.
         ask: The ask.
         body: The ask in the form in which it came.
         prepared: The number by which it came; 0, if it came whole.
@@ -258,28 +262,28 @@ class SeatAnswer(RayAnswer):
 
     def __init__(
         self,
-        seat: Seat,
+        session: Session,
         ask: Ask,
         body: bytes,
         layout: Layout | None,
         buffer: NDArray[np.uint8] | Away | None,
         prepared: int = 0,
     ) -> None:
-        """Take the ask of ``seat``, and the layout and the buffer that it names.
+        """Take the ask of ``session``, and the layout and the buffer that it names.
 
         Raises:
             ValueError: If the buffer is not as long as the layout says.
         """
         super().__init__(None)
-        self.seat = seat
+        self.session = session
         self.ask = ask
         self.body = body
         self.prepared = prepared
         self.away: Away | None = None
         self.known_layout = layout
         if isinstance(buffer, Away):
-            self.away, self.agent = buffer, seat.agent
-        elif layout is not None and ask.root in (None, seat.rank):
+            self.away, self.agent = buffer, session.agent
+        elif layout is not None and ask.root in (None, session.rank):
             is_sent = ask.brings_weights and not ask.is_in_segment
             given, expected = as_array(buffer), layout.nbytes if is_sent else 0
             if given.nbytes != expected:
@@ -309,7 +313,7 @@ class SeatAnswer(RayAnswer):
     def bring(self) -> bool:
         """Ask the agent for weights that are away; return whether they are."""
         if self.away is not None:
-            self.ref = self.agent.handle.give.remote(self.seat.rank)
+            self.ref = self.agent.handle.give.remote(self.session.rank)
         return self.away is not None
 
     def let_go(self) -> None:
@@ -356,24 +360,24 @@ class Post:
             assert message is not None
         self._message: Message = message
 
-    def to(self, seat: Seat, posted: list[_core.Mailbox]) -> None:
-        """Give it to ``seat``; add its mailbox to ``posted``, to be woken.
+    def to(self, session: Session, posted: list[_core.Mailbox]) -> None:
+        """Give it to ``session``; add its mailbox to ``posted``, to be woken.
 
         Raises:
             Exception: If the member is dead.
         """
-        assert seat.channel is not None
-        seat.announced = self._announced
-        seat.channel.post(self._message, self._segments, posted)
+        assert session.channel is not None
+        session.announced = self._announced
+        session.channel.post(self._message, self._segments, posted)
 
 
-def fetched(seats: Iterable[Seat], number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
-    """Return the outcome that one of ``seats`` has to fetch: its body and its buffer.
+def fetched(sessions: Iterable[Session], number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
+    """Return the outcome that one of ``sessions`` has to fetch: its body and its buffer.
 
     Raises:
         KeyError: If none of them has to.
     """
-    for seat in seats:
-        if seat.announced is not None and seat.announced.number == number:
-            return seat.announced.body, seat.announced.buffer
+    for session in sessions:
+        if session.announced is not None and session.announced.number == number:
+            return session.announced.body, session.announced.buffer
     raise KeyError(f"outcome {number} is no longer kept")

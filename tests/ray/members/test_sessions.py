@@ -32,10 +32,10 @@ from flatweights.ray.channels._protocol import NUMBER
 from flatweights.ray.channels._segments import Segments
 from flatweights.ray.core._asks import Ask, Outcome
 from flatweights.ray.core._peer import State
-from flatweights.ray.members import _seats
+from flatweights.ray.members import _sessions
 from flatweights.ray.members._branch import Branch, BranchAgent, BranchOutcome
 from flatweights.ray.members._member import Member
-from flatweights.ray.members._seats import Letter, Seat
+from flatweights.ray.members._sessions import Letter, Session
 from flatweights.ray.peers._by_channel import GroupChannels
 
 PATIENCE = 60.0
@@ -121,7 +121,7 @@ def test_a_member_that_joins_again_between_two_kinds_of_call_gets_the_latest_of_
         calls = [threads.submit(average, one, kind, 100.0) for one in (first, second)]
         assert [call.result(PATIENCE)[0] for call in calls] == [100.0, 100.0]
     kill(second)
-    local.wait_until(lambda group: group.door.seats[1].state is State.DEAD)
+    local.wait_until(lambda group: group.door.sessions[1].state is State.DEAD)
     average(first, "critic", 101.0)
     again = local.join(1)
     value, result = average(again, "critic", 0.0)
@@ -144,7 +144,7 @@ def test_members_that_all_wait_for_another_kind_of_call_get_its_last_outcome(
     local = LocalProcessGroup(2)
     first, second = local.join_all()
     kill(second)
-    local.wait_until(lambda group: group.door.seats[1].state is State.DEAD)
+    local.wait_until(lambda group: group.door.sessions[1].state is State.DEAD)
     for kind in ("actor", "critic"):
         first.average({kind: np.full(2, 100.0)}, min_results=1)
     again = local.join(1)
@@ -168,7 +168,7 @@ def test_a_root_that_joins_again_sends_its_weights_in_time_for_any_broadcast(
             threads.submit(one.broadcast if k else one.average, {f"{k}": np.ones(2)})
     local.wait_until(lambda group: group.calls.number == 2)
     kill(first)
-    local.wait_until(lambda group: group.door.seats[0].state is State.DEAD)
+    local.wait_until(lambda group: group.door.sessions[0].state is State.DEAD)
     second.average({"0": np.ones(2)}, min_results=1)
     again = local.join(0)
     assert again.average({"0": np.zeros(2)}, min_results=1).late == (0,)
@@ -204,7 +204,7 @@ def test_a_call_whose_only_askers_have_died_is_not_closed(threads: ThreadPoolExe
     kill(first)
     with pytest.raises(MemberError):
         asked.result(PATIENCE)
-    local.wait_until(lambda group: group.door.seats[0].state is State.DEAD)
+    local.wait_until(lambda group: group.door.sessions[0].state is State.DEAD)
     value, result = mean_of(second, 2.0, min_results=1)
     assert (value, result.number, list(result.failed)) == (2.0, 1, [0])
     finish(local, second)
@@ -254,7 +254,7 @@ def test_an_entry_that_is_given_up_leaves_nothing(threads: ThreadPoolExecutor) -
         assert entry.over.result(PATIENCE) is None
         if steps == 1:
             with pytest.raises(ChannelError):
-                local.channel(entry)  # a slow process, whose seat another process has taken
+                local.channel(entry)  # a slow process, whose session another process has taken
         retried = waits or local.enter(0)
         members = [
             threads.submit(local.member, retried, local.channel(retried)),
@@ -368,7 +368,7 @@ def test_a_process_that_dies_while_it_joins_is_no_member(
         mean_of(second, 1.0)  # the last outcome
         call_all(threads, [first, second], [1.0, 3.0])
         (second.leave if before == "has left" else lambda: kill(second))()
-        local.wait_until(lambda group: not group.door.seats[1].is_present)
+        local.wait_until(lambda group: not group.door.sessions[1].is_present)
     entry = local.enter(1)
     channel = local.channel(entry) if state is State.READY else None
     entry.ticket.result(PATIENCE)
@@ -579,7 +579,7 @@ def test_a_root_whose_broadcast_is_no_longer_kept_takes_part_in_the_next(
     for call in [threads.submit(one.broadcast, model) for one in members]:
         call.result(PATIENCE)
     kill(members[0])
-    local.wait_until(lambda group: group.door.seats[0].state is State.DEAD)
+    local.wait_until(lambda group: group.door.sessions[0].state is State.DEAD)
     for k in range(12):
         layer_of(members[1], k, float(k))
     again = local.join(0)
@@ -598,7 +598,7 @@ def test_a_root_takes_part_in_a_broadcast_that_waits_for_it(threads: ThreadPoolE
     for call in [threads.submit(one.broadcast, model) for one in members]:
         call.result(PATIENCE)
     kill(members[0])
-    local.wait_until(lambda group: group.door.seats[0].state is State.DEAD)
+    local.wait_until(lambda group: group.door.sessions[0].state is State.DEAD)
     for k in range(12):  # the outcome of the broadcast is no longer kept
         layer_of(members[1], k, float(k))
     again = local.join(0)
@@ -628,7 +628,7 @@ def test_the_others_learn_why_a_root_takes_no_part(threads: ThreadPoolExecutor) 
     mean_of(other, 1.0, state=state, min_results=1)
     asked.result(PATIENCE)
     root.leave()
-    local.wait_until(lambda group: not group.door.seats[0].is_present)
+    local.wait_until(lambda group: not group.door.sessions[0].is_present)
     with pytest.raises(WorkerError, match=r"^rank 0: RuntimeError: it has left"):
         other.broadcast(np.ones(1))
     finish(local, other)
@@ -668,7 +668,7 @@ def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     second._coordinator._channel.outcome = interrupt  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         second.average(np.ones(1))
-    local.wait_until(lambda group: group.door.seats[1].state is State.DEAD)
+    local.wait_until(lambda group: group.door.sessions[1].state is State.DEAD)
     with pytest.raises(WorkerError, match=r"^rank 1 left with KeyboardInterrupt"):
         first.average(np.ones(1))
     finish(local, first)
@@ -733,7 +733,7 @@ def test_a_member_that_cannot_apply_an_outcome_lacks_the_state(
     assert before[0].exception() is None
     assert before[1].exception() is error
     assert second.lacks_state
-    local.wait_until(lambda group: group.door.seats[1].state is State.WORKING)
+    local.wait_until(lambda group: group.door.sessions[1].state is State.WORKING)
     states[0].value[:] = 8.0
     asked = threads.submit(second.average_variables, gradients[1], state=states[1], min_results=1)
     local.wait_until(lambda group: group.calls.waiting.lacking)
@@ -756,7 +756,7 @@ def test_a_member_whose_leave_is_interrupted_is_waited_for_no_longer(
     second._coordinator.leave = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         second.leave()
-    local.wait_until(lambda group: group.door.seats[1].state is State.DEAD)
+    local.wait_until(lambda group: group.door.sessions[1].state is State.DEAD)
     finish(local, first)
 
 
@@ -779,7 +779,7 @@ def test_a_signal_handler_in_a_call_is_told_to_leave_later(threads: ThreadPoolEx
         sent.result(PATIENCE)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    local.wait_until(lambda group: group.door.seats[0].state is State.DEAD)
+    local.wait_until(lambda group: group.door.sessions[0].state is State.DEAD)
     finish(local, second)
 
 
@@ -904,7 +904,7 @@ def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
     body = pickle.dumps((tuple(ask), weights.layout.pickled))
     with monkeypatch.context() as patch:  # no segment of the coordinator is free
         patch.setattr(
-            _seats,
+            _sessions,
             "buffer_message",
             lambda kind, body, buffer, segments: (
                 buffer_message(kind, body, None, segments) if buffer is None else None
@@ -1027,10 +1027,10 @@ def test_an_ask_without_weights_passes_a_branch(
         is_urgent=True,
     )
     token, body, buffer = coordinator.next("hand")
-    seat = Seat(1, "process of rank 1", token, state=State.WORKING)
-    seat.receive(Letter(body, buffer, None))
-    assert seat.look()
-    assert seat.fault is None
+    session = Session(1, "process of rank 1", token, state=State.WORKING)
+    session.receive(Letter(body, buffer, None))
+    assert session.look()
+    assert session.fault is None
     channel.close()
 
 
