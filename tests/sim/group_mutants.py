@@ -66,7 +66,7 @@ GROUP = {
     ),
     "one result is enough": (
         "peers/_wait.py",
-        "        if left + len(self.quarantined) >= need and left >= (request.min_results or 1):\n",
+        "        if left + len(self.quarantined) >= need and left >= (spec.min_results or 1):\n",
         "        if left >= 1:\n",
     ),
     "all results count alike": (

@@ -12,7 +12,7 @@ from flatweights._numbers import check_count
 from flatweights.ray._round import Round
 from flatweights.ray.peers._contract import Answer
 from flatweights.ray.peers._store import RayAnswer, check_cluster
-from flatweights.ray.peers._wait import Request, Weights
+from flatweights.ray.peers._wait import RoundSpec, Weights
 from flatweights.ray.rounds._barrier import average_of_answers
 from flatweights.robust import AnyRule
 
@@ -91,7 +91,7 @@ def average(
             ``nonfinite="raise"``, and only then, the contents of ``out`` are undefined.
     """
     answers = references(refs)
-    request = Request.of(
+    spec = RoundSpec.of(
         len(answers),
         weights,
         timeout=timeout,
@@ -100,7 +100,7 @@ def average(
         max_inflight=check_count(max_inflight, "max_inflight"),
         rule=rule,
     )
-    return average_of_answers(answers, request, out)
+    return average_of_answers(answers, spec, out)
 
 
 def references(refs: Iterable[ray.ObjectRef]) -> dict[int, Answer]:

@@ -23,7 +23,7 @@ from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.ray.peers._recipe import Recipe
 from flatweights.ray.peers._roster import Roster
 from flatweights.ray.peers._store import check_cluster
-from flatweights.ray.peers._wait import Request, Weights, check_timeout, deadline_in
+from flatweights.ray.peers._wait import RoundSpec, Weights, check_timeout, deadline_in
 from flatweights.ray.rounds._as_completed import AsCompleted
 from flatweights.ray.rounds._barrier import average_of, results_of, send
 from flatweights.ray.rounds._run import Run
@@ -365,25 +365,25 @@ class WorkerGroup:
                 each once.
         """
         work = Work(method, args, kwargs, arguments)
-        request = self._request(
+        spec = self._spec(
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
         _refuse_model(broadcast, "broadcast")
         if travels not in ("weights", "gradients"):
             raise ValueError(f"travels: expected 'weights' or 'gradients', got {travels!r}")
         if broadcast is not None and self._roster.healthy():
-            self._take_back(request.timeout)
-        result = average_of(self._roster, work, request, ranks, broadcast, out, travels)
+            self._take_back(spec.timeout)
+        result = average_of(self._roster, work, spec, ranks, broadcast, out, travels)
         self._count += 1
         self._report(result)
         return result
 
-    def _request(self, weights: Weights, **options: Any) -> Request:
+    def _spec(self, weights: Weights, **options: Any) -> RoundSpec:
         """Return the checked arguments of a round, for all ranks of the group."""
         roster = self._roster
         roster.admit()
         options["max_inflight"] = self._max_inflight
-        return Request.of(len(roster), weights, span=roster.span, **options)
+        return RoundSpec.of(len(roster), weights, span=roster.span, **options)
 
     @alone
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
@@ -509,7 +509,7 @@ class WorkerGroup:
                 range.
         """
         work = Work(method, args, kwargs, arguments)
-        request = self._request(
+        spec = self._spec(
             weights, timeout=timeout, min_results=None, nonfinite=nonfinite, rule=rule
         )
         asked = None if ranks is None else self._roster.check(ranks)
@@ -518,7 +518,7 @@ class WorkerGroup:
             updates = check_count(updates, "updates", least=0)
         if max_staleness is not None:
             max_staleness = check_count(max_staleness, "max_staleness", least=0)
-        loop = AsCompleted(self._roster, work, request, asked, buffer, max_staleness)
+        loop = AsCompleted(self._roster, work, spec, asked, buffer, max_staleness)
         return self._results(loop, updates)
 
     def _results(self, loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
@@ -600,13 +600,13 @@ class WorkerGroup:
         rounds = check_count(rounds, "rounds", least=0)
         check_by_rank(round_arguments, "round_arguments", "number of the round")
         work = Work(method, args, kwargs, arguments)
-        request = self._request(
+        spec = self._spec(
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
 
         if not (ranks is None or callable(ranks)):
             ranks = self._roster.check(ranks)
-        run = Run(self._roster, work, request, ranks, round_arguments)
+        run = Run(self._roster, work, spec, ranks, round_arguments)
         return self._rounds(rounds, run, progress)
 
     def _rounds(self, rounds: int, run: Run, progress: bool) -> Iterator[Round]:
@@ -622,7 +622,7 @@ class WorkerGroup:
     @alone
     def _round(self, number: int, run: Run) -> Round:
         """Make the round ``number`` of `run`: average, and send the average to all workers."""
-        begin, timeout = _clock.now(), run.request.timeout
+        begin, timeout = _clock.now(), run.spec.timeout
         if self._in_round:
             self._roster.distrust()
         self._take_back(timeout)

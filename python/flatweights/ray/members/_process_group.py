@@ -92,7 +92,7 @@ from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._agent import AverageOf
 from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._summary import Exchanged
-from flatweights.ray.peers._wait import Arrivals, Request
+from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.rounds._between_nodes import NodesAverage
 from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.robust import Rule
@@ -481,9 +481,9 @@ class ProcessGroup:
         others = _sessions(call.others)
         begin = _clock.now()
         if first.operation == "average":
-            request = self._request(asks, arrivals)
+            spec = self._spec(asks, arrivals)
             ranks = sorted(sessions)
-            members, weights = [sessions[rank] for rank in ranks], request.numbers_of(ranks)
+            members, weights = [sessions[rank] for rank in ranks], spec.numbers_of(ranks)
             stayed = self._gpu.average(first, members, others, layout, weights)
         else:
             root = sessions.get(first.root or 0)
@@ -515,34 +515,34 @@ class ProcessGroup:
                     fault = reason_in_a_line(error)
                     self._lose(session, MemberDiedError(f"{session.who}: {fault}"))
 
-    def _request(self, asks: dict[int, Ask], arrivals: Arrivals) -> Request:
+    def _spec(self, asks: dict[int, Ask], arrivals: Arrivals) -> RoundSpec:
         """Return what is asked of an average, after checking that enough ranks take part."""
         first = asks[min(asks)]
         weights = tuple(asks[k].weight if k in asks else 0.0 for k in range(self._size))
         if not any(weights):
             weighted = ", ".join(f"rank {rank}" for rank in sorted(asks))
             raise ValueError(f"expected a positive weight, got only zeros of {weighted}")
-        request = _request_of(weights, first.min_results, first.nonfinite, first.rule)
-        arrivals.check(request)
-        return request
+        spec = _spec_of(weights, first.min_results, first.nonfinite, first.rule)
+        arrivals.check(spec)
+        return spec
 
     def _average(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
-        request = self._request(asks, arrivals)
+        spec = self._spec(asks, arrivals)
         answers: dict[int, Any] = {rank: arrivals.answers[rank] for rank in asks}
         self._agents.nbytes = answers[min(asks)].layout.nbytes
         away = [rank for rank, answer in answers.items() if answer.away is not None]
-        why = "a rule needs all results in one place" if request.rule else self._agents.why_not()
+        why = "a rule needs all results in one place" if spec.rule else self._agents.why_not()
         if away and why is None:
-            return NodesAverage(self._agents, arrivals, request).run()
+            return NodesAverage(self._agents, arrivals, spec).run()
         arrivals.bring()
         self._channels.segments.offer(self._agents.nbytes)
-        result = DriverAverage(arrivals, request).run()
+        result = DriverAverage(arrivals, spec).run()
         result.transports = dict.fromkeys(away, f"store: {why}")
         return result
 
     def _gather(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
         """Return a round with the objects of the members, by rank, pickled."""
-        self._request(asks, arrivals)
+        self._spec(asks, arrivals)
         values = {rank: ask.value for rank, ask in sorted(asks.items())}
         return Round(
             values,
@@ -764,15 +764,15 @@ def _not_here() -> MemberDiedError:
 
 
 @functools.lru_cache(maxsize=16)
-def _request_of(
+def _spec_of(
     weights: tuple[float, ...],
     min_results: int | None,  # if None, all ranks of the arrivals, including dead and late ones
     nonfinite: Nonfinite,
     rule: tuple[str, bytes] | None,
-) -> Request:
-    """Return the request of an average; the same object for the same arguments."""
+) -> RoundSpec:
+    """Return what is asked of an average; the same object for the same arguments."""
     applied = None if rule is None else _rule_of(rule[1])
-    return Request(weights, None, min_results, nonfinite, len(weights), applied)
+    return RoundSpec(weights, None, min_results, nonfinite, len(weights), applied)
 
 
 @functools.lru_cache(maxsize=16)

@@ -58,7 +58,7 @@ from flatweights.ray.peers._ranks import Ranks, Record
 from flatweights.ray.peers._start import Start
 from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster
 from flatweights.ray.peers._summary import Reading
-from flatweights.ray.peers._wait import Arrivals, Request, deadline_in, wait_any
+from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in, wait_any
 
 Outcome = TypeVar("Outcome")
 
@@ -333,15 +333,15 @@ class Roster(Ranks):
             self._records[rank].distrust()  # it may have set some of them
         _count_sent(payload, arrivals, took)
 
-    def why_no_agents(self, ranks: Iterable[int], request: Request) -> str | None:
+    def why_no_agents(self, ranks: Iterable[int], spec: RoundSpec) -> str | None:
         """Return why an average is made without agents; empty if all ranks are on this node."""
         if not [rank for rank in ranks if self._records[rank].worker.far_node]:
             return ""
-        if request.rule is not None:
+        if spec.rule is not None:
             return "a rule needs all results in one place"
-        if callable(request.weights):
+        if callable(spec.weights):
             try:
-                ray.cloudpickle.dumps(request.weights)
+                ray.cloudpickle.dumps(spec.weights)
             except Exception as error:
                 return f"the function of weights cannot be sent: {type(error).__name__}"
         setback = self.channels.setback

@@ -1,4 +1,4 @@
-"""The request of a round, the wait for its answers, and the check that enough ranks are left."""
+"""What is asked of a round, the wait for its answers, and the check that enough ranks are left."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ _FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow l
 Weights = Iterable[float] | Callable[[Any], float] | None
 
 
-class Request(NamedTuple):
+class RoundSpec(NamedTuple):
     """The checked arguments of a round.
 
     Attributes:
@@ -52,7 +52,7 @@ class Request(NamedTuple):
         nonfinite: Nonfinite,
         max_inflight: int,
         rule: AnyRule | None = None,
-    ) -> "Request":
+    ) -> "RoundSpec":
         """Check the arguments of an average over this number of ``ranks``, numbered up to ``span``.
 
         ``max_inflight`` is checked where it was given.
@@ -291,25 +291,25 @@ class Arrivals:
         self.quarantined |= spoiled.keys()
         self.lose(spoiled)
 
-    def check(self, request: Request, sample: Callable[[], Any] = lambda: None) -> None:
+    def check(self, spec: RoundSpec, sample: Callable[[], Any] = lambda: None) -> None:
         """Raise if too few ranks can give a result.
 
         All called ranks, or ``min_results`` of them, must give a result. Ranks in quarantine have
         given one. Without them, ``min_results`` ranks must be left, or one, if it is None.
 
         Args:
-            request: The request, for ``min_results``.
+            spec: What is asked of the round, for ``min_results``.
             sample: A function that returns a model of the round, for the size that the store must
                 have.
 
         Raises:
             WorkerError: It names all ranks that failed, are late or in quarantine.
         """
-        if not (self.failed or self.late or request.min_results) and self.answers:
+        if not (self.failed or self.late or spec.min_results) and self.answers:
             return
         left = len(self.answers) - len(self.failed) - len(self.late)
-        need = len(self.answers) if request.min_results is None else request.min_results
-        if left + len(self.quarantined) >= need and left >= (request.min_results or 1):
+        need = len(self.answers) if spec.min_results is None else spec.min_results
+        if left + len(self.quarantined) >= need and left >= (spec.min_results or 1):
             return
         errors = self.errors
         first = next(iter(self.failed.values()), None)
@@ -317,7 +317,7 @@ class Arrivals:
         if full:
             errors = errors | dict.fromkeys(full, too_small(len(self.answers), nbytes_of(sample())))
         remedy = ""
-        if self.late and left > 0 and request.min_results is None:
+        if self.late and left > 0 and spec.min_results is None:
             remedy = f"pass min_results={left} to average the ranks that answer in time"
         elif not errors:  # members have left
             remedy = f"min_results: expected {need} ranks, got {left}: there are no others"

@@ -41,7 +41,7 @@ from flatweights.ray.peers._contract import Answer, Stamp
 from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._ranks import Record
 from flatweights.ray.peers._roster import Roster
-from flatweights.ray.peers._wait import Arrivals, Request, wait_any
+from flatweights.ray.peers._wait import Arrivals, RoundSpec, wait_any
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
 from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.ray.rounds._work import Work
@@ -119,7 +119,7 @@ class AsCompleted:
         self,
         roster: Roster,
         work: Work,
-        request: Request,
+        spec: RoundSpec,
         ranks: Iterable[int] | None,
         buffer: int,
         max_staleness: int | None,
@@ -129,14 +129,14 @@ class AsCompleted:
         Args:
             roster: The workers.
             work: The call that they receive.
-            request: The arguments of each round.
+            spec: The arguments of each round.
             ranks: The ranks that are called; if None, all, including ranks that are added later.
             buffer: The number of results in a round.
             max_staleness: The largest number of publications since the weights of a result.
         """
         self.roster = roster
         self._work = work
-        self._request = request
+        self._spec = spec
         self._asked = None if ranks is None else {*ranks}
         self._buffer = buffer
         self._max_staleness = max_staleness
@@ -163,7 +163,7 @@ class AsCompleted:
         """
         roster = self.roster
         if self._work.needs_weights:
-            roster.start(self._request.timeout)
+            roster.start(self._spec.timeout)
         roster.admit()
         self._admitted = len(roster.admitted)
         for rank in roster.check(self._asked):
@@ -270,7 +270,7 @@ class AsCompleted:
                 raise
 
     def _send(self, rank: int, kind: Literal["work", "probe"]) -> None:
-        roster, work, timeout = self.roster, self._work, self._request.timeout
+        roster, work, timeout = self.roster, self._work, self._spec.timeout
         if kind == "work":
             more = work.arguments_of([rank]).get(rank, ())
             args = *work.args, *more
@@ -355,7 +355,7 @@ class AsCompleted:
         sent.record.settle(sent.answer, is_there=False, is_late=True)
         if sent.record.has_left:
             return
-        self.roster.note_lost({sent.rank: late_error(self._request.timeout)})
+        self.roster.note_lost({sent.rank: late_error(self._spec.timeout)})
         self._late.append(sent.rank)
         self._take_up_lost(sent.rank)
 
@@ -520,7 +520,7 @@ class AsCompleted:
             taken: The results.
             publications: The number of publications so far.
         """
-        roster, request = self.roster, self._request
+        roster, spec = self.roster, self._spec
         self._idle += [rank for rank, sent in taken.items() if not sent.is_free]
         roster.channels.done()
         result = self._of_one(*taken.values()) if len(taken) == 1 else None
@@ -532,7 +532,7 @@ class AsCompleted:
             for rank, sent in taken.items():
                 arrivals.arrive(rank, sent.answer)
             try:
-                result = DriverAverage(arrivals, request, None, codec).run()
+                result = DriverAverage(arrivals, spec, None, codec).run()
             except WorkerError:
                 if arrivals.quarantined != taken.keys():
                     raise
@@ -572,17 +572,17 @@ class AsCompleted:
         Returns:
             None for other results, and for NaN and infinity unless these are averaged.
         """
-        request, packed = self._request, sent.answer.packed
-        if packed is None or request.rule is not None or callable(request.weights):
+        spec, packed = self._spec, sent.answer.packed
+        if packed is None or spec.rule is not None or callable(spec.weights):
             return None
-        if not request.number_of(sent.rank):
+        if not spec.number_of(sent.rank):
             return None
         layout, where = packed.layout, f"rank {sent.rank}"
         if layout is not self._accepted:
             if self.roster.layout is not None:
                 self._accept(self.roster.layout, layout, where)
             self._accepted = layout
-        takes_all = request.nonfinite == "propagate"
+        takes_all = spec.nonfinite == "propagate"
         reach("averaging")
         begin = _clock.now()
         if sent.answer.may_be_kept():

@@ -14,7 +14,7 @@ from flatweights.ray._round import Round
 from flatweights.ray._wire import Travels
 from flatweights.ray.peers._contract import Answer, Payload
 from flatweights.ray.peers._roster import Roster, note_seconds
-from flatweights.ray.peers._wait import Arrivals, Request, deadline_in
+from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in
 from flatweights.ray.rounds._between_nodes import NodesAverage
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
 from flatweights.ray.rounds._in_one_place import DriverAverage
@@ -24,7 +24,7 @@ from flatweights.ray.rounds._work import Work
 def average_of(
     roster: Roster,
     work: Work,
-    request: Request,
+    spec: RoundSpec,
     ranks: Iterable[int] | None,
     broadcast: Any = None,
     out: Any = None,
@@ -35,7 +35,7 @@ def average_of(
     The caller has admitted workers that are ready.
     """
     asked, by_rank = _asked(roster, work, ranks)
-    timeout, need = request.timeout, request.min_results or 1
+    timeout, need = spec.timeout, spec.min_results or 1
     count = len(asked)
     if need > count:
         check_count(need, "min_results", count)
@@ -57,15 +57,15 @@ def average_of(
             codec = Codec(wire.widen, functools.partial(wire.decode, travels=travels))
         elif roster.layout is not None:
             codec = Codec(accept=functools.partial(check_result, roster.layout, work.method))
-        why = roster.why_no_agents(called, request)
+        why = roster.why_no_agents(called, spec)
         if why is None:
-            between = NodesAverage(roster.agents, arrivals, request, out, codec)
+            between = NodesAverage(roster.agents, arrivals, spec, out, codec)
             roster.send_out(call, arrivals, called, by_rank, between.reading)
             result = between.run()
         else:
             roster.send_out(call, arrivals, called, by_rank)
             roster.offer()
-            result = DriverAverage(arrivals, request, out, codec).run()
+            result = DriverAverage(arrivals, spec, out, codec).run()
         roster.complete(result, called, why, is_kept=out is None)
         return result
 
@@ -99,10 +99,10 @@ def _with_all(
     return by_rank | work.arguments_of([rank for rank in called if rank not in by_rank])
 
 
-def average_of_answers(answers: Mapping[int, Answer], request: Request, out: Any) -> Round:
+def average_of_answers(answers: Mapping[int, Answer], spec: RoundSpec, out: Any) -> Round:
     """Average the results of calls that the caller has made; see `flatweights.ray.average`."""
-    arrivals = Arrivals(deadline_in(request.timeout), answers)
-    result = DriverAverage(arrivals, request, out).run()
+    arrivals = Arrivals(deadline_in(spec.timeout), answers)
+    result = DriverAverage(arrivals, spec, out).run()
     report(result)
     return result
 

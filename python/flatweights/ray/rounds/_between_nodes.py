@@ -32,7 +32,7 @@ from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
 from flatweights.ray.peers._summary import Exchanged, Reading, Summary, read_into
-from flatweights.ray.peers._wait import Arrivals, Request
+from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.rounds._codec import PLAIN, Codec
 from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.ray.rounds._letting_go import forget_values
@@ -59,7 +59,7 @@ class NodesAverage:
         self,
         agents: Agents,
         arrivals: Arrivals,
-        request: Request,
+        spec: RoundSpec,
         out: Any = None,
         codec: Codec = PLAIN,
     ) -> None:
@@ -68,19 +68,19 @@ class NodesAverage:
         Args:
             agents: The agents of the group.
             arrivals: The answers to wait for: of ranks on this node, and of ranks that agents call.
-            request: The arguments of the round.
+            spec: The arguments of the round.
             out: The model to write to; a new one, if None.
             codec: The encoding of weights; agents average encoded weights directly.
         """
         self.reading = Reading(
-            screen=request.nonfinite != "propagate",
-            weigh=request.weights if callable(request.weights) else None,
+            screen=spec.nonfinite != "propagate",
+            weigh=spec.weights if callable(spec.weights) else None,
             is_encoded=codec.is_encoded,
         )
         self._codec = codec
         self._agents = agents
         self._arrivals = arrivals
-        self._request = request
+        self._spec = spec
         self._out = out
         self._summaries: dict[int, Summary] = {}
         self._nodes: dict[int, Node] = {}
@@ -111,7 +111,7 @@ class NodesAverage:
         while (came := arrivals.wait(all_at_once=True)) is not None:
             for rank in came:
                 self._receive(rank)
-            arrivals.check(self._request)
+            arrivals.check(self._spec)
         begin = _clock.now()
         exchanged = self._exchange()
         if isinstance(exchanged, str):
@@ -161,7 +161,7 @@ class NodesAverage:
         if self._end is not None:
             arrivals.deadline = arrivals.deadline._replace(end=self._end + _GRACE)
         arrivals.bring()
-        result = DriverAverage(arrivals, self._request, self._out, self._codec).average()
+        result = DriverAverage(arrivals, self._spec, self._out, self._codec).average()
         result.transports = dict.fromkeys(self._far(), f"store: {why}")
         return result
 
@@ -229,8 +229,8 @@ class NodesAverage:
 
     def _models(self) -> tuple[list[int], dict[int, float], Template]:
         """Return the ranks that are averaged, their weights, and their template."""
-        arrivals, request = self._arrivals, self._request
-        arrivals.check(request)
+        arrivals, spec = self._arrivals, self._spec
+        arrivals.check(spec)
         template: Template | None = None
         whole: Template | None = None  # before the models were encoded
         first = 0
@@ -249,14 +249,14 @@ class NodesAverage:
             if summary.spoiled is not None:
                 spoiled[rank] = summary.spoiled
         assert template is not None
-        if spoiled and request.nonfinite == "raise":
+        if spoiled and spec.nonfinite == "raise":
             raise next(iter(spoiled.values()))
         arrivals.quarantine(spoiled)
-        arrivals.check(request)
+        arrivals.check(spec)
         ranks = sorted(self._summaries.keys() - arrivals.failed.keys())
-        by_result = callable(request.weights)
+        by_result = callable(spec.weights)
         values = [
-            self._summaries[k].weight or 0.0 if by_result else request.number_of(k) for k in ranks
+            self._summaries[k].weight or 0.0 if by_result else spec.number_of(k) for k in ranks
         ]
         weights = dict(zip(ranks, read_weights(values, len(ranks)), strict=True))
         return ranks, weights, template

@@ -15,7 +15,7 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray._result import Packed, copied, split
 from flatweights.ray._round import Round
 from flatweights.ray._wire import nbytes_of
-from flatweights.ray.peers._wait import Arrivals, Request
+from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.rounds._codec import PLAIN, Codec
 from flatweights.ray.rounds._letting_go import forget_values
 from flatweights.robust import Rule
@@ -31,7 +31,7 @@ class DriverAverage:
     def __init__(
         self,
         arrivals: Arrivals,
-        request: Request,
+        spec: RoundSpec,
         out: Any = None,
         codec: Codec = PLAIN,
     ) -> None:
@@ -39,12 +39,12 @@ class DriverAverage:
 
         Args:
             arrivals: The answers to wait for.
-            request: The arguments of the round.
+            spec: The arguments of the round.
             out: The model to write to; a new one, if None.
             codec: The encoding of weights.
         """
         self._arrivals = arrivals
-        self._request = request
+        self._spec = spec
         self._out = out
         self._codec = codec
         self._order = sorted(arrivals.answers)
@@ -76,8 +76,8 @@ class DriverAverage:
     def average(self) -> Round:
         """Wait and average; the caller lets go of all values."""
         # "skip" may leave too few ranks, which is known only after the pass that writes ``out``.
-        skips = self._request.nonfinite == "skip" and self._out is not None
-        at_once = self._request.rule is not None or (self._may_hold_all() and not skips)
+        skips = self._spec.nonfinite == "skip" and self._out is not None
+        at_once = self._spec.rule is not None or (self._may_hold_all() and not skips)
         mean = self._codec.finish(self._at_once() if at_once else self._by_runs())
         return Round(
             frozen(mean) if self._out is None else mean,
@@ -93,7 +93,7 @@ class DriverAverage:
 
     def _may_hold_all(self) -> bool:
         """Whether at most ``max_inflight`` answers have to be mapped from the store."""
-        answers, most = self._arrivals.answers, self._request.max_inflight
+        answers, most = self._arrivals.answers, self._spec.max_inflight
         if len(answers) <= most:
             return True
         return sum(answer.is_in_store for answer in answers.values()) <= most
@@ -107,32 +107,32 @@ class DriverAverage:
         if mean is not None:
             return mean
         # Large results may have come through the store nevertheless.
-        if not self._may_hold_all() and self._request.rule is None:
+        if not self._may_hold_all() and self._spec.rule is None:
             return self._by_runs()
         run = next(self._runs(to_the_end=True, most=len(self._order)), {})
         models, weights = self._read_run(run)
         self._check()
         reach("averaging")
         begin = _clock.now()
-        request = self._request
-        if request.rule is not None and request.nonfinite == "skip" and self._out is not None:
+        spec = self._spec
+        if spec.rule is not None and spec.nonfinite == "skip" and self._out is not None:
             # A rule writes ``out``, which must stay as it is if too few ranks are left.
             self._leave_out_spoiled(models, weights)
         ranks = self._used
         try:
-            if self._request.rule is None:
+            if self._spec.rule is None:
                 mean, used = average_used(
                     models,
                     weights,
                     out=self._out,
-                    nonfinite=self._request.nonfinite,
+                    nonfinite=self._spec.nonfinite,
                     names=[f"rank {rank}" for rank in ranks],
                     template=self._template,
                 )
             else:
-                mean, used = self._apply(self._request.rule, models, weights)
+                mean, used = self._apply(self._spec.rule, models, weights)
         except ValueError:
-            if self._request.nonfinite == "skip":
+            if self._spec.nonfinite == "skip":
                 self._arrivals.quarantine(self._find_spoiled(ranks, models))
                 self._check()
             raise
@@ -155,7 +155,7 @@ class DriverAverage:
 
     def _apply(self, rule: Rule, models: list[Any], weights: list[float]) -> tuple[Any, list[int]]:
         """Return the result of ``rule``, and the positions of the models not found spoiled."""
-        ranks, nonfinite = self._used, self._request.nonfinite
+        ranks, nonfinite = self._used, self._spec.nonfinite
         aggregate = rule.apply(
             models,
             weights if rule.takes_weights else None,
@@ -181,13 +181,13 @@ class DriverAverage:
         Returns:
             None for anything else, and for NaN and infinity unless they are to be averaged.
         """
-        request = self._request
-        if self._out is not None or callable(request.weights) or request.rule is not None:
+        spec = self._spec
+        if self._out is not None or callable(spec.weights) or spec.rule is not None:
             return None
         if not self._packed.keys() >= self._arrivals.arrived:
             return None
         ranks = sorted(self._arrivals.arrived)
-        weights = request.numbers_of(ranks)
+        weights = spec.numbers_of(ranks)
         if not any(weights):
             return None
         models = [self._packed[rank] for rank in ranks]
@@ -200,7 +200,7 @@ class DriverAverage:
         is_finite = mean_of_packed(mean, layouts, buffers, weights, where)
         if is_finite is None:
             return None
-        if not (is_finite or request.nonfinite == "propagate"):
+        if not (is_finite or spec.nonfinite == "propagate"):
             return None
         self._used = ranks
         self._nbytes = dict.fromkeys(ranks, mean.nbytes)
@@ -217,14 +217,14 @@ class DriverAverage:
         self._check()
         self._add(total, to_the_end=True)
         self._check()  # an object may be lost after it arrived
-        if self._request.nonfinite == "propagate":
+        if self._spec.nonfinite == "propagate":
             return self._mean(total, self._out)
         mean = self._mean(total)
         if self._find_spoiled([self._first], [mean]):
             spoiled: dict[int, Exception] = {}
             for rank in self._used:
                 spoiled |= self._take_and_screen(rank)
-            if spoiled and self._request.nonfinite == "raise":
+            if spoiled and self._spec.nonfinite == "raise":
                 raise next(iter(spoiled.values()))
             self._arrivals.quarantine(spoiled)
             self._check()
@@ -241,7 +241,7 @@ class DriverAverage:
 
         Later ranks come first, so that their values are dropped before values to hold are taken.
         """
-        near = self._order[self._next : self._next + self._request.max_inflight]
+        near = self._order[self._next : self._next + self._spec.max_inflight]
         answers = self._arrivals.answers
         for rank in sorted(came, reverse=True):
             packed = answers[rank].packed
@@ -292,7 +292,7 @@ class DriverAverage:
             yield run
 
     def _add(self, total: RunningAverage, *, to_the_end: bool) -> None:
-        for run in self._runs(to_the_end=to_the_end, most=self._request.max_inflight):
+        for run in self._runs(to_the_end=to_the_end, most=self._spec.max_inflight):
             begin = _clock.now()
             models, weights = self._read_run(run)
             total.add_all(models, weights)
@@ -308,7 +308,7 @@ class DriverAverage:
     def _read_run(self, run: dict[int, Any]) -> tuple[list[Any], list[float]]:
         """Return the checked models of a run, and their weights; empty the run."""
         models = [self._read(rank, value) for rank, value in run.items()]
-        weights = [self._request.weight_of(rank, value) for rank, value in run.items()]
+        weights = [self._spec.weight_of(rank, value) for rank, value in run.items()]
         run.clear()
         return models, weights
 
@@ -345,7 +345,7 @@ class DriverAverage:
         return spoiled
 
     def _check(self) -> None:
-        self._arrivals.check(self._request, self._sample)
+        self._arrivals.check(self._spec, self._sample)
 
     def _sample(self) -> Any:
         """Return a model of the round, if there is one."""

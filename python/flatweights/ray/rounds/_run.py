@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from flatweights.ray._round import Round
 from flatweights.ray.peers._by_rank import ByRank, more_arguments
 from flatweights.ray.peers._roster import Roster
-from flatweights.ray.peers._wait import Request
+from flatweights.ray.peers._wait import RoundSpec
 from flatweights.ray.rounds._barrier import average_of
 from flatweights.ray.rounds._codec import check_settable
 from flatweights.ray.rounds._work import Work
@@ -21,14 +21,14 @@ class Run:
     Attributes:
         roster: The workers.
         work: The work of each round.
-        request: The average.
+        spec: The average.
         ranks: The ranks to call, or a function of the number of the round.
         arguments: A function of the number of the round that returns more arguments.
     """
 
     roster: Roster
     work: Work
-    request: Request
+    spec: RoundSpec
     ranks: Iterable[int] | Callable[[int], Iterable[int]] | None
     arguments: ByRank | None
 
@@ -40,7 +40,7 @@ class Run:
             work = dataclasses.replace(work, args=(*work.args, *more))
         asked = self.ranks(number) if callable(self.ranks) else self.ranks
         self.roster.admit()
-        result = average_of(self.roster, work, self.request, asked)
+        result = average_of(self.roster, work, self.spec, asked)
         layout = self.roster.layout  # None if workers may take something else
         if layout is not None:
             check_settable(layout, work.method, result.weights, f"rank {result.used[0]}")
