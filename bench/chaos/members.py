@@ -126,18 +126,18 @@ class Mode(AnyMode):
             self.failure = self.failure or TimeoutError(f"rank {self.running[ref]} does not end")
 
     def check(self, entries: Sequence[Entry]) -> tuple[int, list[str]]:
-        """Compare each outcome with the average of the weights that its ranks sent for it."""
-        outcomes: defaultdict[tuple[str, int], list[Got]] = defaultdict(list)
+        """Compare each response with the average of the weights that its ranks sent for it."""
+        responses: defaultdict[tuple[str, int], list[Got]] = defaultdict(list)
         gave: defaultdict[tuple[str, int, int], list[Call]] = defaultdict(list)
         over: set[tuple[int, Call]] = set()
         for entry in entries:
             if isinstance(entry, Got):
                 call = entry.life, entry.key[0]
-                outcomes[entry.group, entry.number].append(entry)
+                responses[entry.group, entry.number].append(entry)
                 over.add((entry.rank, call))
                 if not entry.is_late:
                     gave[entry.group, entry.number, entry.rank].append(call)
-        # Calls in which the process or the coordinator died: their outcome was not noted.
+        # Calls in which the process or the coordinator died: their response was not noted.
         dangling: defaultdict[int, list[tuple[float, Call]]] = defaultdict(list)
         for entry in entries:
             if isinstance(entry, Sent):
@@ -145,10 +145,10 @@ class Mode(AnyMode):
                 if (entry.rank, call) not in over:
                     dangling[entry.rank].append((entry.at, call))
         wrong = []
-        for (group, number), given in sorted(outcomes.items()):
+        for (group, number), given in sorted(responses.items()):
             used, digest = given[0].used, given[0].digest
             if any((got.used, got.digest) != (used, digest) for got in given):
-                wrong.append(f"call {number}: members were given different outcomes")
+                wrong.append(f"call {number}: members were given different responses")
             end = min(got.at for got in given)
             ways = [
                 gave[group, number, rank]
@@ -159,7 +159,7 @@ class Mode(AnyMode):
                 wrong.append(
                     f"call {number} of {dict(zip(used, ways, strict=True))}: another average"
                 )
-        return len(outcomes), wrong
+        return len(responses), wrong
 
     def average(self, used: Sequence[int], choice: Sequence[Call]) -> bytes:
         """Return the digest of the average of some calls."""

@@ -30,13 +30,13 @@ namespace py = pybind11;
 namespace {
 
 // A member's end of a call that it repeats.
-class BoundRepeatedAsk {
+class BoundRepeatedRequest {
  public:
   // `segments`: as in `read_message`. `extent`: where the member's model is, in a segment of its
   // own; none, if it sends none.
   using Position = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>;
-  BoundRepeatedAsk(BoundMailbox mailbox, std::shared_ptr<BoundDoorbell> bell, py::dict segments,
-                   std::uint64_t call, const std::optional<Position>& extent)
+  BoundRepeatedRequest(BoundMailbox mailbox, std::shared_ptr<BoundDoorbell> bell, py::dict segments,
+                       std::uint64_t call, const std::optional<Position>& extent)
       : mailbox_(std::move(mailbox)),
         bell_(std::move(bell)),
         segments_(std::move(segments)),
@@ -47,7 +47,7 @@ class BoundRepeatedAsk {
     extent_ = Extent{segment, generation, offset, nbytes};
   }
 
-  // Asks, and waits for at most `seconds`. Returns number and seconds of the outcome, and its
+  // Asks, and waits for at most `seconds`. Returns number and seconds of the response, and its
   // weights; None, if nothing was sent, since the coordinator still holds the segment; True, if the
   // coordinator has told something else, which is to be read; False, if it has told nothing.
   [[nodiscard]] py::object exchange(double weight, double seconds) const {
@@ -92,11 +92,11 @@ class BoundRepeatedAsk {
     if (bell_->door().count_down()) bell_->ring_bell();
   }
 
-  // The weights of an outcome; nothing, if it is of another kind, or its segment is not known yet.
+  // The weights of a response; nothing, if it is of another kind, or its segment is not known yet.
   [[nodiscard]] std::optional<py::array> view_of(const Message& message) const {
-    const bool is_outcome = message.kind() == kRepeated && message.extents().size() == 1 &&
-                            message.body().size() == sizeof(Repeated);
-    if (!is_outcome) return {};
+    const bool is_response = message.kind() == kRepeated && message.extents().size() == 1 &&
+                             message.body().size() == sizeof(Repeated);
+    if (!is_response) return {};
     const Extent& extent = message.extents().front();
     const py::int_ index(extent.segment);
     if (!segments_.contains(index)) return {};
@@ -152,7 +152,7 @@ class BoundRepeatedCalls {
 
   // Returns the reason for the end; the number of calls; the seconds waited for the next, and the
   // times at which messages of that one were seen; and what has come of each call that was made:
-  // its number as prepared, the number of its last outcome and the position of that, how often it
+  // its number as prepared, the number of its last response and the position of that, how often it
   // was made, the seconds waited and averaged the last time, and these in all.
   py::tuple run(std::int64_t number, double seconds, const BoundDoorbell& bell, int poll,
                 std::vector<double> seen_before) {
@@ -196,12 +196,12 @@ class BoundRepeatedCalls {
 }  // namespace
 
 void bind_repeated_calls(py::module_& m) {
-  py::class_<BoundRepeatedAsk>(m, "RepeatedAsk")
+  py::class_<BoundRepeatedRequest>(m, "RepeatedRequest")
       .def(py::init<BoundMailbox, std::shared_ptr<BoundDoorbell>, py::dict, std::uint64_t,
-                    const std::optional<BoundRepeatedAsk::Position>&>(),
+                    const std::optional<BoundRepeatedRequest::Position>&>(),
            py::arg("mailbox"), py::arg("doorbell"), py::arg("segments"), py::arg("call"),
            py::arg("extent"))
-      .def("exchange", &BoundRepeatedAsk::exchange, py::arg("weight"), py::arg("seconds"));
+      .def("exchange", &BoundRepeatedRequest::exchange, py::arg("weight"), py::arg("seconds"));
 
   py::class_<BoundRepeatedCalls>(m, "RepeatedCalls")
       .def(py::init<const py::list&, py::list>(), py::arg("mailboxes"), py::arg("segments"))

@@ -38,7 +38,7 @@ RepeatedCalls::RepeatedCalls(std::vector<Mailbox*> boxes)
     : boxes_(std::move(boxes)),
       segments_(boxes_.size()),
       seen_(boxes_.size()),
-      asks_(boxes_.size()),
+      requests_(boxes_.size()),
       extents_(boxes_.size()),
       models_(boxes_.size()) {}
 
@@ -76,13 +76,13 @@ RepeatedCalls::Found RepeatedCalls::look(double now) {
       if (message.kind() != kRepeat || message.body().size() != sizeof(Repeat) ||
           message.extents().size() > 1)
         return Found::kOther;
-      std::memcpy(&asks_[k], message.body().data(), sizeof(Repeat));
+      std::memcpy(&requests_[k], message.body().data(), sizeof(Repeat));
       extents_[k].reset();
       if (!message.extents().empty()) extents_[k] = message.extents().front();
     } catch (const std::exception&) {  // it is malformed
       return Found::kOther;
     }
-    if (find(asks_[k].call) == nullptr) return Found::kOther;
+    if (find(requests_[k].call) == nullptr) return Found::kOther;
   }
   return is_all ? Found::kAll : Found::kMissing;
 }
@@ -91,7 +91,7 @@ double RepeatedCalls::deadline() noexcept {
   double first = kForever;
   for (std::size_t k = 0; k < boxes_.size(); ++k) {
     if (seen_[k] == 0) continue;
-    const Prepared* const call = find(asks_[k].call);
+    const Prepared* const call = find(requests_[k].call);
     if (call != nullptr) first = std::min(first, seen_[k] + call->timeouts[k]);
   }
   return first;
@@ -173,9 +173,9 @@ const std::byte* RepeatedCalls::model_of(std::size_t member, const Prepared& cal
 // Makes the call that all members have asked for; returns false, with nothing done, if it is not
 // the same for all, or is one for a coordinator that knows more.
 bool RepeatedCalls::make(std::int64_t number, double waited) {
-  Prepared* const call = find(asks_.front().call);
-  for (const Repeat& ask : asks_)
-    if (ask.call != call->call) return false;
+  Prepared* const call = find(requests_.front().call);
+  for (const Repeat& request : requests_)
+    if (request.call != call->call) return false;
   for (std::size_t k = 0; k < boxes_.size(); ++k) {
     models_[k] = model_of(k, *call);
     const bool is_sent = !call->root || *call->root == k;
@@ -207,10 +207,10 @@ bool RepeatedCalls::make(std::int64_t number, double waited) {
 bool RepeatedCalls::average(Prepared& call, const Result& result) {
   std::vector<double> weights;
   bool is_any_positive = false;
-  for (const Repeat& ask : asks_) {
-    if (!(std::isfinite(ask.weight) && ask.weight >= 0)) return false;
-    is_any_positive = is_any_positive || ask.weight > 0;
-    weights.push_back(ask.weight);
+  for (const Repeat& request : requests_) {
+    if (!(std::isfinite(request.weight) && request.weight >= 0)) return false;
+    is_any_positive = is_any_positive || request.weight > 0;
+    weights.push_back(request.weight);
   }
   if (!is_any_positive) return false;
   std::vector<AveragePart> parts;

@@ -1,8 +1,8 @@
 // Calls of a process group's members that are the same as earlier ones, made by the coordinator
 // from end to end.
 //
-// A member whose ask is the same as one that was prepared sends the number of that one instead, in
-// a message of kind kRepeat, with its weight, and its model in a segment. Once all have, the
+// A member whose request is the same as one that was prepared sends the number of that one instead,
+// in a message of kind kRepeat, with its weight, and its model in a segment. Once all have, the
 // coordinator averages the models in the order of the ranks (or copies the root's) into one of two
 // segments of its own, posts a message of kind kRepeated to all, and waits again. Whatever is not a
 // repetition is left where it is, for a coordinator that knows more: see `Ended`.
@@ -39,7 +39,7 @@ struct Repeat {
 
 // The body of a message of kind kRepeated.
 struct Repeated {
-  std::int64_t number;  // of the outcome
+  std::int64_t number;  // of the response
   double waited;        // seconds, for the last model
   double averaged;      // seconds
 };
@@ -97,9 +97,9 @@ class RepeatedCalls {
     segments_[member] = std::move(segments);
   }
 
-  // Makes calls, with outcomes after `number`, for at most `seconds`, or until something else is to
-  // be done; returns why. It posts nothing that it has not finished. `seen`: what `seen()` was at
-  // the end of the last series, without the members whose messages were read since.
+  // Makes calls, with responses after `number`, for at most `seconds`, or until something else is
+  // to be done; returns why. It posts nothing that it has not finished. `seen`: what `seen()` was
+  // at the end of the last series, without the members whose messages were read since.
   Ended run(std::int64_t number, double seconds, const Sleep& sleep, std::vector<double> seen);
 
   // Of the last series: the number of calls, and the seconds waited for the one that was not made.
@@ -127,7 +127,7 @@ class RepeatedCalls {
   std::vector<Prepared> prepared_;
   // Of the messages of the next call, by member.
   std::vector<double> seen_, seen_before_;
-  std::vector<Repeat> asks_;
+  std::vector<Repeat> requests_;
   std::vector<std::optional<Extent>> extents_;
   std::vector<const std::byte*> models_;
   double last_wait_ = 0;

@@ -116,7 +116,7 @@ class PeerSegment:
     @property
     def nbytes(self) -> int: ...
 
-class RepeatedAsk:
+class RepeatedRequest:
     def __init__(
         self,
         mailbox: Mailbox,

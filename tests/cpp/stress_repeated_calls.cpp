@@ -74,15 +74,15 @@ void be_member(std::size_t rank, Member& member, const Bell& bell,
       std::uint32_t kind = kRepeat, count = 1;
       Extent extent{0, 1, 0, kNumbers * sizeof(double)};
       Repeat body{kCall, 1.0};
-    } ask;
+    } request;
     box.add_hold(Mailbox::Side::kDriver, 0);
-    box.answer_and_stay(std::as_bytes(std::span(&ask, 1)));
+    box.answer_and_stay(std::as_bytes(std::span(&request, 1)));
     if (bell.door->count_down()) bell.ring();
     take();
     const Message told(box, Mailbox::Side::kWorker);
     Repeated body;
     std::memcpy(&body, told.body().data(), sizeof body);
-    expect(told.kind() == kRepeated && body.number == number, "an outcome has another number");
+    expect(told.kind() == kRepeated && body.number == number, "a response has another number");
     const Extent extent = told.extents().front();
     const auto* const mean = reinterpret_cast<const double*>(results[extent.segment]->data());
     const bool is_right = std::all_of(mean, mean + kNumbers, [number](double value) {

@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from flatweights.ray.core._asks import Ask
 from flatweights.ray.core._calls import Awaited, Calls
 from flatweights.ray.core._events import (
     Action,
-    Asked,
     Event,
+    Requested,
     Tick,
 )
 from flatweights.ray.core._peer import Peer, Peers
+from flatweights.ray.core._requests import Request
 
-PLAIN = Ask("average", "weights")
+PLAIN = Request("average", "weights")
 
 
 class TheProcessGroup:
@@ -34,7 +34,7 @@ class TheProcessGroup:
             self.join(rank)
 
     def join(self, rank: int) -> Peer:
-        """Let a process in, and tell it its first outcome."""
+        """Let a process in, and tell it its first response."""
         self._entered += 1
         before = self.peers.newest.get(rank)
         peer = Peer(rank, f"process of rank {rank}", b"", self._entered, before)
@@ -56,10 +56,10 @@ class TheProcessGroup:
         self.done = self.calls.actions()
         return self.done
 
-    def ask(self, rank: int, ask: Ask = PLAIN, **options: Any) -> list[Action]:
+    def request(self, rank: int, request: Request = PLAIN, **options: Any) -> list[Action]:
         """Let a member ask."""
-        self[rank].asks(ask._replace(**options), self.now)
-        return self.tell(Asked(self[rank]))
+        self[rank].requests(request._replace(**options), self.now)
+        return self.tell(Requested(self[rank]))
 
     def awaited(self) -> Awaited:
         """Return what is worth waiting for."""

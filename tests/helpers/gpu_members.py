@@ -69,7 +69,7 @@ def attach(rank: int, session: int, address: bytes, token: bytes) -> MemberChann
 
 
 def member_of(channel: MemberChannel, rank: int, session: int, token: bytes) -> Member:
-    """Wait for the first outcome, in the process of a member."""
+    """Wait for the first response, in the process of a member."""
     coordinator = ChannelClient(None, Pass(token, f"process of rank {rank}"), channel, session)
     return Member("gpu", coordinator, Ticket(rank, session, None), coordinator.start(60.0))
 
@@ -119,7 +119,7 @@ class Members:
                 f"place = {rank}, {ticket.session}, {ticket.address!r}, {entry.token!r}\n"
                 "channel = attach(*place)\nresult = channel.mailbox.nonce"
             )
-            self.group.group.news.ask(self.group.group.attach, entry.token, nonce)
+            self.group.group.news.call(self.group.group.attach, entry.token, nonce)
         self.run("member = member_of(channel, place[0], place[1], place[3])", *ranks)
 
     def begin(self, program: str, *ranks: int) -> dict[int, Future[Any]]:

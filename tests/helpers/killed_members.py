@@ -109,7 +109,7 @@ class Run:
                 continue
             with contextlib.suppress(Exception):  # it was killed meanwhile
                 token, nonce = bytes.fromhex(said["token"]), bytes.fromhex(said["nonce"])
-                group.news.ask(group.attach, token, nonce)
+                group.news.call(group.attach, token, nonce)
 
     def start(self, rank: int) -> None:
         """Start a member."""
@@ -138,7 +138,7 @@ class Run:
 
     def number(self) -> int:
         """Return the number of calls so far."""
-        return self.group.group.news.asked(lambda: self.group.group.calls.number).result(STUCK)
+        return self.group.group.news.called(lambda: self.group.group.calls.number).result(STUCK)
 
 
 def main(faults: int, seed: int) -> None:

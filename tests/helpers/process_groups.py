@@ -56,14 +56,14 @@ class LocalProcessGroup:
         assert ticket.address is not None
         channel = MemberChannel(ticket.address, entry.token)
         try:
-            self.group.news.ask(self.group.attach, entry.token, channel.mailbox.nonce)
+            self.group.news.call(self.group.attach, entry.token, channel.mailbox.nonce)
         except BaseException:
             channel.close()
             raise
         return channel
 
     def member(self, entry: Entry, channel: MemberChannel) -> Member:
-        """Wait for the first outcome."""
+        """Wait for the first response."""
         ticket = entry.ticket.result()
         coordinator = ChannelClient(None, Pass(entry.token, entry.who), channel, ticket.session)
         return Member("local", coordinator, ticket, coordinator.start(60.0))
@@ -104,12 +104,12 @@ class LocalProcessGroup:
         and on a busy machine they get it back late.
         """
         pause = 0.001
-        while not self.group.news.ask(is_true, self.group):
+        while not self.group.news.call(is_true, self.group):
             time.sleep(pause)
             pause = min(1.2 * pause, 0.05)
 
     def until_asked(self, *ranks: int) -> None:
-        """Wait until the open call consists of the asks of ``ranks``, which may be unread."""
+        """Wait until the open call consists of the requests of ``ranks``, which may be unread."""
 
         def has_asked(session: Session) -> bool:
             if session in self.group.calls.waiting.asking:

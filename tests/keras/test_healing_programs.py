@@ -141,7 +141,7 @@ class Run:
         while True:
             with self._lock:
                 away = {*self.away} - {rank}
-            lacking = group.news.ask(lambda: [*group.calls.waiting.lacking])
+            lacking = group.news.call(lambda: [*group.calls.waiting.lacking])
             if away <= {session.rank for session in lacking}:
                 return
             time.sleep(0.005)

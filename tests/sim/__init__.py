@@ -2,7 +2,7 @@
 
 A schedule is one order of events: it follows from a plan (which members there are, what they call,
 what goes wrong at which of their steps) and a seed. The same plan and seed give the same schedule.
-An oracle checks every outcome while it runs. `python -m tests.sim --help` runs many.
+An oracle checks every response while it runs. `python -m tests.sim --help` runs many.
 
 | file | what it holds |
 | --- | --- |

@@ -14,7 +14,7 @@ from typing import Any
 from tests.sim.oracle import Oracle, Record, Sent
 
 from flatweights.ray._round import Round
-from flatweights.ray.core._asks import Outcome
+from flatweights.ray.core._requests import Response
 
 
 class FitOracle(Oracle):
@@ -27,9 +27,9 @@ class FitOracle(Oracle):
         self._check_places(number, parts)
 
     def _check_gathered(
-        self, number: int, result: Round, parts: dict[int, Sent], outcome: Outcome
+        self, number: int, result: Round, parts: dict[int, Sent], response: Response
     ) -> None:
-        super()._check_gathered(number, result, parts, outcome)
+        super()._check_gathered(number, result, parts, response)
         self._check_places(number, parts)
 
     def _check_places(self, number: int, parts: dict[int, Sent]) -> None:

@@ -25,7 +25,7 @@ from flatweights.keras._progress import Place, Progress, State, keepers_among
 from flatweights.keras._start import Start, start_alike
 from flatweights.ray._errors import WorkerError
 from flatweights.ray._round import Round
-from flatweights.ray.core._asks import CallsDifferError, MemberError
+from flatweights.ray.core._requests import CallsDifferError, MemberError
 from flatweights.ray.members._member import Member
 
 if TYPE_CHECKING:

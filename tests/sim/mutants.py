@@ -90,7 +90,7 @@ MUTANTS = {
         "        return not self.sessions and bool(self._entries)\n",
         "        return False\n",
     ),
-    "an ask makes nobody a member": Mutant(
+    "a request makes nobody a member": Mutant(
         "core/_peer.py",
         "        self.state = State.ASKING\n        self.join()\n",
         "        self.state = State.ASKING\n",
@@ -118,13 +118,13 @@ MUTANTS = {
     ),
     "one member is enough": Mutant(
         "core/_calls.py",
-        "return len(asks) >= min(first.min_results, self._count_of_whole())",
-        "return bool(asks)",
+        "return len(requests) >= min(first.min_results, self._count_of_whole())",
+        "return bool(requests)",
     ),
     "a call of all needs one": Mutant(
         "core/_calls.py",
-        "return len(asks) >= len(self.peers.missed()) - len(self.waiting.out_of_sync)",
-        "return bool(asks)",
+        "return len(requests) >= len(self.peers.missed()) - len(self.waiting.out_of_sync)",
+        "return bool(requests)",
     ),
     "members that wait for another call are waited for": Mutant(
         "core/_calls.py",
@@ -133,17 +133,17 @@ MUTANTS = {
     ),
     "a broadcast does not need its root": Mutant(
         "core/_calls.py",
-        "return first.root in asks or first.root not in self.peers.ranks()",
+        "return first.root in requests or first.root not in self.peers.ranks()",
         "return True",
     ),
-    "a dead member's ask stays": Mutant(
+    "a dead member's request stays": Mutant(
         "core/_calls.py",
         "        self.waiting.drop([peer])\n        peer.ends(why)\n",
         "        peer.ends(why)\n",
     ),
-    "the ask of a dead member is kept": Mutant(
+    "the request of a dead member is kept": Mutant(
         "members/_sessions.py",
-        "        self.announced = None\n        self._drop_ask()\n",
+        "        self.announced = None\n        self._drop_request()\n",
         "        self.announced = None\n",
     ),
     "a member that has left is still there": Mutant(
@@ -158,25 +158,25 @@ MUTANTS = {
     ),
     "all weights are equal": Mutant(
         "members/_process_group.py",
-        "tuple(asks[k].weight if k in asks",
-        "tuple(1.0 if k in asks",
+        "tuple(requests[k].weight if k in requests",
+        "tuple(1.0 if k in requests",
     ),
     "a member that waits for state is late": Mutant(
         "core/_calls.py",
         "            late.difference_update(ranks_of(waiting.out_of_sync))\n",
         "",
     ),
-    "urgent asks wait": Mutant(
+    "urgent requests wait": Mutant(
         "members/_sessions.py",
-        "    return session.answer.ask.is_urgent\n",
+        "    return session.answer.request.is_urgent\n",
         "    return False\n",
     ),
-    "news wait for asks": Mutant(
+    "news wait for requests": Mutant(
         "members/_sessions.py",
         "if len(heard) >= enough or left <= 0 or news or any",
         "if len(heard) >= enough or left <= 0 or any",
     ),
-    "the first outcome comes too soon": Mutant(
+    "the first response comes too soon": Mutant(
         "members/_process_group.py",
         "        if ready and self.door.is_open:\n",
         "        if ready:\n",
@@ -212,7 +212,7 @@ MUTANTS = {
         "            kept = None  # it takes part in the open call, or waits for it\n",
         "            pass\n",
     ),
-    "an outcome that was got late is not noted": Mutant(
+    "a response that was got late is not noted": Mutant(
         "core/_past.py",
         "            made.sessions.add(session.number)\n",
         "",
@@ -224,7 +224,7 @@ MUTANTS = {
     ),
     "a late member is told nothing of the next call": Mutant(
         "core/_waiting.py",
-        "return [session for session in self.behind if session.ask.kind == first.kind]",
+        "return [session for session in self.behind if session.request.kind == first.kind]",
         "return []",
     ),
     "late members are told twice": Mutant(
@@ -247,7 +247,7 @@ MUTANTS = {
         "            if missed or waiting.behind:\n",
         "            if False:\n",
     ),
-    "an outcome is not kept": Mutant(
+    "a response is not kept": Mutant(
         "core/_past.py",
         "        oldest = _put_last(self._kept, kind, made, _KEPT)\n",
         "        oldest = _put_last(self._kept, kind, made, _KEPT) if made.number % 3 else None\n",
@@ -258,7 +258,7 @@ MUTANTS = {
         "",
     ),
     # Twins.
-    "a twin's outcome is not noted": Mutant(
+    "a twin's response is not noted": Mutant(
         "core/_past.py",
         "            made.late.add(session.number)\n",
         "",
@@ -276,22 +276,22 @@ MUTANTS = {
     ),
     "states are not noted": Mutant(
         "core/_past.py",
-        "                session.states[ask.state] = made.number\n",
+        "                session.states[request.state] = made.number\n",
         "                pass\n",
     ),
     "a missed state does not count": Mutant(
         "core/_past.py",
-        "            if session.states.get(ask.state, 0) < before:\n",
+        "            if session.states.get(request.state, 0) < before:\n",
         "            if False:\n",
     ),
     "a lost state is not forgotten": Mutant(
         "core/_calls.py",
-        "            self._do(Keep(self._past.forget(peer.ask.state)))\n",
+        "            self._do(Keep(self._past.forget(peer.request.state)))\n",
         "            pass\n",
     ),
     "healed by any call": Mutant(
         "core/_waiting.py",
-        "return [session for session in self.lacking if session.ask.kind == first.kind]",
+        "return [session for session in self.lacking if session.request.kind == first.kind]",
         "return [*self.lacking]",
     ),
     "a lost giver is not noticed": Mutant(
@@ -325,12 +325,12 @@ MUTANTS = {
         "",
     ),
     # What goes through Ray.
-    "an announced outcome is dropped": Mutant(
+    "an announced response is dropped": Mutant(
         "members/_sessions.py",
         "        session.announced = self._announced\n",
         "",
     ),
-    "an ask beside the channel is not read": Mutant(
+    "a request beside the channel is not read": Mutant(
         "members/_sessions.py",
         '        if self._letters and (channel is None or body == b""):\n',
         "        if self._letters and channel is None:\n",
@@ -367,14 +367,14 @@ MUTANTS = {
         "        self.number += event.calls\n",
         "",
     ),
-    "members do not have the outcomes of a series": Mutant(
+    "members do not have the responses of a series": Mutant(
         "core/_calls.py",
         "        for peer in peers:\n            peer.told(self.number)\n",
         "",
     ),
     "the past does not know of a series": Mutant(
         "core/_calls.py",
-        "            self._do(Keep(self._past.keep(ask, kept, peers)))\n",
+        "            self._do(Keep(self._past.keep(request, kept, peers)))\n",
         "            pass\n",
     ),
     "a series takes late members along": Mutant(
@@ -382,29 +382,29 @@ MUTANTS = {
         "        return not self._past.has_twins and all(on_time)\n",
         "        return not self._past.has_twins\n",
     ),
-    "the outcomes of a series are not kept": Mutant(
+    "the responses of a series are not kept": Mutant(
         "members/_process_group.py",
-        "            self._kept[number] = _Kept(pickle.dumps(outcome.fields), weights)\n",
+        "            self._kept[number] = _Kept(pickle.dumps(response.fields), weights)\n",
         "            self._kept.setdefault(number, next(reversed(self._kept.values())))\n",
     ),
     "the time of a call begins with its last reading": Mutant(
         "members/_sessions.py",
-        "        self.asks(answer.ask, since or _clock.now())\n",
-        "        self.asks(answer.ask, _clock.now())\n",
+        "        self.requests(answer.request, since or _clock.now())\n",
+        "        self.requests(answer.request, _clock.now())\n",
     ),
     "a member repeats with its first weight": Mutant(
         "members/_sessions.py",
-        "known.ask._replace(weight=weight)",
-        "known.ask",
+        "known.request._replace(weight=weight)",
+        "known.request",
     ),
-    "a member takes the ranks of an older outcome": Mutant(
+    "a member takes the ranks of an older response": Mutant(
         "members/_client.py",
         "            elif not (terms in self._prepared and self._prepared[terms].was_repeated):\n",
         "            elif terms not in self._prepared:\n",
     ),
     "a member rings no bell in general calls": Mutant(
         "members/_client.py",
-        "        is_urgent = ask.is_urgent and not known.was_repeated\n",
+        "        is_urgent = request.is_urgent and not known.was_repeated\n",
         "        is_urgent = False\n",
     ),
     "a member repeats with other arguments": Mutant(
@@ -428,7 +428,7 @@ MUTANTS = {
         "            self._do(CopyState(healing.number))\n",
         "            pass\n",
     ),
-    "a late outcome is not noted": Mutant(
+    "a late response is not noted": Mutant(
         "core/_peer.py",
         "        if number > self.has:\n",
         "        if not self.has:\n",

@@ -1,12 +1,12 @@
-"""What must hold: checked when a process group posts an outcome, when calls return, and at the end.
+"""What must hold: checked when a process group posts a response, when calls return, and at the end.
 
-The truth is what members have sent. Each ask is noted when the coordinator can see it, with the
+The truth is what members have sent. Each request is noted when the coordinator can see it, with the
 model, the weight and the state that its process had then. All models are small integers, and
 weights are small powers of two, so exactly one average is right, bit by bit. In particular:
 
 - an average consists of the models that its ranks had sent for that call, each with its weight, and
   no member takes part whose model is older than the last average of this kind of call;
-- members that get outcomes of one number get equal bytes and facts;
+- members that get responses of one number get equal bytes and facts;
 - a healed member gets the state of the giver before the step, and equal steps give equal states;
 - late, failed, quarantined and healed ranks are what they are called, and a rank that is alive and
   on time is none of these;
@@ -29,13 +29,13 @@ from tests.sim.world import Process, World
 from flatweights.ray._errors import WorkerError
 from flatweights.ray._result import Packed
 from flatweights.ray._round import Round
-from flatweights.ray.channels._protocol import ASK, ASKED_AGAIN, REPEAT
-from flatweights.ray.core._asks import (
-    Ask,
+from flatweights.ray.channels._protocol import ASKED_AGAIN, REPEAT, REQUEST
+from flatweights.ray.core._requests import (
     CallsDifferError,
     LacksStateError,
-    Outcome,
     OutOfSyncError,
+    Request,
+    Response,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Call:
         model: Which of two models of one layout it is about.
         value: The object that it gathers.
         place: Its place in a `fit`, if the process has a state of it; and the number of its steps.
-        answers: The outcomes that the member was told.
+        answers: The responses that the member was told.
     """
 
     def __init__(self, process: Process, vector: Any, weight: float, state: Any) -> None:
@@ -70,14 +70,14 @@ class Call:
         self.place: Any = None
         self.steps = 0.0
         self.is_finite = vector is None or bool(np.isfinite(vector).all())
-        self.answers: list[tuple[int, Outcome]] = []
+        self.answers: list[tuple[int, Response]] = []
 
 
 class Sent:
-    """An ask, from the moment at which the coordinator can see it."""
+    """A request, from the moment at which the coordinator can see it."""
 
-    def __init__(self, member: Noted, ask: Ask, call: Any, now: float) -> None:
-        self.member, self.ask, self.call, self.at = member, ask, call, now
+    def __init__(self, member: Noted, request: Request, call: Any, now: float) -> None:
+        self.member, self.request, self.call, self.at = member, request, call, now
 
 
 class Noted:
@@ -86,14 +86,14 @@ class Noted:
     Attributes:
         number: The number of its session.
         open: Its ask that was not answered.
-        has: The number of the last outcome that it was told.
-        prepared: By number, the asks that it may repeat.
-        got: By kind of call, the number of the last outcome without an error.
-        of_state: The number of the last such outcome of a call with a state.
+        has: The number of the last response that it was told.
+        prepared: By number, the requests that it may repeat.
+        got: By kind of call, the number of the last response without an error.
+        of_state: The number of the last such response of a call with a state.
         passed_by: The number of the last call that sent it away, since it waited for another one.
-        told_at: The time at which it was told its first outcome.
+        told_at: The time at which it was told its first response.
         counts: Whether the others miss it if it dies.
-        is_told: Whether it was told its first outcome.
+        is_told: Whether it was told its first response.
         is_gone: Whether it has left, or has dropped its member.
         has_left: Whether it has left.
         may_have_left: Whether it has left, perhaps after it had dropped its member.
@@ -104,7 +104,7 @@ class Noted:
         self.rank: int | None = None
         self.number = self.has = self.of_state = 0
         self.open: Sent | None = None
-        self.prepared: dict[int, Ask] = {}
+        self.prepared: dict[int, Request] = {}
         self.got: dict[Any, int] = {}
         self.is_gone = self.is_told = self.has_joined = self.counts = False
         self.has_left = self.may_have_left = False
@@ -118,10 +118,10 @@ class Noted:
 
 
 class Known:
-    """An outcome of a call: what it is, its bytes, and the state of its giver."""
+    """A response of a call: what it is, its bytes, and the state of its giver."""
 
-    def __init__(self, outcome: Outcome, content: bytes | None, kind: Any) -> None:
-        self.outcome, self.content, self.kind = outcome, content, kind
+    def __init__(self, response: Response, content: bytes | None, kind: Any) -> None:
+        self.response, self.content, self.kind = response, content, kind
         self.state: Any = None
         self.is_given = False  # whether the giver has sent its state
         self.model = 0
@@ -234,16 +234,16 @@ class Oracle:
         member.rank, member.number = ticket.rank, ticket.session
         self._record(group).entered[ticket.rank].append(member)
 
-    def asked(self, process: Process, token: bytes, body: bytes, kind: int = ASK) -> None:
-        """Note an ask, which the coordinator can see from now on."""
+    def asked(self, process: Process, token: bytes, body: bytes, kind: int = REQUEST) -> None:
+        """Note a request, which the coordinator can see from now on."""
         member = self.members[token]
         if kind == REPEAT:
             number, weight = ASKED_AGAIN.unpack(body)
-            ask = member.prepared[number]._replace(weight=weight)
+            request = member.prepared[number]._replace(weight=weight)
             self.counts["asks again"] += 1
         else:
-            ask = Ask(*pickle.loads(body)[0])
-        if ask.operation == "leave":
+            request = Request(*pickle.loads(body)[0])
+        if request.operation == "leave":
             member.may_have_left = True
             member.has_left = member.has_left or not member.is_gone  # not if it was dropped before
             member.is_gone = True
@@ -251,38 +251,38 @@ class Oracle:
             return
         if member.open is not None:
             self._fail(f"{process.name} asks twice")
-        member.last_operation = ask.operation
-        member.open = Sent(member, ask, process.notes.get("call"), self._world.now)
-        self.counts["asks that lack the state"] += ask.lacks
+        member.last_operation = request.operation
+        member.open = Sent(member, request, process.notes.get("call"), self._world.now)
+        self.counts["asks that lack the state"] += request.lacks
         self._waiting_since = None
         if self._world.transcript is not None:
-            weight = f", weight={ask.weight:g}" if ask.operation == "average" else ""
-            lacks = ", and lacks the state" if ask.lacks else ""
-            self._world.note(f"asks {ask}{weight}, timeout={ask.timeout}{lacks}")
+            weight = f", weight={request.weight:g}" if request.operation == "average" else ""
+            lacks = ", and lacks the state" if request.lacks else ""
+            self._world.note(f"asks {request}{weight}, timeout={request.timeout}{lacks}")
 
     def answered(self, link: Link) -> None:
-        """Check that the coordinator has dropped the weights of the ask that it answers."""
+        """Check that the coordinator has dropped the weights of the request that it answers."""
         member = self.members[link.token]
         # A state is copied after the answer.
         if member.last_operation != "give" and any(view() is not None for view in link.views):
-            self._fail(f"the weights of an answered ask of {link.member.name} are still held")
+            self._fail(f"the weights of an answered request of {link.member.name} are still held")
         link.views = []
 
-    # Outcomes.
+    # Responses.
 
     def posting(
         self, group: Any, number: int, body: bytes, weights: Any, sessions: Sequence[Any]
     ) -> None:
-        """Check an outcome that a process group is about to post to some sessions."""
+        """Check a response that a process group is about to post to some sessions."""
         record = self._record(group)
-        outcome = Outcome(*pickle.loads(body))
+        response = Response(*pickle.loads(body))
         buffer = weights.buffer if isinstance(weights, Packed) else None
         content = None if buffer is None else buffer.tobytes()
         self._waiting_since = None
         told = [(session, self.members[session.token]) for session in sessions]
         if self._world.transcript is not None and told:
             names = ", ".join(member.process.name for _, member in told)
-            self._world.note(f"tells {names}: {_text_of(number, outcome)}")
+            self._world.note(f"tells {names}: {_text_of(number, response)}")
         for session, member in told:
             record.by_session[session.number] = member
             member.number, member.rank = session.number, session.rank
@@ -294,18 +294,18 @@ class Oracle:
         if is_opening:
             record.is_open = True
             self._check_opening(record, len(told))
-        is_call = bool(outcome.sessions) and number > 0
+        is_call = bool(response.sessions) and number > 0
         if is_call and number not in record.known:
-            self._check_call(record, outcome, buffer, content)
+            self._check_call(record, response, buffer, content)
         elif is_call:
             known = record.known[number]
-            same = repr(outcome.facts) == repr(known.outcome.facts)
-            same = same and outcome.values == known.outcome.values
+            same = repr(response.facts) == repr(known.response.facts)
+            same = same and response.values == known.response.values
             if content != known.content or not same:
-                self._fail(f"outcome {number} differs from what others got")
+                self._fail(f"response {number} differs from what others got")
         for session, member in told:
             self._check_told(
-                record, number, outcome, content, session, member, is_call, is_opening=is_opening
+                record, number, response, content, session, member, is_call, is_opening=is_opening
             )
 
     def _check_opening(self, record: Record, count: int) -> None:
@@ -319,7 +319,7 @@ class Oracle:
         self,
         record: Record,
         number: int,
-        outcome: Outcome,
+        response: Response,
         content: bytes | None,
         session: Any,
         member: Noted,
@@ -330,88 +330,88 @@ class Oracle:
         """Check what one member is told."""
         name = member.process.name
         sent, member.open = member.open, None
-        if outcome.prepared and sent is not None and session.number in outcome.sessions:
-            member.prepared[outcome.prepared] = sent.ask
+        if response.prepared and sent is not None and session.number in response.sessions:
+            member.prepared[response.prepared] = sent.request
         # After the opening, a process counts from its first call on.
         member.counts = member.counts or sent is not None or is_opening
         if not member.is_told:
             member.told_at = self._world.now
         member.is_told = True
-        record.twins += bool(sent is not None and sent.ask.twins)
+        record.twins += bool(sent is not None and sent.request.twins)
         if sent is None:
-            if number != 0 or outcome.error is not None:
-                self._fail(f"{name} was told outcome {number} without an ask")
+            if number != 0 or response.error is not None:
+                self._fail(f"{name} was told response {number} without a request")
             member.has_joined, member.has = True, 0
             return
-        ask = sent.ask
+        request = sent.request
         took = self._world.now - sent.at
-        if ask.timeout is not None and ask.operation in _CALLS and not ask.lacks:
+        if request.timeout is not None and request.operation in _CALLS and not request.lacks:
             stopped = self._seconds_stopped(sent.at, member.process)
-            if took > ask.timeout + _SLACK + stopped:
-                self._fail(f"{name} waited {took:.2f} s with timeout {ask.timeout}")
-        if ask.operation == "heal" and number < 0:
+            if took > request.timeout + _SLACK + stopped:
+                self._fail(f"{name} waited {took:.2f} s with timeout {request.timeout}")
+        if request.operation == "heal" and number < 0:
             known = record.known.get(-number)
             if known is None:
-                self._fail(f"{name} was healed by no outcome")
+                self._fail(f"{name} was healed by no response")
             elif known.state != self._state_in(content):
                 self._fail(f"{name} was healed with another state than the giver's")
             self.counts["healed"] += 1
         elif not is_call:
-            if isinstance(outcome.error, OutOfSyncError):
+            if isinstance(response.error, OutOfSyncError):
                 member.passed_by = record.last + 1
-            if outcome.error is None and ask.operation != "give":
-                self._fail(f"{name} got an empty answer to {ask}")
-            elif outcome.error is not None and ask.operation == "give":
-                self._fail(f"{name} got {outcome.error!r} for its state")
-            elif outcome.error is not None and not self._is_fair(record, outcome.error, sent):
-                self._fail(f"{name} got {outcome.error!r} to {ask}")
-            elif ask.operation == "give" and member.has in record.known:
+            if response.error is None and request.operation != "give":
+                self._fail(f"{name} got an empty answer to {request}")
+            elif response.error is not None and request.operation == "give":
+                self._fail(f"{name} got {response.error!r} for its state")
+            elif response.error is not None and not self._is_fair(record, response.error, sent):
+                self._fail(f"{name} got {response.error!r} to {request}")
+            elif request.operation == "give" and member.has in record.known:
                 record.known[member.has].is_given = True
             return
         else:
-            if session.number not in (*outcome.sessions, *outcome.lacking):
+            if session.number not in (*response.sessions, *response.lacking):
                 self._check_late(record, number, member, sent)
             member.has = max(member.has, number)
-            if outcome.error is None:
-                member.got[ask.kind] = number
-                if ask.state is not None:
+            if response.error is None:
+                member.got[request.kind] = number
+                if request.state is not None:
                     member.of_state = number
             if sent.call is not None:
-                sent.call.answers.append((number, outcome))
+                sent.call.answers.append((number, response))
 
     def _check_late(self, record: Record, number: int, member: Noted, sent: Sent) -> None:
-        """Check an outcome of a call in which a member took no part."""
-        name, ask, known = member.process.name, sent.ask, record.known[number]
+        """Check a response of a call in which a member took no part."""
+        name, request, known = member.process.name, sent.request, record.known[number]
         self.counts["late"] += 1
-        if ask.kind != known.kind:
-            self._fail(f"{name} asked {ask} and got outcome {number} of another call")
-        if record.by_kind.get(ask.kind) != number:
+        if request.kind != known.kind:
+            self._fail(f"{name} asked {request} and got response {number} of another call")
+        if record.by_kind.get(request.kind) != number:
             self._fail(f"{name} got {number}, which is not the latest")
         if sent.call is not None and sent.call.model != known.model and record.twins:
             self._fail(f"{name} got the average of the other twin")
-        if number <= member.got.get(ask.kind, 0):
+        if number <= member.got.get(request.kind, 0):
             self._fail(f"{name} got {number} again")
 
     def _is_fair(self, record: Record, error: Exception, sent: Sent) -> bool:
-        """Whether this error may answer the ask of one member."""
-        ask, text = sent.ask, str(error)
+        """Whether this error may answer the request of one member."""
+        request, text = sent.request, str(error)
         if isinstance(error, OutOfSyncError):
-            return ask.lacks or (ask.only_next and sent.member.has < record.last)
+            return request.lacks or (request.only_next and sent.member.has < record.last)
         if isinstance(error, LacksStateError):
-            if ask.operation == "heal":
+            if request.operation == "heal":
                 known = record.known.get(sent.member.has)
                 return known is None or not known.is_given or "is gone" not in text
-            made = record.by_state.get(ask.state or "", [])
+            made = record.by_state.get(request.state or "", [])
             missed = [kind for number, kind in made if number > sent.member.of_state]
             # One call is missed, and another was made meanwhile: it is healed, too.
             has_passed = bool(made) and sent.member.has > made[-1][0]
             return len(missed) > 1 or any(
-                kind != ask.kind or self._plan["keeps_few"] or has_passed for kind in missed
+                kind != request.kind or self._plan["keeps_few"] or has_passed for kind in missed
             )
         if isinstance(error, WorkerError) and "no member is left that has the state" in text:
             record.lost_states += 1
-            record.by_state.pop(ask.state or "", None)
-            for kind in [kind for kind in record.by_kind if kind[-1] == ask.state]:
+            record.by_state.pop(request.state or "", None)
+            for kind in [kind for kind in record.by_kind if kind[-1] == request.state]:
                 del record.by_kind[kind]
             have = [
                 one
@@ -419,80 +419,82 @@ class Oracle:
                 for one in entered[-1:]
                 if one.has_joined
                 and one.is_there
-                and not (one.open is not None and one.open.ask.lacks)
+                and not (one.open is not None and one.open.request.lacks)
                 and one.rank not in error.failed
             ]
-            # A member whose outcome was not sent, as memory was short, is lost.
-            return ask.lacks and (not have or self.losses > 0)
+            # A member whose response was not sent, as memory was short, is lost.
+            return request.lacks and (not have or self.losses > 0)
         if isinstance(error, WorkerError):  # its time is up
-            return ask.timeout is not None and self._world.now >= sent.at + ask.timeout
+            return request.timeout is not None and self._world.now >= sent.at + request.timeout
         if "take turns" in text:
             return bool(self._plan["program"] == "twins")
-        return ask.operation == "heal" and isinstance(error, RuntimeError)
+        return request.operation == "heal" and isinstance(error, RuntimeError)
 
     def _check_call(
-        self, record: Record, outcome: Outcome, buffer: Any, content: bytes | None
+        self, record: Record, response: Response, buffer: Any, content: bytes | None
     ) -> None:
-        """Check a new outcome of a call."""
-        number = outcome.number
-        self.counts["outcomes"] += 1
+        """Check a new response of a call."""
+        number = response.number
+        self.counts["responses"] += 1
         if number != record.last + 1:
-            self._fail(f"outcome {number} after {record.last}")
+            self._fail(f"response {number} after {record.last}")
         record.last = number
-        parts = self._parts(record, outcome)
+        parts = self._parts(record, response)
         if parts is None:
             return
         first = parts[min(parts)]
-        kind = first.ask.kind
-        alike = all(sent.ask.agrees_with(first.ask) for sent in parts.values())
-        known = record.known[number] = Known(outcome, content, kind)
-        if not alike or isinstance(outcome.error, CallsDifferError):
+        kind = first.request.kind
+        alike = all(sent.request.agrees_with(first.request) for sent in parts.values())
+        known = record.known[number] = Known(response, content, kind)
+        if not alike or isinstance(response.error, CallsDifferError):
             self.counts["differ"] += 1
-            if alike or not isinstance(outcome.error, CallsDifferError):
+            if alike or not isinstance(response.error, CallsDifferError):
                 made = "agree" if alike else "differ"
-                self._fail(f"{number}: the calls {made}, and all got {outcome.error!r}")
+                self._fail(f"{number}: the calls {made}, and all got {response.error!r}")
             return
         self._check_time(record, number, parts)
         self._check_patience(record, number, parts)
         self._check_order(record, number, kind, parts)
-        self._check_left_out(record, outcome, kind)
-        if outcome.error is not None:
+        self._check_left_out(record, response, kind)
+        if response.error is not None:
             self.counts["errors"] += 1
-            self._check_error(record, number, outcome.error, parts, first)
+            self._check_error(record, number, response.error, parts, first)
             return
-        result = Round(None, *outcome.facts)
+        result = Round(None, *response.facts)
         if result.number != number:
-            self._fail(f"outcome {number} says it is {result.number}")
-        if first.ask.operation == "average":
+            self._fail(f"response {number} says it is {result.number}")
+        if first.request.operation == "average":
             self._check_average(record, number, result, parts, buffer)
-        elif first.ask.operation == "all_gather":
-            self._check_gathered(number, result, parts, outcome)
+        elif first.request.operation == "all_gather":
+            self._check_gathered(number, result, parts, response)
         else:
             self._check_broadcast(number, result, parts, first, content)
         self._check_ranks(record, number, result, parts)
         record.by_kind[kind] = number
-        if first.ask.state is not None:
-            record.by_state[first.ask.state].append((number, kind))
-        if outcome.giver:
-            self._check_healing(record, outcome, result, parts, known)
-        elif result.healed or outcome.lacking:
+        if first.request.state is not None:
+            record.by_state[first.request.state].append((number, kind))
+        if response.giver:
+            self._check_healing(record, response, result, parts, known)
+        elif result.healed or response.lacking:
             self._fail(f"{number}: healed without a giver")
 
-    def _parts(self, record: Record, outcome: Outcome) -> dict[int, Sent] | None:
-        """Return the asks that an outcome says it is of, by rank; None after a violation."""
+    def _parts(self, record: Record, response: Response) -> dict[int, Sent] | None:
+        """Return the requests that a response says it is of, by rank; None after a violation."""
         parts: dict[int, Sent] = {}
-        for session_number in outcome.sessions:
+        for session_number in response.sessions:
             member = record.by_session.get(session_number)
-            if member is None or member.open is None or member.open.ask.operation not in _CALLS:
-                self._fail(f"session {session_number} took part in {outcome.number} without an ask")
+            if member is None or member.open is None or member.open.request.operation not in _CALLS:
+                self._fail(
+                    f"session {session_number} took part in {response.number} without a request"
+                )
                 return None
             assert member.rank is not None
             if member.rank in parts:
-                self._fail(f"two sessions of rank {member.rank} took part in {outcome.number}")
+                self._fail(f"two sessions of rank {member.rank} took part in {response.number}")
             if record.newest[member.rank] is not member:
-                self._fail(f"a predecessor of rank {member.rank} took part in {outcome.number}")
-            if member.open.ask.lacks:
-                self._fail(f"rank {member.rank} took part in {outcome.number} without the state")
+                self._fail(f"a predecessor of rank {member.rank} took part in {response.number}")
+            if member.open.request.lacks:
+                self._fail(f"rank {member.rank} took part in {response.number} without the state")
             parts[member.rank] = member.open
         return parts
 
@@ -507,15 +509,17 @@ class Oracle:
                     self._fail(f"{number}: made without {member.process.name}, who is on time")
 
     def _is_time_up(self, parts: dict[int, Sent]) -> bool:
-        """Whether the time of an ask may be up, after which others are late."""
+        """Whether the time of a request may be up, after which others are late."""
         ends = [
-            sent.at + sent.ask.timeout for sent in parts.values() if sent.ask.timeout is not None
+            sent.at + sent.request.timeout
+            for sent in parts.values()
+            if sent.request.timeout is not None
         ]
         return bool(ends) and min(ends) <= self._world.now
 
     def _check_patience(self, record: Record, number: int, parts: dict[int, Sent]) -> None:
         """Check that a call has waited for nobody that it does not need."""
-        need = parts[min(parts)].ask.min_results
+        need = parts[min(parts)].request.min_results
         if self.losses or need is None or need > len(parts):
             return
         last = max(sent.at for sent in parts.values())
@@ -526,7 +530,7 @@ class Oracle:
             if rank not in parts and not (is_long_dead or (one.is_there and is_late)):
                 return  # it may have been waited for
         waited = self._world.now - last
-        # An ask that does not fit into a channel is complete only once its member goes on.
+        # A request that does not fit into a channel is complete only once its member goes on.
         stopped = max(self._seconds_stopped(last, sent.member.process) for sent in parts.values())
         if waited > _SLACK + _SLICE + stopped:
             self._fail(f"{number}: has waited {waited:.2f} s for members that are late")
@@ -534,7 +538,7 @@ class Oracle:
     def _check_order(self, record: Record, number: int, kind: Any, parts: dict[int, Sent]) -> None:
         """Check that nobody takes part who has missed a call like this one."""
         last = record.by_kind.get(kind, 0)
-        # If its outcome is no longer kept, late members may make the call alone.
+        # If its response is no longer kept, late members may make the call alone.
         are_alone = self._plan["keeps_few"] and all(
             sent.member.got.get(kind, 0) < last for sent in parts.values()
         )
@@ -542,18 +546,18 @@ class Oracle:
             return
         for rank, sent in parts.items():
             got = sent.member.got.get(kind, 0)
-            if got < last and sent.ask.state is None and kind[0] == "average":
+            if got < last and sent.request.state is None and kind[0] == "average":
                 self._fail(
                     f"rank {rank} has never got {last}, the last call like {number}, and its "
                     "weights from before it are averaged"
                 )
-            if sent.member.has < last and rank != sent.ask.root:
+            if sent.member.has < last and rank != sent.request.root:
                 self._fail(
-                    f"rank {rank} took part in {number} with an ask from before {last}: "
+                    f"rank {rank} took part in {number} with a request from before {last}: "
                     f"it has {sent.member.has}"
                 )
 
-    def _check_left_out(self, record: Record, outcome: Outcome, kind: Any) -> None:
+    def _check_left_out(self, record: Record, response: Response, kind: Any) -> None:
         """Check that nobody is left out who has asked in time."""
         for entered in record.entered.values():
             for member in entered[-1:]:
@@ -561,24 +565,24 @@ class Oracle:
                 if sent is None or not member.is_there:
                     continue
                 patience = 1.3 + self._seconds_stopped(sent.at, member.process)
-                if self._world.now - sent.at < patience or member.number in outcome.sessions:
+                if self._world.now - sent.at < patience or member.number in response.sessions:
                     continue
                 name = member.process.name
-                if sent.ask.kind != kind:
-                    if sent.ask.lacks and sent.ask.state == kind[-1]:
-                        self._fail(f"{outcome.number}: {name} is not told of another call")
+                if sent.request.kind != kind:
+                    if sent.request.lacks and sent.request.state == kind[-1]:
+                        self._fail(f"{response.number}: {name} is not told of another call")
                     continue
-                # Such a member gets the outcome, and takes no part.
+                # Such a member gets the response, and takes no part.
                 is_behind = (
-                    sent.ask.state is None
+                    sent.request.state is None
                     and kind[0] == "average"
                     and member.got.get(kind, 0) < record.by_kind.get(kind, 0)
                 )
-                if not (sent.ask.lacks or self._plan["keeps_few"] or is_behind):
-                    self._fail(f"{outcome.number}: {name} has asked, and is left out")
-                is_healed = outcome.error is not None or member.number in outcome.lacking
-                if sent.ask.lacks and not is_healed:
-                    self._fail(f"{outcome.number}: {name} is not healed")
+                if not (sent.request.lacks or self._plan["keeps_few"] or is_behind):
+                    self._fail(f"{response.number}: {name} has asked, and is left out")
+                is_healed = response.error is not None or member.number in response.lacking
+                if sent.request.lacks and not is_healed:
+                    self._fail(f"{response.number}: {name} is not healed")
 
     def _check_error(
         self,
@@ -590,10 +594,10 @@ class Oracle:
     ) -> None:
         """Check an error that all members of a call get."""
         finite = {rank for rank, sent in parts.items() if sent.call.is_finite}
-        need = first.ask.min_results
+        need = first.request.min_results
         if isinstance(error, WorkerError):
-            if first.ask.operation == "broadcast":
-                if first.ask.root in parts:
+            if first.request.operation == "broadcast":
+                if first.request.root in parts:
                     self._fail(f"{number}: the root took part, and all got {error!r}")
             elif need is not None and len(finite) >= need:
                 self._fail(f"{number}: {finite} are enough for {need}, and all got {error!r}")
@@ -605,8 +609,8 @@ class Oracle:
                 if isinstance(why, TimeoutError) and is_early and not self._is_time_up(parts):
                     self._fail(f"{number}: failed for rank {rank}, which is late, before time")
         elif isinstance(error, ValueError) and "NaN" in str(error):
-            is_right = first.ask.nonfinite == "raise" and len(finite) < len(parts)
-            if not (is_right or (first.ask.nonfinite == "skip" and not finite)):
+            is_right = first.request.nonfinite == "raise" and len(finite) < len(parts)
+            if not (is_right or (first.request.nonfinite == "skip" and not finite)):
                 self._fail(f"{number}: nobody sent NaN, and all got {error!r}")
         else:
             self._fail(f"{number}: {error!r}")
@@ -614,7 +618,7 @@ class Oracle:
     def _check_why(
         self, record: Record, number: int, rank: int, why: Exception, parts: dict[int, Sent]
     ) -> None:
-        """Check the reason for which a rank has no part in an outcome."""
+        """Check the reason for which a rank has no part in a response."""
         member, joined, text = record.newest.get(rank), record.newest_joined(rank), str(why)
         if isinstance(why, TimeoutError):
             if rank in parts:
@@ -629,8 +633,8 @@ class Oracle:
         ):
             pass  # a root that is not there
         elif "waits for the others" in text:
-            kind = parts[min(parts)].ask.kind
-            if member is None or member.open is None or member.open.ask.kind == kind:
+            kind = parts[min(parts)].request.kind
+            if member is None or member.open is None or member.open.request.kind == kind:
                 self._fail(f"{number}: rank {rank} does not wait for others: {why!r}")
         elif joined is None or (joined.has_left and not joined.process.notes.get("broke")):
             self._fail(f"{number}: rank {rank} died while it joined, and others see {why!r}")
@@ -643,19 +647,19 @@ class Oracle:
         finite = tuple(rank for rank in sorted(parts) if parts[rank].call.is_finite)
         spoiled = tuple(rank for rank in sorted(parts) if not parts[rank].call.is_finite)
         if result.used != finite:
-            self._fail(f"{number}: used {result.used}, and asks of {finite}")
+            self._fail(f"{number}: used {result.used}, and requests of {finite}")
             return
         if result.quarantined != spoiled:
             self._fail(f"{number}: quarantined {result.quarantined}, and NaN of {spoiled}")
         self.counts["quarantined"] += len(spoiled)
-        need = parts[min(parts)].ask.min_results
+        need = parts[min(parts)].request.min_results
         if need is not None and len(finite) < need:
             self._fail(f"{number}: averaged {finite} with min_results={need}")
         total: Any = sum(parts[rank].call.weight * parts[rank].call.vector for rank in finite)
         mean = total / sum(parts[rank].call.weight for rank in finite)
         models = {parts[rank].call.model for rank in finite}
         record.known[number].model = min(models)
-        told = record.twins + sum(bool(sent.ask.twins) for sent in parts.values())
+        told = record.twins + sum(bool(sent.request.twins) for sent in parts.values())
         if len(models) > 1 and told:
             self._fail(f"{number}: twins are mixed, after {told} asks that told of them")
         if buffer.view(np.float64)[: mean.size].tobytes() != mean.tobytes():
@@ -663,12 +667,12 @@ class Oracle:
             self._fail(f"{number}: wrong average of {finite}: got {got}, expected {mean}")
 
     def _check_gathered(
-        self, number: int, result: Round, parts: dict[int, Sent], outcome: Outcome
+        self, number: int, result: Round, parts: dict[int, Sent], response: Response
     ) -> None:
         self.counts["gathered"] += 1
         if result.used != tuple(sorted(parts)):
-            self._fail(f"{number}: used {result.used}, and asks of {sorted(parts)}")
-        got = {rank: pickle.loads(value) for rank, value in outcome.values.items()}
+            self._fail(f"{number}: used {result.used}, and requests of {sorted(parts)}")
+        got = {rank: pickle.loads(value) for rank, value in response.values.items()}
         expected = {rank: sent.call.value for rank, sent in parts.items()}
         if got != expected:
             self._fail(f"{number}: gathered {got}, expected {expected}")
@@ -681,7 +685,7 @@ class Oracle:
         first: Sent,
         content: bytes | None,
     ) -> None:
-        root = first.ask.root
+        root = first.request.root
         if root is None or result.used != (root,) or root not in parts:
             self._fail(f"{number}: broadcast of {root} used {result.used}")
             return
@@ -692,7 +696,7 @@ class Oracle:
     def _check_ranks(
         self, record: Record, number: int, result: Round, parts: dict[int, Sent]
     ) -> None:
-        is_broadcast = parts[min(parts)].ask.operation == "broadcast"
+        is_broadcast = parts[min(parts)].request.operation == "broadcast"
         for rank in result.late:
             if rank in parts:
                 self._fail(f"{number}: rank {rank} took part and is late")
@@ -706,7 +710,7 @@ class Oracle:
                 self._check_why(record, number, rank, why, parts)
         for rank, entered in record.entered.items():
             one = entered[-1]
-            has_state = one.open is None or not one.open.ask.lacks
+            has_state = one.open is None or not one.open.request.lacks
             is_missed = one.counts and one.is_there and has_state and not self.losses
             if is_missed and rank not in parts and rank not in (*result.late, *result.failed):
                 self._fail(f"{number}: rank {rank} took no part, and is not in {result.late}")
@@ -721,26 +725,26 @@ class Oracle:
     def _check_healing(
         self,
         record: Record,
-        outcome: Outcome,
+        response: Response,
         result: Round,
         parts: dict[int, Sent],
         known: Known,
     ) -> None:
-        number = outcome.number
-        giver = record.by_session[outcome.giver]
+        number = response.number
+        giver = record.by_session[response.giver]
         if giver.rank != min(result.used):
             self._fail(f"{number}: the giver is rank {giver.rank} of {result.used}")
         assert giver.rank is not None
         known.state = parts[giver.rank].call.state
         ranks = []
-        for session_number in outcome.lacking:
+        for session_number in response.lacking:
             lacking = record.by_session.get(session_number)
             if lacking is None or lacking.rank is None:
                 continue
             ranks.append(lacking.rank)
-            if lacking.open is None or not lacking.open.ask.lacks:
-                self._fail(f"{number}: {lacking.process.name} is to be healed without an ask")
-            elif lacking.open.ask.kind != known.kind:
+            if lacking.open is None or not lacking.open.request.lacks:
+                self._fail(f"{number}: {lacking.process.name} is to be healed without a request")
+            elif lacking.open.request.kind != known.kind:
                 self._fail(f"{number}: {lacking.process.name} has asked for another call")
         if tuple(sorted(ranks)) != result.healed:
             self._fail(f"{number}: healed {result.healed}, and sessions of {ranks}")
@@ -780,8 +784,10 @@ class Oracle:
         elif self._waiting_since is None:
             self._waiting_since = now
         else:
-            asks = {one.process.name: str(one.open.ask) for one in live.values() if one.open}
-            self._fail(f"all members wait, and nobody is answered: {asks}")
+            requests = {
+                one.process.name: str(one.open.request) for one in live.values() if one.open
+            }
+            self._fail(f"all members wait, and nobody is answered: {requests}")
 
     # What programs tell.
 
@@ -791,31 +797,31 @@ class Oracle:
         name = call.process.name
         noted = self.of(member)
         if not call.answers:
-            self._fail(f"{name} got a result without an outcome")
+            self._fail(f"{name} got a result without a response")
             return
-        number, outcome = call.answers[-1]
+        number, response = call.answers[-1]
         if result.number != number:
             self._fail(f"{name} got {result.number}, and was told {number}")
-        told = Round(None, *outcome.facts)
+        told = Round(None, *response.facts)
         if result.used != told.used or result.quarantined != told.quarantined:
             self._fail(f"{name}: used {result.used}, and was told {told.used}")
-        took_part = noted.number in (*outcome.sessions, *outcome.lacking)
+        took_part = noted.number in (*response.sessions, *response.lacking)
         if took_part == (member.rank in result.late):
             part = "took part" if took_part else "took no part"
             self._fail(f"{name} {part} in {number}, whose late ranks are {result.late}")
-        if noted.number in outcome.lacking and member.rank not in result.healed:
+        if noted.number in response.lacking and member.rank not in result.healed:
             self._fail(f"{name} is healed, and not in {result.healed}")
         known = self._record_of(noted).known[number]
         content = known.content
         if weights is not None and content is not None:
             is_same = content[: weights.nbytes] == weights.tobytes()
             if not is_same:
-                self._fail(f"{name} has other weights than outcome {number}")
+                self._fail(f"{name} has other weights than response {number}")
 
     def gathered(self, member: Any, result: Round) -> None:
         """Check the objects that a call returns."""
         known = self._record_of(self.of(member)).known[result.number or 0]
-        values = {rank: pickle.loads(value) for rank, value in known.outcome.values.items()}
+        values = {rank: pickle.loads(value) for rank, value in known.response.values.items()}
         if result.weights != values:
             self._fail(f"{self.of(member).process.name} gathered {result.weights}, not {values}")
 
@@ -832,7 +838,7 @@ class Oracle:
         return self.members[member._coordinator._pass.token]
 
     def lost_states_of(self, member: Any) -> tuple[int, int]:
-        """Return how often the state was lost in a `Member`'s group, and its last outcome."""
+        """Return how often the state was lost in a `Member`'s group, and its last response."""
         record = self._record_of(self.of(member))
         return record.lost_states, record.last
 
@@ -877,16 +883,16 @@ def _is_held(link: Link) -> bool:
     return is_over and any(view() is not None for view in link.views)
 
 
-def _text_of(number: int, outcome: Outcome) -> str:
-    """Return an outcome as a transcript shows it."""
-    if outcome.error is not None:
-        where = f"#{number}, " if outcome.sessions else ""
-        return f"{where}{type(outcome.error).__name__}: {str(outcome.error).splitlines()[0]}"
+def _text_of(number: int, response: Response) -> str:
+    """Return a response as a transcript shows it."""
+    if response.error is not None:
+        where = f"#{number}, " if response.sessions else ""
+        return f"{where}{type(response.error).__name__}: {str(response.error).splitlines()[0]}"
     if number < 0:
         return f"the state before #{-number}"
-    if not outcome.facts:
-        return "go on" if number else f"ranks {outcome.ranks} take part"
-    result = Round(None, *outcome.facts)
+    if not response.facts:
+        return "go on" if number else f"ranks {response.ranks} take part"
+    result = Round(None, *response.facts)
     words = [f"#{number}, used {result.used}"]
     for name in ("failed", "late", "quarantined", "healed"):
         ranks = getattr(result, name)

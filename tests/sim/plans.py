@@ -103,7 +103,7 @@ def plan_of(seed: int, mix: str) -> Plan:
       by the number of a point, and whether two start at once;
     - ``ways``: by rank, "shm" or "store"; ``coordinator_faults``: by coordinator, its faults,
       likewise;
-    - ``keeps_few``: whether process groups keep the outcomes of one kind of call only;
+    - ``keeps_few``: whether process groups keep the responses of one kind of call only;
     - ``in_place``: whether members average variables; ``alone``: after how many calls twins begin
       to take turns;
     - ``repeats``: the share of repeated calls that are made without the process group's thread;

@@ -21,11 +21,11 @@ from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._member_channel import CoordinatorDiedError, Shortcut
 from flatweights.ray.channels._message import _EXTENT, _HEADER, buffer_message
 from flatweights.ray.channels._protocol import (
-    ASK,
     ASKED_AGAIN,
     COMMAND,
     REPEAT,
     REPEATED,
+    REQUEST,
     TOLD_AGAIN,
 )
 from flatweights.ray.channels._segments import Extent
@@ -63,10 +63,10 @@ class Simulated(Platform):
                 channels.shows = self.shows
 
             def shows(self, call: int, number: int, position: int, seconds: Any) -> None:
-                """Show an outcome that `RepeatedCalls` is about to post."""
-                outcome, weights = self._repetitions.outcome_of(call, number, position, seconds)
+                """Show a response that `RepeatedCalls` is about to post."""
+                response, weights = self._repetitions.response_of(call, number, position, seconds)
                 sessions = [*self.door.present.values()]
-                oracle.posting(self, number, pickle.dumps(outcome.fields), weights, sessions)
+                oracle.posting(self, number, pickle.dumps(response.fields), weights, sessions)
 
             def _post(
                 self,
@@ -365,20 +365,20 @@ class Link(Changing):
         member: The process of the member.
         token: Its token.
         is_answered: Whether the last command was answered.
-        ask: The answer, until the coordinator reads it: its kind, its body and its buffers.
-        command: The outcome, until the member reads it: its kind, its body, its buffer, and the
+        request: The answer, until the coordinator reads it: its kind, its body and its buffers.
+        command: The response, until the member reads it: its kind, its body, its buffer, and the
             bytes of that when it was posted.
         is_woken: Whether the member looks at the mailbox.
         packets: Those to the coordinator that it has not received.
         is_coordinator_gone: Whether the coordinator has closed its end.
-        views: The buffers of the last ask, as long as the coordinator has them.
+        views: The buffers of the last request, as long as the coordinator has them.
     """
 
     def __init__(self, world: World, member: Process, token: bytes) -> None:
         super().__init__(world)
         self.member, self.token = member, token
         self.is_answered = True
-        self.ask: tuple[int, bytes, list[Any]] | None = None
+        self.request: tuple[int, bytes, list[Any]] | None = None
         self.command: tuple[int, bytes, Any, bytes | None] | None = None
         self.is_woken = False
         self.packets: list[str] = []
@@ -462,8 +462,8 @@ class CoordinatorChannel:
 
     def take(self) -> tuple[int, Any]:
         self.is_read = True
-        kind, body, buffers = self.link.ask or (ASK, b"", [])
-        self.link.ask = None
+        kind, body, buffers = self.link.request or (REQUEST, b"", [])
+        self.link.request = None
         return kind, (body, buffers)
 
     def order(self, kind: int) -> None:
@@ -485,12 +485,12 @@ class CoordinatorChannel:
         link, world = self.link, self._world
         if not link.is_answered:
             if not link.member.is_dead:
-                world.fail("an outcome was posted to a member that has not asked")
+                world.fail("a response was posted to a member that has not asked")
             raise ChannelError("the last command was not answered")
         body, buffer = _opened(message)
         try:
             if not self.is_read:
-                world.fail("an outcome was posted to a member whose ask was not read")
+                world.fail("a response was posted to a member whose request was not read")
             world.point("shared")
             if buffer is not None:
                 is_gone = self.is_closed or link.member.is_dead
@@ -696,7 +696,7 @@ class SimulatedMemberChannel:
             self._oracle.parted(self.link.token)
             self._end()
 
-    def ask(self, body: bytes, buffer: Any, *, is_urgent: bool, kind: int = ASK) -> bool:
+    def request(self, body: bytes, buffer: Any, *, is_urgent: bool, kind: int = REQUEST) -> bool:
         world, link = self._world, self.link
         world.process()
         if self.is_closed or (link.is_coordinator_gone and world.draw() < 0.3):
@@ -716,7 +716,7 @@ class SimulatedMemberChannel:
             del sent
         del message
         world.point("asking")
-        link.ask, link.is_answered = (kind, body, buffers), True
+        link.request, link.is_answered = (kind, body, buffers), True
         del buffers
         if body:
             self._oracle.asked(link.member, link.token, body, kind)
@@ -741,20 +741,20 @@ class SimulatedMemberChannel:
 
         def exchange(weight: float, seconds: float) -> Any:
             body = ASKED_AGAIN.pack(call, weight)
-            if not self.ask(body, memory, is_urgent=False, kind=REPEAT):
+            if not self.request(body, memory, is_urgent=False, kind=REPEAT):
                 return None
             self._oracle.counts["asks again in C++"] += 1
             if not world.block(self._is_told, self.link, seconds) or self.link.command is None:
                 return False
             if self.link.command[0] != REPEATED:
                 return True
-            told, (buffer,), _ = self.outcome(0.0)
+            told, (buffer,), _ = self.response(0.0)
             return (*TOLD_AGAIN.unpack(told), buffer)
 
         segments: Any = SimpleNamespace(changes=0)
         return Shortcut(exchange, memory, segments, 0)
 
-    def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
+    def response(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         world, link = self._world, self.link
         world.process()
         self.pending = None
@@ -767,5 +767,5 @@ class SimulatedMemberChannel:
         link.command = None
         world.point("told")
         if buffer is not None and buffer.tobytes() != posted:
-            world.fail("the weights of an outcome changed after they were posted")
+            world.fail("the weights of a response changed after they were posted")
         return body, [] if buffer is None else [buffer.copy()], kind

@@ -14,7 +14,7 @@ from tests.sim.world import World
 from flatweights import Layout
 from flatweights.ray import _clock
 from flatweights.ray._errors import WorkerError
-from flatweights.ray.core._asks import CallsDifferError, MemberError
+from flatweights.ray.core._requests import CallsDifferError, MemberError
 from flatweights.ray.members._door import _GRACE
 from flatweights.ray.members._member import Member, joined
 from flatweights.ray.members._terms import Terms

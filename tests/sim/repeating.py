@@ -63,14 +63,14 @@ class SimulatedCalls:
             self._before = seen if calls == 0 else [*self._seen]
             ending = self._wait(end)
             pending = self._world.now - begin
-            asks = {k: ASKED_AGAIN.unpack(one.link.ask[1]) for k, one in self._asking()}
-            if ending is None and not self._may_make(asks):
+            requests = {k: ASKED_AGAIN.unpack(one.link.request[1]) for k, one in self._asking()}
+            if ending is None and not self._may_make(requests):
                 ending = Ending.OTHER
             if ending is not None:
                 break
-            (call, _) = asks[0]
+            (call, _) = requests[0]
             told = number + calls + 1, pending, 0.0
-            if not self._make(call, asks, told):
+            if not self._make(call, requests, told):
                 ending = Ending.OTHER
                 break
             count, in_all = (made[call][3], made[call][6]) if call in made else (0, 0.0)
@@ -86,7 +86,7 @@ class SimulatedCalls:
         return [
             (k, one)
             for k, one in enumerate(self._members)
-            if self._seen[k] and one.link.ask is not None and one.link.ask[0] == REPEAT
+            if self._seen[k] and one.link.request is not None and one.link.request[0] == REPEAT
         ]
 
     def _wait(self, end: float) -> Ending | None:
@@ -95,7 +95,7 @@ class SimulatedCalls:
             for k, one in enumerate(self._members):
                 if one.is_answered and not self._seen[k]:
                     self._seen[k] = self._before[k] or world.now
-                    kind, body, _ = one.link.ask or (0, b"", [])
+                    kind, body, _ = one.link.request or (0, b"", [])
                     if kind != REPEAT or ASKED_AGAIN.unpack(body)[0] not in self._prepared:
                         return Ending.OTHER
             if channels.has_news:
@@ -103,7 +103,8 @@ class SimulatedCalls:
             if all(self._seen):
                 return None
             ends = [
-                self._seen[k] + self._prepared[ASKED_AGAIN.unpack(one.link.ask[1])[0]].timeouts[k]
+                self._seen[k]
+                + self._prepared[ASKED_AGAIN.unpack(one.link.request[1])[0]].timeouts[k]
                 for k, one in self._asking()
             ]
             late = min(ends, default=math.inf)
@@ -124,19 +125,19 @@ class SimulatedCalls:
             for one, seen in zip(self._members, self._seen, strict=True)
         )
 
-    def _may_make(self, asks: dict[int, Any]) -> bool:
-        if len({call for call, _ in asks.values()}) != 1 or self._world.draw() >= self._share:
+    def _may_make(self, requests: dict[int, Any]) -> bool:
+        if len({call for call, _ in requests.values()}) != 1 or self._world.draw() >= self._share:
             return False
-        (call, _) = asks[0]
+        (call, _) = requests[0]
         root = self._prepared[call].root
-        return all(bool(one.link.ask[2]) == (root in (None, k)) for k, one in self._asking())
+        return all(bool(one.link.request[2]) == (root in (None, k)) for k, one in self._asking())
 
-    def _make(self, call: int, asks: dict[int, Any], told: tuple[int, float, float]) -> bool:
+    def _make(self, call: int, requests: dict[int, Any], told: tuple[int, float, float]) -> bool:
         prepared, world = self._prepared[call], self._world
         position = 1 - self._last[call]
         result = prepared.results[position]
-        models = [one.link.ask[2] for _, one in self._asking()]
-        weights = [weight for _, weight in asks.values()]
+        models = [one.link.request[2] for _, one in self._asking()]
+        weights = [weight for _, weight in requests.values()]
         if prepared.root is not None:
             result[:] = models[prepared.root][0]
         elif not any(weights):

@@ -141,7 +141,8 @@ class _Log(logging.Handler):
 def _installed(world: World, keeps_few: bool) -> Iterator[None]:
     """Give the package the clock, the points and the log of a world; this is all that it replaces.
 
-    Other seams are arguments. The outcomes of which process groups keep few are those of constants.
+    Other seams are arguments. The responses of which process groups keep few are those of
+    constants.
     """
     log = logging.getLogger("flatweights")
     handler = _Log(world)

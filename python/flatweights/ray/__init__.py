@@ -18,7 +18,7 @@ from flatweights.ray._group import WorkerGroup
 from flatweights.ray._round import Round
 from flatweights.ray._variables import Saved, Variables
 from flatweights.ray._worker import FlatWorker
-from flatweights.ray.core._asks import (
+from flatweights.ray.core._requests import (
     CallsDifferError,
     MemberDiedError,
     MemberError,

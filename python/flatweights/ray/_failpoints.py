@@ -16,7 +16,7 @@ COORDINATOR = ("shared", "posted", "waiting", "averaging", "sending")
 """The points of a round that the coordinator of a process group reaches, too."""
 
 MEMBER = ("asking", "asked", "told")
-"""Points of a `Member`'s call: with its weights in a segment, after its ask, with the outcome."""
+"""Points of a `Member`'s call: weights in a segment, after the request, with the response."""
 
 JOIN = ("entering", "entered", "attached")
 """Points of `join`: once it has asked for a ticket, with the ticket, with its channel."""

@@ -1,4 +1,4 @@
-"""The outcome of a round: the average, and the ranks in it."""
+"""The response of a round: the average, and the ranks in it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ OUT, ENTERS, LOOKS, RUNS, LEAVES, GOES, DEAD = (
 )  # fmt: skip
 # The driver's states towards a worker: idle, about to end a wait, has posted to an AWAY worker and
 # is about to look whether a call has not ended, about to call it, waits for it, reads its segment.
-IDLE, DISMISSES, ASKS, CALLS, WAITS, READS = (
+IDLE, DISMISSES, REQUESTS, CALLS, WAITS, READS = (
     "idle", "dismisses", "asks", "calls", "waits", "reads"
 )  # fmt: skip
 # Calls of Ray's that the worker has not begun: one that serves commands, one that was dismissed,
@@ -91,10 +91,10 @@ def driver_steps(channel: Channel, writes: bool, variant: str) -> Iterator[Chann
         if channel.is_member or variant == "never calls":
             yield posted._replace(driver=WAITS)
         elif channel.word == AWAY or not _may_serve(channel):
-            yield posted._replace(driver=ASKS)
+            yield posted._replace(driver=REQUESTS)
         else:
             yield posted._replace(driver=WAITS)
-    if channel.driver == ASKS:
+    if channel.driver == REQUESTS:
         has_ended = channel.ends and SERVE not in channel.queue and DISMISSED not in channel.queue
         needs_call = has_ended or not _may_serve(channel)
         if variant == "counts on a call that was dismissed":
@@ -201,7 +201,7 @@ def check(state: State) -> None:
         raise ViolationError("the driver writes what a worker may read")
     if channel.worker == RUNS and RAW in channel.queue and channel.owed == 0:
         raise ViolationError("a raw call is overtaken")
-    is_called = channel.is_member or SERVE in channel.queue or channel.driver in (ASKS, CALLS)
+    is_called = channel.is_member or SERVE in channel.queue or channel.driver in (REQUESTS, CALLS)
     if channel.word == COMMAND and channel.worker == OUT and not is_called:
         raise ViolationError("a command is lost")
     is_answered = channel.word in (AWAY, WAITING)

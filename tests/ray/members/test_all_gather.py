@@ -88,7 +88,7 @@ def test_objects_of_the_dead_and_the_late_are_left_out() -> None:
         assert [*result.failed] == [2]
     only = members[0].all_gather("c", timeout=0.01, min_results=1)
     assert (only.weights, only.late) == ({0: "c"}, (1,))
-    late = members[1].all_gather("d", min_results=1)  # gets the last outcome
+    late = members[1].all_gather("d", min_results=1)  # gets the last response
     assert (late.weights, late.late) == ({0: "c"}, (1,))
     with pytest.raises(WorkerError, match="rank 2"):
         gathered(members[:2], ["e", "f"])

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from calls import TheProcessGroup
 
-from flatweights.ray.core._asks import Ask, MemberDiedError
 from flatweights.ray.core._calls import Awaited
 from flatweights.ray.core._events import (
     Action,
@@ -28,8 +27,9 @@ from flatweights.ray.core._events import (
     TimeIsUp,
 )
 from flatweights.ray.core._peer import State
+from flatweights.ray.core._requests import MemberDiedError, Request
 
-STEP = Ask("average", "weights", min_results=1, state="state")
+STEP = Request("average", "weights", min_results=1, state="state")
 
 
 class Core(TheProcessGroup):
@@ -38,7 +38,7 @@ class Core(TheProcessGroup):
     def reduce(self, result: Event | None = None) -> Send:
         """Give the call that is due a result; return who gets it."""
         (call,) = only(Reduce, self.done)
-        self.tell(Reduced(sorted(call.asks), 8) if result is None else result)
+        self.tell(Reduced(sorted(call.requests), 8) if result is None else result)
         send: Send
         (send,) = only(Send, self.done)
         return send
@@ -46,7 +46,7 @@ class Core(TheProcessGroup):
     def step(self, *ranks: int) -> Send:
         """Let members make a step."""
         for rank in ranks:
-            self.ask(rank, STEP)
+            self.request(rank, STEP)
         return self.reduce()
 
 
@@ -60,10 +60,10 @@ def group() -> Core:
 
 
 def test_a_call_is_due_once_all_have_asked(group: Core) -> None:
-    assert group.ask(0) == group.ask(2) == []
-    assert group.awaited().asks == 1
-    (call,) = only(Reduce, group.ask(1))
-    assert [*call.asks] == [0, 2, 1]
+    assert group.request(0) == group.request(2) == []
+    assert group.awaited().requests == 1
+    (call,) = only(Reduce, group.request(1))
+    assert [*call.requests] == [0, 2, 1]
     send = group.reduce()
     assert [peer.rank for peer in send.peers] == [1, 2, 0]  # the last is still awake
     assert {group[rank].state for rank in range(3)} == {State.WORKING}
@@ -72,52 +72,53 @@ def test_a_call_is_due_once_all_have_asked(group: Core) -> None:
 
 def test_the_dead_are_left_out_and_named(group: Core) -> None:
     why = MemberDiedError("it died")
-    group.ask(0)
+    group.request(0)
     actions = group.tell(Ended(group[2], why))
     assert only(Detach, actions) == [Detach(group[2])]
     assert only(LogDeath, actions)
     assert not only(Reduce, actions)  # rank 1 is on time
-    (call,) = only(Reduce, group.ask(1))
-    assert (call.lost, [*call.asks], call.late) == ({2: why}, [0, 1], [])
+    (call,) = only(Reduce, group.request(1))
+    assert (call.lost, [*call.requests], call.late) == ({2: why}, [0, 1], [])
     assert not only(Detach, group.tell(Ended(group[2], why)))
 
 
 def test_time_is_up_for_those_that_are_late(group: Core) -> None:
-    group.ask(0, timeout=2.0)
+    group.request(0, timeout=2.0)
     assert group.awaited() == Awaited(2, 102.0)
     group.now = 102.0
     (call,) = only(Reduce, group.tell())
     assert (call.late, call.timeout) == ([1, 2], 2.0)
     assert group.reduce().late == (1, 2)
-    kept = group.ask(1)
+    kept = group.request(1)
     assert only(SendKept, kept) == [SendKept(1, [group[1]])]
     assert group[1].has == 1
-    assert group.ask(2, Ask("average", "others")) == []  # another call: it takes part in the next
+    # another call: it takes part in the next
+    assert group.request(2, Request("average", "others")) == []
 
 
 def test_an_error_answers_those_that_took_part_and_is_not_kept(group: Core) -> None:
-    group.ask(0, timeout=2.0)
+    group.request(0, timeout=2.0)
     group.now = 103.0
     group.tell()
     send = group.reduce(Refused())
     assert [peer.rank for peer in send.peers] == [0]
-    assert not only(SendKept, group.ask(1))
+    assert not only(SendKept, group.request(1))
     assert group[1].state is State.ASKING
 
 
 def heal(group: Core, rank: int) -> None:
     """Have the last member lack the state, and be healed by rank 0."""
     others = sorted({*group.peers.ranks()} - {rank})
-    group.ask(rank, STEP, lacks=True)
+    group.request(rank, STEP, lacks=True)
     send = group.step(*others)
     assert (send.giver, send.lacking) == (group[others[0]].number, [group[rank]])
     number = send.number
     giver = group[others[0]]
-    giver.asks(Ask("give", "state"), group.now)
+    giver.requests(Request("give", "state"), group.now)
     assert only(CopyState, group.tell(Gave(giver, True))) == [CopyState(number)]
     assert only(Answer, group.done) == [Answer([giver], None)]
     group.tell(StateCopied(number))
-    group.ask(rank, Ask("heal", "state"))
+    group.request(rank, Request("heal", "state"))
     assert only(SendState, group.done) == [SendState(number, [group[rank]])]
 
 
@@ -125,18 +126,18 @@ def test_a_member_that_was_healed_is_awaited(group: Core) -> None:
     group.step(0, 1, 2)
     heal(group, 2)
     assert group.awaited() == Awaited(3, None)
-    group.ask(0, STEP)
+    group.request(0, STEP)
     group.now += 1000.0
-    assert not only(Reduce, group.ask(1, STEP))
-    assert only(Reduce, group.ask(2, STEP))
+    assert not only(Reduce, group.request(1, STEP))
+    assert only(Reduce, group.request(2, STEP))
     assert group.reduce().took_part == (1, 2, 3)
 
 
 def test_a_giver_that_dies_leaves_a_reason(group: Core) -> None:
     group.step(0, 1, 2)
-    group.ask(2, STEP, lacks=True)
+    group.request(2, STEP, lacks=True)
     group.step(0, 1)
-    group.ask(2, Ask("heal", "state"))
+    group.request(2, Request("heal", "state"))
     (answer,) = only(Answer, group.tell(Ended(group[0], MemberDiedError("it died"))))
     assert str(answer.error) == "rank 0, which gives it, is gone"
 
@@ -146,18 +147,18 @@ def test_states_are_released_once_nobody_needs_them(group: Core) -> None:
     heal(group, 2)
     number = group.calls.number
     group.step(0, 1, 2)
-    group.ask(1, STEP, lacks=True)
-    group.ask(0, STEP)
-    group.ask(2, STEP)
+    group.request(1, STEP, lacks=True)
+    group.request(0, STEP)
+    group.request(2, STEP)
     group.tell(Reduced((0, 2), 8))
     assert only(Release, group.done) == [Release(number)]
     assert [one.number for one in group.calls.healings] == [group.calls.number]
 
 
 def test_nobody_has_the_state_any_more(group: Core) -> None:
-    group.ask(0, STEP, lacks=True)
-    group.ask(1, STEP, lacks=True)
-    (none,) = only(NobodyHas, group.ask(2, STEP, lacks=True))
+    group.request(0, STEP, lacks=True)
+    group.request(1, STEP, lacks=True)
+    (none,) = only(NobodyHas, group.request(2, STEP, lacks=True))
     assert [peer.rank for peer in none.peers] == [0, 1, 2]
     assert group.step(0, 1, 2).took_part == (1, 2, 3)
 
@@ -165,33 +166,33 @@ def test_nobody_has_the_state_any_more(group: Core) -> None:
 def test_those_that_wait_for_another_call_give_up_in_time(group: Core) -> None:
     for kind in range(9):  # of which eight are kept
         for rank in range(3):
-            group.ask(rank, digest=f"weights {kind}")
+            group.request(rank, digest=f"weights {kind}")
         group.reduce(Reduced((0, 1, 2), 1_000_000))
     group.tell(Ended(group[2], MemberDiedError("it died")))
     group.join(2)
-    assert not only(SendKept, group.ask(2, digest="weights 0", timeout=5.0))
+    assert not only(SendKept, group.request(2, digest="weights 0", timeout=5.0))
     assert group.awaited().end == group.now + 5.0
     group.now += 5.0
     (up,) = only(TimeIsUp, group.tell())
     assert (up.peers, up.others, up.timeout) == ([group[2]], [0, 1], 5.0)
-    assert only(SendKept, group.ask(2, digest="weights 8")) == [SendKept(9, [group[2]])]
+    assert only(SendKept, group.request(2, digest="weights 8")) == [SendKept(9, [group[2]])]
 
 
 def test_a_member_that_does_not_fetch_its_state_keeps_no_other_from_being_healed(
     group: Core,
 ) -> None:
     group.step(0, 1, 2)
-    group.ask(2, STEP, lacks=True)
+    group.request(2, STEP, lacks=True)
     giver, number = group[0], group.step(0, 1).number
-    giver.asks(Ask("give", "state"), group.now)
+    giver.requests(Request("give", "state"), group.now)
     assert only(CopyState, group.tell(Gave(giver, True))) == [CopyState(number)]
     group.tell(StateCopied(number))
     # Rank 2 is stopped before it asks for the state; rank 1 has joined again.
-    group.ask(1, STEP, lacks=True)
-    group.ask(0, STEP, timeout=1.0)
+    group.request(1, STEP, lacks=True)
+    group.request(0, STEP, timeout=1.0)
     group.now += 2.0
     group.tell()
     send = group.reduce()
     assert (send.giver, send.lacking, send.late) == (giver.number, [group[1]], (2,))
-    giver.asks(Ask("give", "state"), group.now)
+    giver.requests(Request("give", "state"), group.now)
     assert only(CopyState, group.tell(Gave(giver, True))) == [CopyState(send.number)]

@@ -54,7 +54,7 @@ def test_with_fewer_than_enough_it_waits_after_its_grace(pool: ThreadPoolExecuto
     group = LocalProcessGroup(3, 2, 0.0)
     first = pool.submit(group.join, 0)
     group.wait_until(lambda inside: inside.door._grace is not None)
-    assert not group.group.news.ask(lambda: group.group.door.is_open)
+    assert not group.group.news.call(lambda: group.group.door.is_open)
     second = pool.submit(group.join, 1)
     assert first.result(60).ranks == second.result(60).ranks == (0, 1)
 

@@ -57,8 +57,8 @@ def expect(
     members: Members, call: int, used: tuple[int, ...], way: str, arguments: str = ""
 ) -> None:
     """Make a call of all members, and fail unless they have the mean of the ranks ``used``."""
-    outcomes = members.run(HOLD.format(call=call) + CALL.format(arguments))
-    for rank, (got, ways) in outcomes.items():
+    responses = members.run(HOLD.format(call=call) + CALL.format(arguments))
+    for rank, (got, ways) in responses.items():
         assert got == used, (rank, got)
         assert {ways[k] for k in used} == {way}, (rank, ways)
     check_mean(members, call, used)
@@ -120,12 +120,12 @@ def test_nan_is_named_or_left_out_as_on_the_host(start: Start) -> None:
     expect(members, 3, (0, 1, 2), "gpu")
     skip = ", nonfinite='skip'"
     for call in range(2):
-        outcomes = members.run(HOLD.format(call=call) + spoil + CALL.format(skip))
-        assert {used for used, _ in outcomes.values()} == {(0, 2)}
+        responses = members.run(HOLD.format(call=call) + spoil + CALL.format(skip))
+        assert {used for used, _ in responses.values()} == {(0, 2)}
     propagate = ", nonfinite='propagate'"
     for way in ("shm", "gpu"):
-        outcomes = members.run(HOLD.format(call=5) + spoil + CALL.format(propagate))
-        assert {ways[0] for _, ways in outcomes.values()} <= {way, "gpu"}
+        responses = members.run(HOLD.format(call=5) + spoil + CALL.format(propagate))
+        assert {ways[0] for _, ways in responses.values()} <= {way, "gpu"}
         for weights in members.run(READ).values():
             assert np.isnan(weights["float32"][3])
             assert np.isfinite(weights["float32"][4:]).all()
@@ -150,25 +150,25 @@ def test_a_member_that_is_killed_leaves_the_others_right(start: Start, point: st
     else:
         members.run(f"die_at({point!r})", 1)
     running = members.begin(HOLD.format(call=4) + CALL.format(few))
-    outcomes = {}
+    responses = {}
     for rank, future in running.items():
         try:
-            outcomes[rank] = future.result()
+            responses[rank] = future.result()
         except EOFError:
             killed = members.processes.pop(rank)
             killed.kill()
             killed.close()
-    rest = tuple(outcomes)
+    rest = tuple(responses)
     assert len(rest) == 2
     members.run("die_at('nowhere')")
-    (used,) = {used for used, _ in outcomes.values()}
-    assert used in (rest, (0, 1, 2))  # its ask may have been there
+    (used,) = {used for used, _ in responses.values()}
+    assert used in (rest, (0, 1, 2))  # its request may have been there
     check_mean(members, 4, used)
     expect(members, 5, rest, "gpu", few)
     (rank,) = {0, 1, 2} - {*rest}
     members.join(rank)
-    outcome = members.run(HOLD.format(call=6) + CALL.format(few), rank)[rank]
-    assert rank not in outcome[0]  # it gets the latest average, on the GPU
+    response = members.run(HOLD.format(call=6) + CALL.format(few), rank)[rank]
+    assert rank not in response[0]  # it gets the latest average, on the GPU
     check_mean(members, 5, rest, rank)
     for call in range(7, 11):
         members.run(HOLD.format(call=call) + CALL.format(few))
@@ -189,7 +189,7 @@ def test_a_rank_that_stops_while_it_averages_costs_its_patience_alone(start: Sta
     assert {running[rank].result()[0] for rank in rest} == {rest}
     check_mean(members, 2, rest, *rest)
     members.processes[stopped].process.send_signal(signal.SIGCONT)
-    assert running[stopped].result()[0] == rest  # late: the outcome of the others
+    assert running[stopped].result()[0] == rest  # late: the response of the others
     check_mean(members, 2, rest)
     members.run("die_at('nowhere')")
     for call in range(3, 6):
@@ -235,8 +235,8 @@ def test_a_rule_takes_the_weights_through_the_host(start: Start) -> None:
     for call in range(2):
         expect(members, call, (0, 1, 2), "gpu" if call else "shm")
     program = HOLD.format(call=3) + "def first(models): return models[0]\n"
-    outcomes = members.run(program + CALL.format(", rule=first"))
-    assert {w for _, ways in outcomes.values() for w in ways.values()} == {"shm"}
+    responses = members.run(program + CALL.format(", rule=first"))
+    assert {w for _, ways in responses.values() for w in ways.values()} == {"shm"}
 
 
 @pytest.mark.parametrize("function", ["cuMemCreate", "cuLaunchKernel", "cuEventSynchronize"])
@@ -272,7 +272,7 @@ def test_segments_are_let_go(start: Start) -> None:
         for rank, descriptors in members.run(count).items():  # one for each segment of each member
             assert descriptors - before[rank] <= 3 * MOST + 1
     group = members.group.group
-    held: int = group.news.ask(lambda group: len(group._gpu._stayed), group)
+    held: int = group.news.call(lambda group: len(group._gpu._stayed), group)
     assert held <= 2
 
 

@@ -132,7 +132,7 @@ def test_one_that_missed_a_single_call_applies_it(pool: Any) -> None:
 
 
 def test_one_that_caught_up_by_a_call_without_a_state_is_healed(pool: Any) -> None:
-    """The call's latest outcome is one of the others' future: between lie steps it has missed."""
+    """The call's latest response is one of the others' future: between lie steps it has missed."""
     group = LocalProcessGroup(2)
     first, late = trainings = begin(group)
     together(pool, trainings)
@@ -213,7 +213,7 @@ def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> N
         again = pool.submit(trainings[0].step, timeout=0.2)
         group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 2)
     waiting = [healing, again] if what == "raises" else [healing]
-    while not all(call.done() for call in waiting):  # late asks are healed next time
+    while not all(call.done() for call in waiting):  # late requests are healed next time
         trainings[1].step(timeout=0.2)
     assert healing.result().used == (1,)
     for training in trainings if what == "raises" else trainings[2:]:
@@ -372,7 +372,7 @@ def test_a_member_that_joins_again_is_given_no_other_model_if_calls_need_all(poo
 
 @pytest.mark.parametrize("asks_first", [0, 1])
 def test_a_member_that_got_another_model_before_that_was_noticed_raises(
-    pool: Any, asks_first: int
+    pool: Any, requests_first: int
 ) -> None:
     """It is one call off, so it would mix both models in every second call."""
     group = LocalProcessGroup(2)
@@ -383,10 +383,10 @@ def test_a_member_that_got_another_model_before_that_was_noticed_raises(
         assert result.late == (1,)
     assert late.average_variables(critics[1][0], min_results=1).number == 2
     calls: dict[int, Future[Any]] = {}
-    for rank in (asks_first, 1 - asks_first):
+    for rank in (requests_first, 1 - requests_first):
         member, critic = ((first, critics[0][0]), (late, critics[1][1]))[rank]
         calls[rank] = pool.submit(member.average_variables, critic, min_results=1)
-        if not calls.keys() - {asks_first}:
+        if not calls.keys() - {requests_first}:
             group.until_asked(rank)
     with pytest.raises(RuntimeError, match="rank 1 was late, or has joined again, and could be"):
         calls[1].result(60)

@@ -1,4 +1,4 @@
-"""Members: processes that ask for averages, over channels and over Ray's object store."""
+"""Members: processes that request for averages, over channels and over Ray's object store."""
 
 import asyncio
 import itertools
@@ -341,7 +341,7 @@ def test_a_late_member_is_given_the_latest_average_and_then_takes_part(
 
 
 @BY_ONE_WAY
-def test_members_of_one_process_get_all_outcomes(puppets: Puppets) -> None:
+def test_members_of_one_process_get_all_responses(puppets: Puppets) -> None:
     name, calls = next(NAMES), 500
 
     def join_twice(_: Any) -> list[int]:
@@ -409,7 +409,7 @@ def test_a_restarted_process_is_given_the_state_and_goes_on_with_the_others(
 
 
 def test_a_process_that_restarts_in_the_open_call_is_late(puppets: Puppets) -> None:
-    """The ask of the dead process is dropped, and not mixed with that of the new process."""
+    """The request of the dead process is dropped, and not mixed with that of the new process."""
     met = puppets.meet()
     name = all_of(met, lambda member: member.name)[0]
     pid = ray.get(met[0].pid.remote())

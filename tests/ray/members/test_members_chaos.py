@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]
         *(pytest.param(60, seed, marks=pytest.mark.slow) for seed in (3, 4, 5, 6)),
     ],
 )
-def test_each_outcome_is_the_average_of_what_its_ranks_gave(seconds: int, seed: int) -> None:
+def test_each_response_is_the_average_of_what_its_ranks_gave(seconds: int, seed: int) -> None:
     record = run(
         members.Mode,
         Plan(

@@ -302,7 +302,7 @@ def test_a_call_of_its_own_is_found_in_a_series(threads: ThreadPoolExecutor) -> 
     assert all_of(threads, group.members, go_on) == [1.0, 1.0]
 
 
-def test_a_coordinator_that_does_not_know_a_number_asks_for_the_whole(
+def test_a_coordinator_that_does_not_know_a_number_requests_for_the_whole(
     threads: ThreadPoolExecutor,
 ) -> None:
     """As after an interrupt that kept the member from learning a later number."""
@@ -315,7 +315,7 @@ def test_a_coordinator_that_does_not_know_a_number_asks_for_the_whole(
         for step in range(12):
             if member.rank == 1 and step == 6:
                 for known in coordinator._prepared.values():
-                    known.outcome = known.outcome._replace(prepared=123456)
+                    known.response = known.response._replace(prepared=123456)
             mean = member.average(np.array([float(step + member.rank)])).weights
             means.append(float(mean[0]))
         return means
@@ -411,7 +411,7 @@ def test_models_of_one_layout_that_take_turns_are_noticed(
     assert "several models of one layout take turns" in caplog.text
 
 
-def test_time_begins_with_the_first_ask_after_a_death(threads: ThreadPoolExecutor) -> None:
+def test_time_begins_with_the_first_request_after_a_death(threads: ThreadPoolExecutor) -> None:
     """In a series members ring no bell, and the coordinator has just stopped to look by itself."""
     group = Watched(4)
     may_call = threading.Event()
@@ -528,13 +528,13 @@ def test_a_call_that_waits_is_repeated_after_many_others(threads: ThreadPoolExec
                 assert is_alone.wait(PATIENCE)
             elif step == 7:
                 channel: Any = member._coordinator._channel  # type: ignore[attr-defined]
-                outcome = channel.outcome
+                response = channel.response
 
-                def waits(*args: Any, outcome: Any = outcome) -> Any:  # after the shortcut
+                def waits(*args: Any, response: Any = response) -> Any:  # after the shortcut
                     is_alone.set()
-                    return outcome(*args)
+                    return response(*args)
 
-                channel.outcome = waits
+                channel.response = waits
             variables.arrays["w"][:] = step + member.rank
             used = member.average_variables(variables).used
             told.append((float(variables.arrays["w"][0]), used))

@@ -30,10 +30,10 @@ from flatweights.ray.channels._member_channel import CoordinatorDiedError, Membe
 from flatweights.ray.channels._message import buffer_message
 from flatweights.ray.channels._protocol import NUMBER
 from flatweights.ray.channels._segments import Segments
-from flatweights.ray.core._asks import Ask, Outcome
 from flatweights.ray.core._peer import State
+from flatweights.ray.core._requests import Request, Response
 from flatweights.ray.members import _sessions
-from flatweights.ray.members._branch import Branch, BranchAgent, BranchOutcome
+from flatweights.ray.members._branch import Branch, BranchAgent, BranchResponse
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._sessions import Letter, Session
 from flatweights.ray.peers._by_channel import GroupChannels
@@ -70,7 +70,7 @@ def finish(local: LocalProcessGroup, *members: Member) -> None:
     assert not local.thread.is_alive()
 
 
-def test_the_ask_of_a_dead_member_is_dropped_and_its_successor_is_late(
+def test_the_request_of_a_dead_member_is_dropped_and_its_successor_is_late(
     threads: ThreadPoolExecutor,
 ) -> None:
     local = LocalProcessGroup(3)
@@ -138,7 +138,7 @@ def test_a_member_that_joins_again_between_two_kinds_of_call_gets_the_latest_of_
     finish(local, first, again)
 
 
-def test_members_that_all_wait_for_another_kind_of_call_get_its_last_outcome(
+def test_members_that_all_wait_for_another_kind_of_call_get_its_last_response(
     threads: ThreadPoolExecutor,
 ) -> None:
     local = LocalProcessGroup(2)
@@ -339,13 +339,13 @@ def test_a_death_and_a_successor_in_each_state(threads: ThreadPoolExecutor, stat
                 calls = [threads.submit(mean_of, one, 5.0, min_results=1) for one in others]
         assert joining is not None
         again, number = joining.result(PATIENCE), 0
-        while number < 1 + is_open:  # until it has the outcome that the others wait for
+        while number < 1 + is_open:  # until it has the response that the others wait for
             value, result = mean_of(again, -10.0, min_results=1)
             number = result.number
         for call in calls:
             mean, got = call.result(PATIENCE)
             assert (mean, got.used) == (value, result.used), events
-        # A member that asks and dies is part of the call if the call closes before the death is
+        # A member that requests and dies is part of the call if the call closes before the death is
         # seen.
         whole = {0.0, 20.0} if state is State.ASKING else {0.0}
         assert value in {(0, 1, 2): whole, (1, 2): {5.0}}[result.used], events
@@ -365,7 +365,7 @@ def test_a_process_that_dies_while_it_joins_is_no_member(
     mean_of(first, 1.0)
     if before != "nobody":
         second = local.join(1)
-        mean_of(second, 1.0)  # the last outcome
+        mean_of(second, 1.0)  # the last response
         call_all(threads, [first, second], [1.0, 3.0])
         (second.leave if before == "has left" else lambda: kill(second))()
         local.wait_until(lambda group: not group.door.sessions[1].is_present)
@@ -440,7 +440,7 @@ def test_the_log_names_ranks_that_are_lost_and_those_that_are_back_once(
         mean_of(second, 2.0, timeout=0.01, **options)
         asked.result(PATIENCE)
         call_all(threads, [first, second], [1.0, 2.0], **options)
-        mean_of(third, 3.0)  # the last outcome
+        mean_of(third, 3.0)  # the last response
         call_all(threads, [first, second, third], [1.0, 2.0, 3.0])
         kill(third)
         for _ in range(2):
@@ -512,7 +512,7 @@ def test_members_that_all_lack_the_state_go_on_from_a_checkpoint(
     finish(local, second, third)
 
 
-LARGE = 10_000  # elements: more bytes than an outcome that is kept longer than others
+LARGE = 10_000  # elements: more bytes than a response that is kept longer than others
 
 
 def layer_of(member: Member, k: int, value: float, **options: Any) -> tuple[float, Any]:
@@ -529,7 +529,7 @@ def with_a_late_member() -> tuple[LocalProcessGroup, Member, Member]:
     return local, first, late
 
 
-def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
+def test_a_late_member_waits_for_the_next_response_if_the_last_is_no_longer_kept(
     threads: ThreadPoolExecutor,
 ) -> None:
     local = LocalProcessGroup(2)
@@ -557,7 +557,7 @@ def test_a_late_member_waits_for_the_next_outcome_if_the_last_is_no_longer_kept(
     finish(local, first, late)
 
 
-def test_small_outcomes_of_many_kinds_of_call_are_kept(threads: ThreadPoolExecutor) -> None:
+def test_small_responses_of_many_kinds_of_call_are_kept(threads: ThreadPoolExecutor) -> None:
     local = LocalProcessGroup(2)
     first, late = local.join_all()
     for value in (1.0, 2.0):
@@ -599,7 +599,7 @@ def test_a_root_takes_part_in_a_broadcast_that_waits_for_it(threads: ThreadPoolE
         call.result(PATIENCE)
     kill(members[0])
     local.wait_until(lambda group: group.door.sessions[0].state is State.DEAD)
-    for k in range(12):  # the outcome of the broadcast is no longer kept
+    for k in range(12):  # the response of the broadcast is no longer kept
         layer_of(members[1], k, float(k))
     again = local.join(0)
     asked = threads.submit(members[1].broadcast, model)
@@ -646,7 +646,7 @@ def test_a_member_waits_no_longer_than_its_timeout_for_the_next_call_of_its_kind
     finish(local, first, late)
 
 
-def test_a_member_that_waits_for_an_outcome_that_nobody_else_makes_takes_part(
+def test_a_member_that_waits_for_an_response_that_nobody_else_makes_takes_part(
     threads: ThreadPoolExecutor,
 ) -> None:
     local, first, late = with_a_late_member()
@@ -665,7 +665,7 @@ def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     def interrupt(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    second._coordinator._channel.outcome = interrupt  # type: ignore[attr-defined]
+    second._coordinator._channel.response = interrupt  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         second.average(np.ones(1))
     local.wait_until(lambda group: group.door.sessions[1].state is State.DEAD)
@@ -689,10 +689,10 @@ class Breaking(TheState):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")])
 @pytest.mark.parametrize("call", ["average_variables", "broadcast_variables"])
-def test_a_member_that_cannot_apply_an_outcome_ends(
+def test_a_member_that_cannot_apply_an_response_ends(
     threads: ThreadPoolExecutor, call: str, error: BaseException
 ) -> None:
-    """Its weights would lack that outcome in all later averages."""
+    """Its weights would lack that response in all later averages."""
     local = LocalProcessGroup(2)
     first, second = local.join_all()
     other = threads.submit(getattr(first, call), TheState(1.0))
@@ -708,7 +708,7 @@ def test_a_member_that_cannot_apply_an_outcome_ends(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")])
 @pytest.mark.parametrize("broken", ["variables", "state"])
-def test_a_member_that_cannot_apply_an_outcome_lacks_the_state(
+def test_a_member_that_cannot_apply_an_response_lacks_the_state(
     threads: ThreadPoolExecutor, broken: str, error: BaseException
 ) -> None:
     local = LocalProcessGroup(2)
@@ -847,7 +847,7 @@ def test_a_coordinator_that_fails_tells_waiting_members_why(
     assert not local.thread.is_alive()
 
 
-def test_a_member_whose_outcome_cannot_be_put_into_the_store_is_told(
+def test_a_member_whose_response_cannot_be_put_into_the_store_is_told(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def put(_: Any) -> None:
@@ -866,13 +866,13 @@ def test_a_member_whose_outcome_cannot_be_put_into_the_store_is_told(
     monkeypatch.setattr(ray, "put", put)
     average = threads.submit(other.average, weights)
     local.until_asked(0)
-    ask = Ask("average", template.layout.digest)
-    body = pickle.dumps((tuple(ask), template.layout.pickled))
-    outcome: Future[Any] = Future()
-    tell(local.group.put, entries[1].token, Letter(body, weights.buffer, outcome))
+    request = Request("average", template.layout.digest)
+    body = pickle.dumps((tuple(request), template.layout.pickled))
+    response: Future[Any] = Future()
+    tell(local.group.put, entries[1].token, Letter(body, weights.buffer, response))
     assert average.result(PATIENCE).used == (0, 1)
     with pytest.raises(MemberDiedError, match="ObjectStoreFullError: no room"):
-        outcome.result(PATIENCE)
+        response.result(PATIENCE)
     finish(local, other)
 
 
@@ -892,7 +892,7 @@ class TheCoordinator:
         return args
 
 
-def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
+def test_an_response_that_a_member_has_still_to_fetch_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     local = LocalProcessGroup(2)
@@ -900,8 +900,8 @@ def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
     weights = FlatWeights({"w": np.full(1000, 7.0)})
     assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
     channel: MemberChannel = late._coordinator._channel  # type: ignore[attr-defined]
-    ask = Ask("average", weights.layout.digest, min_results=1)
-    body = pickle.dumps((tuple(ask), weights.layout.pickled))
+    request = Request("average", weights.layout.digest, min_results=1)
+    body = pickle.dumps((tuple(request), weights.layout.pickled))
     with monkeypatch.context() as patch:  # no segment of the coordinator is free
         patch.setattr(
             _sessions,
@@ -910,12 +910,12 @@ def test_an_outcome_that_a_member_has_still_to_fetch_is_kept(
                 buffer_message(kind, body, None, segments) if buffer is None else None
             ),
         )
-        assert channel.ask(body, late._coordinator.new_buffer(weights.layout), is_urgent=True)
-        [number] = NUMBER.unpack(channel.outcome(PATIENCE)[0])
+        assert channel.request(body, late._coordinator.new_buffer(weights.layout), is_urgent=True)
+        [number] = NUMBER.unpack(channel.response(PATIENCE)[0])
     weights["w"][:] = 8.0
     assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
-    body, buffer = local.group.news.ask(local.group.fetch, number)
-    assert Outcome(*pickle.loads(body)).number == 1
+    body, buffer = local.group.news.call(local.group.fetch, number)
+    assert Response(*pickle.loads(body)).number == 1
     assert buffer is not None
     assert FlatWeights.wrap(buffer, weights.layout)["w"][0] == 7.0
     finish(local, first, late)
@@ -939,15 +939,15 @@ def channel_of(branch: Branch, coordinator: TheCoordinator, rank: int) -> Member
     """Return the channel of a member of the branch."""
     token = b"%016d" % rank
     channel = MemberChannel(
-        branch.news.ask(branch.enter, rank, f"process of rank {rank}", token), token
+        branch.news.call(branch.enter, rank, f"process of rank {rank}", token), token
     )
-    branch.news.ask(branch.attach, token, channel.mailbox.nonce)
+    branch.news.call(branch.attach, token, channel.mailbox.nonce)
     assert coordinator.next("hand")[0] == token
     return channel
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `exit`
-def test_members_of_a_branch_that_cannot_get_an_outcome_are_told(
+def test_members_of_a_branch_that_cannot_get_an_response_are_told(
     branch: tuple[Branch, TheCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def get(_: Any) -> None:
@@ -956,18 +956,18 @@ def test_members_of_a_branch_that_cannot_get_an_outcome_are_told(
     made, coordinator = branch
     channel = channel_of(made, coordinator, 1)
     monkeypatch.setattr(ray, "get", get)
-    outcome = BranchOutcome(3, b"outcome", [None], [b"%016d" % 1])
-    made.news.tell(made.post, outcome)
+    response = BranchResponse(3, b"response", [None], [b"%016d" % 1])
+    made.news.tell(made.post, response)
     token, why = coordinator.next("lose")
     assert token == b"%016d" % 1
-    assert "process of rank 1: its outcome did not come: ObjectLostError" in str(why)
+    assert "process of rank 1: its response did not come: ObjectLostError" in str(why)
     with pytest.raises(CoordinatorDiedError):
-        channel.outcome(PATIENCE)
+        channel.response(PATIENCE)
     channel.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `exit`
-def test_an_answer_of_a_branch_replaces_no_outcome_that_another_has_still_to_fetch(
+def test_an_answer_of_a_branch_replaces_no_response_that_another_has_still_to_fetch(
     branch: tuple[Branch, TheCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, coordinator = branch
@@ -977,33 +977,33 @@ def test_an_answer_of_a_branch_replaces_no_outcome_that_another_has_still_to_fet
     tokens = [b"%016d" % rank for rank in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(Segments, "copy_in", lambda *_: None)  # no segment is free
-        made.news.ask(made.post, BranchOutcome(3, b"average", [None], tokens))
-    numbers = [NUMBER.unpack(channel.outcome(PATIENCE)[0])[0] for channel in channels]
+        made.news.call(made.post, BranchResponse(3, b"average", [None], tokens))
+    numbers = [NUMBER.unpack(channel.response(PATIENCE)[0])[0] for channel in channels]
     for number in numbers:
-        assert made.news.ask(made.fetch, number) == (b"average", buffer)
+        assert made.news.call(made.fetch, number) == (b"average", buffer)
     for k in range(9):
-        channels[0].ask(pickle.dumps((tuple(Ask("give")), None)), None, is_urgent=True)
+        channels[0].request(pickle.dumps((tuple(Request("give")), None)), None, is_urgent=True)
         coordinator.next("hand")
-        made.news.ask(made.post, BranchOutcome(3 + k, b"another one", [None], tokens[:1]))
-        assert channels[0].outcome(PATIENCE)[0] == b"another one"
-    assert made.news.ask(made.fetch, numbers[1]) == (b"average", buffer)
+        made.news.call(made.post, BranchResponse(3 + k, b"another one", [None], tokens[:1]))
+        assert channels[0].response(PATIENCE)[0] == b"another one"
+    assert made.news.call(made.fetch, numbers[1]) == (b"average", buffer)
     for channel in channels:
         channel.close()
 
 
-def test_an_ask_with_the_wrong_number_of_bytes_ends_its_member_alone(
+def test_a_request_with_the_wrong_number_of_bytes_ends_its_member_alone(
     branch: tuple[Branch, TheCoordinator],
 ) -> None:
     """It would otherwise be averaged, or end the thread that all members of the node wait for."""
     made, coordinator = branch
     channels = [channel_of(made, coordinator, rank) for rank in range(2)]
     tokens = [b"%016d" % rank for rank in range(2)]
-    made.news.ask(made.post, BranchOutcome(1, b"first", None, tokens))
+    made.news.call(made.post, BranchResponse(1, b"first", None, tokens))
     weights = FlatWeights({"w": np.ones(100_000)})
-    body = pickle.dumps((tuple(Ask("average", weights.layout.digest)), weights.layout.pickled))
+    body = pickle.dumps((tuple(Request("average", weights.layout.digest)), weights.layout.pickled))
     for channel, more in zip(channels, (64, 0), strict=True):
-        assert channel.outcome(PATIENCE)[0] == b"first"
-        channel.ask(body, np.zeros(weights.buffer.nbytes + more, np.uint8), is_urgent=True)
+        assert channel.response(PATIENCE)[0] == b"first"
+        channel.request(body, np.zeros(weights.buffer.nbytes + more, np.uint8), is_urgent=True)
     token, why = coordinator.next("lose")
     assert token == tokens[0]
     assert "expected 800,000 bytes of weights, got 800,064" in str(why)
@@ -1012,17 +1012,17 @@ def test_an_ask_with_the_wrong_number_of_bytes_ends_its_member_alone(
         channel.close()
 
 
-@pytest.mark.parametrize("ask", [{"operation": "heal"}, {"operation": "average", "lacks": True}])
-def test_an_ask_without_weights_passes_a_branch(
-    branch: tuple[Branch, TheCoordinator], ask: dict[str, Any]
+@pytest.mark.parametrize("said", [{"operation": "heal"}, {"operation": "average", "lacks": True}])
+def test_a_request_without_weights_passes_a_branch(
+    branch: tuple[Branch, TheCoordinator], said: dict[str, Any]
 ) -> None:
     made, coordinator = branch
     channel = channel_of(made, coordinator, 1)
-    made.news.ask(made.post, BranchOutcome(1, b"first", None, [b"%016d" % 1]))
-    assert channel.outcome(PATIENCE)[0] == b"first"
+    made.news.call(made.post, BranchResponse(1, b"first", None, [b"%016d" % 1]))
+    assert channel.response(PATIENCE)[0] == b"first"
     layout = Layout.of({"w": np.ones(100_000)})
-    channel.ask(
-        pickle.dumps((tuple(Ask(**ask, digest=layout.digest)), layout.pickled)),
+    channel.request(
+        pickle.dumps((tuple(Request(**said, digest=layout.digest)), layout.pickled)),
         None,
         is_urgent=True,
     )

@@ -8,12 +8,12 @@ into the files, to be read before it is committed.
 | event | |
 | --- | --- |
 | `members N` | N members have joined |
-| `ask R OPERATION [NAME=VALUE ...]` | rank R makes a call; `lacks` and `only_next`: see `Ask` |
+| `request R OPERATION [NAME=VALUE ...]` | rank R makes a call; fields: see `Request` |
 | `give R`, `heal R` | it gives its state; asks for the one that it lacks |
 | `leave R`, `die R`, `join R` | it leaves; dies; another process joins under its rank |
 | `wait S` | S seconds pass |
 | `reduced`, `refused` | the call has a result; an error |
-| `copied N` | the state for outcome N is copied |
+| `copied N` | the state for response N is copied |
 """
 
 import os
@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 from calls import TheProcessGroup
 
-from flatweights.ray.core._asks import Ask, MemberDiedError
 from flatweights.ray.core._events import (
     Action,
     Answer,
@@ -43,6 +42,7 @@ from flatweights.ray.core._events import (
     StateCopied,
     TimeIsUp,
 )
+from flatweights.ray.core._requests import MemberDiedError, Request
 
 FOLDER = Path(__file__).parent / "transcripts"
 NUMBERS = {"root": int, "min_results": int, "timeout": float}
@@ -56,12 +56,12 @@ def lines_of(action: Action) -> list[str]:
             parts += [f"late {' '.join(map(str, action.late))}"] if action.late else []
             parts += [f"lost {' '.join(map(str, action.lost))}"] if action.lost else []
         case Send():
-            parts = [f"tell {ranks(action.peers)}: outcome {action.number}"]
+            parts = [f"tell {ranks(action.peers)}: response {action.number}"]
             parts += [f"process {action.giver} gives its state"] if action.giver else []
             parts += [f"healed {ranks(action.lacking)}"] if action.lacking else []
             parts += [f"late {' '.join(map(str, action.late))}"] if action.late else []
         case SendKept():
-            parts = [f"tell {ranks(action.peers)}: outcome {action.number}, which is kept"]
+            parts = [f"tell {ranks(action.peers)}: response {action.number}, which is kept"]
         case Answer(peers, None):
             parts = [f"tell {ranks(peers)}: go on"]
         case Answer(peers, error):
@@ -71,11 +71,11 @@ def lines_of(action: Action) -> list[str]:
         case NobodyHas():
             parts = [f"tell {ranks(action.peers)}: nobody has the state"]
         case CopyState():
-            parts = [f"copy the state for outcome {action.number}"]
+            parts = [f"copy the state for response {action.number}"]
         case SendState():
-            parts = [f"tell {ranks(action.peers)}: the state for outcome {action.number}"]
+            parts = [f"tell {ranks(action.peers)}: the state for response {action.number}"]
         case Release():
-            parts = [f"drop the state for outcome {action.number}"]
+            parts = [f"drop the state for response {action.number}"]
         case LogDeath():
             parts = [f"log that {ranks([action.peer])} has died"]
         case Log():
@@ -99,16 +99,16 @@ def happen(group: TheProcessGroup, event: str) -> list[Action]:
                 group.join(one)
         case "join":
             group.join(rank)
-        case "ask":
+        case "request":
             options: dict[str, Any] = {"digest": "weights"}
             for name, is_value, value in (word.partition("=") for word in words[2:]):
                 options[name] = NUMBERS.get(name, str)(value) if is_value else True
             operation: Any = words[1]
-            return group.ask(rank, Ask(operation), **options)
+            return group.request(rank, Request(operation), **options)
         case "heal":
-            return group.ask(rank, Ask("heal", "state"))
+            return group.request(rank, Request("heal", "state"))
         case "give":
-            group[rank].asks(Ask("give", "state"), group.now)
+            group[rank].requests(Request("give", "state"), group.now)
             return group.tell(Gave(group[rank], True))
         case "leave":
             return group.tell(Ended(group[rank]))
@@ -119,7 +119,7 @@ def happen(group: TheProcessGroup, event: str) -> list[Action]:
             return group.tell()
         case "reduced":
             call = next(one for one in group.done if isinstance(one, Reduce))
-            return group.tell(Reduced(sorted(call.asks), 8))
+            return group.tell(Reduced(sorted(call.requests), 8))
         case "refused":
             return group.tell(Refused())
         case "copied":

@@ -21,12 +21,12 @@ from flatweights.ray._result import Packed
 from flatweights.ray.channels._end import ChannelEnd, ChannelError, check_user, receive_packet
 from flatweights.ray.channels._message import Message, join_message
 from flatweights.ray.channels._protocol import (
-    ASK,
     BY_CALL,
     NUMBER,
     REDUCED,
     REFUSAL,
     REPEAT,
+    REQUEST,
     VALUE,
     WEIGHTS,
     WELCOME,
@@ -156,7 +156,7 @@ class DriverChannel(ChannelEnd):
         Returns:
             One of the kinds in `flatweights.ray.channels._protocol`; and, for ``VALUE``, the
             result; for ``WEIGHTS``, the result as `Packed`; for ``BY_CALL``, the number of the Ray
-            call that returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``ASK``,
+            call that returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``REQUEST``,
             ``REDUCED`` and ``REPEAT``, body and buffers.
         """
         self._is_read = True
@@ -164,7 +164,7 @@ class DriverChannel(ChannelEnd):
             kind, buffers, body = self.mailbox.read_message(False, self._of_peer)
         except IndexError:
             kind, buffers, body = self.read()
-        if kind in (ASK, REDUCED, REPEAT):
+        if kind in (REQUEST, REDUCED, REPEAT):
             return kind, (body, buffers)
         if kind == WEIGHTS:
             (buffer,) = buffers

@@ -16,7 +16,7 @@ from typing import Any
 from flatweights import _core
 from flatweights.ray.channels._gpu_segments import Handle
 from flatweights.ray.channels._segments import Extent, Segments
-from flatweights.ray.core._asks import Placed
+from flatweights.ray.core._requests import Placed
 
 _SEGMENT = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
 _OWNER = struct.Struct("<I")

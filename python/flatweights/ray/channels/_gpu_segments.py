@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from flatweights import _core
-from flatweights.ray.core._asks import Placed
+from flatweights.ray.core._requests import Placed
 
 FIRST = 32  # the index of the first one; segments of the host have lower ones
 MOST = 4  # of one process: weights that are averaged, and results that others still read

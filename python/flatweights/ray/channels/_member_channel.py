@@ -1,7 +1,8 @@
-"""A member's end of a channel: it asks when it is ready, and waits for the outcome.
+"""A member's end of a channel: it asks when it is ready, and waits for the response.
 
-The coordinator posts each outcome as a command, and the member's next ask is the answer to it. So
-between two calls the mailbox is BUSY: the member works, and the coordinator waits for its answer.
+The coordinator posts each response as a command, and the member's next request is the answer to it.
+So between two calls the mailbox is BUSY: the member works, and the coordinator waits for its
+answer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flatweights.ray import _clock
 from flatweights.ray._failpoints import reach
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._message import buffer_message
-from flatweights.ray.channels._protocol import ASK
+from flatweights.ray.channels._protocol import REQUEST
 from flatweights.ray.channels._segments import Segments
 from flatweights.ray.channels._worker_channel import WorkerChannel
 
@@ -33,7 +34,7 @@ class Shortcut(NamedTuple):
     """The way to ask for a call again, without Python; valid until segments change.
 
     Attributes:
-        exchange: Asks and waits; see `_core.RepeatedAsk.exchange`. If it returns a truth value,
+        exchange: Asks and waits; see `_core.RepeatedRequest.exchange`. If it returns a truth value,
             that is to become `MemberChannel.pending`.
         memory: The memory in a segment from which the coordinator reads the weights.
         segments: The segments of the channel.
@@ -50,8 +51,8 @@ class MemberChannel(WorkerChannel):
     """A member's end of the channel to its coordinator.
 
     Attributes:
-        pending: If a `Shortcut` has asked, and could not read the outcome: whether it has come. The
-            next `outcome` is that one. None otherwise.
+        pending: If a `Shortcut` has asked, and could not read the response: whether it has come.
+            The next `response` is that one. None otherwise.
     """
 
     pending: bool | None = None
@@ -70,16 +71,16 @@ class MemberChannel(WorkerChannel):
         """Return how often others hold this member's segment ``index``."""
         return self.mailbox.holds(False, index)
 
-    def ask(
-        self, body: bytes, buffer: NDArray[np.uint8] | None, *, is_urgent: bool, kind: int = ASK
+    def request(
+        self, body: bytes, buffer: NDArray[np.uint8] | None, *, is_urgent: bool, kind: int = REQUEST
     ) -> bool:
         """Answer the last command with ``body``, and a buffer that lies in a segment.
 
         A buffer that lies elsewhere is copied into a segment. It must not change before the
-        outcome.
+        response.
 
         Args:
-            body: The ask.
+            body: The request.
             buffer: The packed weights.
             is_urgent: Whether to wake the coordinator before all others have asked.
             kind: The kind of answer.
@@ -120,11 +121,11 @@ class MemberChannel(WorkerChannel):
         extent = segments.find(buffer)
         if extent is None or self._doorbell is None:
             return None
-        ask = _core.RepeatedAsk(self.mailbox, self._doorbell, self._of_peer, call, extent)
+        request = _core.RepeatedRequest(self.mailbox, self._doorbell, self._of_peer, call, extent)
         memory = segments[extent.segment].memory()[extent.offset : extent.offset + extent.nbytes]
-        return Shortcut(ask.exchange, memory, segments, segments.changes)
+        return Shortcut(request.exchange, memory, segments, segments.changes)
 
-    def outcome(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
+    def response(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         """Wait for the next command; return its body, its buffers and its kind.
 
         Raises:
@@ -146,6 +147,6 @@ class MemberChannel(WorkerChannel):
         try:
             kind, buffers, body = self.read()
         except (ChannelError, ValueError) as error:
-            raise CoordinatorDiedError(f"the outcome could not be read: {error}") from error
+            raise CoordinatorDiedError(f"the response could not be read: {error}") from error
         reach("told")
         return body, buffers, kind

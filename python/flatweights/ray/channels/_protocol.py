@@ -12,8 +12,8 @@ REFUSAL = b"N"  # it does not expect the worker
 # the numbers of REPEATED and REPEAT (repeated_calls.hpp).
 COMMAND = 0
 REDUCE = 1  # average segments of a GPU; answered by REDUCED
-RESEND = 2  # send the last ask again, whole, with weights in memory of the host
-REPEATED = 3  # the outcome of a call that all have repeated; holds a `TOLD_AGAIN` and a buffer
+RESEND = 2  # send the last request again, whole, with weights in memory of the host
+REPEATED = 3  # the response of a call that all have repeated; holds a `TOLD_AGAIN` and a buffer
 
 # Kinds of answers.
 VALUE = 0  # a pickled result
@@ -21,10 +21,10 @@ BY_CALL = 1  # a Ray call returns the result; holds its number, a `NUMBER`
 REFUSED = 2  # the command cannot be unpickled, and was not run; holds the reason
 WEIGHTS = 3  # the buffer of `FlatWeights`, in the layout of the last ones sent as a VALUE
 BROKEN = 4  # the channel cannot be used, and the command was not run; holds the reason
-ASK = 5  # a member's ask; holds a body and at most one buffer
+REQUEST = 5  # a member's request; holds a body and at most one buffer
 REDUCED = 6  # the result of REDUCE; holds a body
-REPEAT = 7  # a member's ask, as before; holds an `ASKED_AGAIN` and at most one buffer
+REPEAT = 7  # a member's request, as before; holds an `ASKED_AGAIN` and at most one buffer
 
 NUMBER = struct.Struct("<q")
 ASKED_AGAIN = struct.Struct("=Qd")  # the number of the prepared call, and the weight
-TOLD_AGAIN = struct.Struct("=qdd")  # the number of the outcome, seconds waited, and averaged
+TOLD_AGAIN = struct.Struct("=qdd")  # the number of the response, seconds waited, and averaged

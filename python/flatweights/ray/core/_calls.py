@@ -1,15 +1,17 @@
 """The calls of a process group's members: which one is due, who takes part, and what each is told.
 
-- Outcomes are numbered. A member whose outcome is older than the last is late, or has joined again.
-  Its ask is answered at once by the last outcome of a call like it (`Past`), until none is newer.
-  It then takes part in a call if it has the last outcome of that kind of call. If it does not, or
-  if that outcome is no longer kept, it waits for the next one.
-- The open call consists of the asks of members that wait for its outcome (`Waiting`). If one of
-  them dies meanwhile, its ask is dropped. A process that takes its rank is a peer of its own.
+- Responses are numbered. A member whose response is older than the last is late, or has joined
+  again. Its ask is answered at once by the last response of a call like it (`Past`), until none is
+  newer. It then takes part in a call if it has the last response of that kind of call. If it does
+  not, or if that response is no longer kept, it waits for the next one.
+- The open call consists of the requests of members that wait for its response (`Waiting`). If one
+  of them dies meanwhile, its request is dropped. A process that takes its rank is a peer of its
+  own.
 - Nobody waits for a member that has died or left. A call waits for late members only if it needs
   them.
-- Members that lack the state of a training (`Ask.lacks`) wait for the next call like theirs. Its
-  average does not contain their weights, but they get the state and its outcome; see `Healing`.
+- Members that lack the state of a training (`Request.lacks`) wait for the next call like theirs.
+  Its average does not contain their weights, but they get the state and its response; see
+  `Healing`.
 
 `Calls.receive` takes an event (`_events`), and the time; `Calls.actions` returns what is to be
 done, in this order. A call is reduced in between: `Reduce` says which, and `Reduced` or `Refused`
@@ -22,17 +24,10 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from flatweights.ray.core._asks import (
-    Ask,
-    LacksStateError,
-    MemberDiedError,
-    OutOfSyncError,
-)
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.core._events import (
     Action,
     Answer,
-    Asked,
     CopyState,
     Detach,
     Ended,
@@ -47,6 +42,7 @@ from flatweights.ray.core._events import (
     Refused,
     Release,
     Repeated,
+    Requested,
     Send,
     SendAgain,
     SendKept,
@@ -58,6 +54,12 @@ from flatweights.ray.core._events import (
 from flatweights.ray.core._healing import Healing
 from flatweights.ray.core._past import Kept, Past
 from flatweights.ray.core._peer import Peer, Peers, State, ranks_of
+from flatweights.ray.core._requests import (
+    LacksStateError,
+    MemberDiedError,
+    OutOfSyncError,
+    Request,
+)
 from flatweights.ray.core._waiting import Waiting
 
 _AGAIN = 2.0  # seconds, at least, in which members send weights again that were on a GPU
@@ -67,11 +69,11 @@ class Awaited(NamedTuple):
     """What is worth waiting for.
 
     Attributes:
-        asks: The number of asks.
+        requests: The number of requests.
         end: The time at which something is due even if nothing happens; None, if nothing is.
     """
 
-    asks: int
+    requests: int
     end: float | None
 
 
@@ -80,9 +82,9 @@ class Calls:
 
     Attributes:
         peers: The members; whoever lets them in adds them.
-        waiting: Those that wait for the outcome of a call.
+        waiting: Those that wait for the response of a call.
         healings: The healings that are not over.
-        number: The number of the last outcome.
+        number: The number of the last response.
         is_open: Whether the process group is open: before that, each death is worth a line of the
             log.
     """
@@ -109,7 +111,7 @@ class Calls:
 
     def receive(self, event: Event, now: float) -> None:
         """Take an event."""
-        if isinstance(event, Asked):
+        if isinstance(event, Requested):
             self._hear(event.peer)
         elif isinstance(event, Tick):
             self._go_on(now)
@@ -124,7 +126,7 @@ class Calls:
         elif isinstance(event, Repeated):
             self._note_series(event)
         else:
-            self._ask_again(now)
+            self._request_again(now)
 
     @property
     def has_actions(self) -> bool:
@@ -157,9 +159,9 @@ class Calls:
         """Note calls that were made without the core."""
         peers = [*self.peers.present.values()]
         self.number += event.calls
-        for ask, number, nbytes in event.made:
-            kept = Kept(number, nbytes, None, self._past.before(ask))
-            self._do(Keep(self._past.keep(ask, kept, peers)))
+        for request, number, nbytes in event.made:
+            kept = Kept(number, nbytes, None, self._past.before(request))
+            self._do(Keep(self._past.keep(request, kept, peers)))
         for peer in peers:
             peer.told(self.number)
 
@@ -184,7 +186,7 @@ class Calls:
             self._end_healing()
 
     def _is_on_time(self, peer: Peer) -> bool:
-        """Whether the open call waits for the ask of a member."""
+        """Whether the open call waits for the request of a member."""
         return peer.state is State.WORKING and peer.has == self.number
 
     def _is_due(self, now: float) -> bool:
@@ -204,16 +206,16 @@ class Calls:
 
     def _are_enough(self) -> bool:
         """Whether the open call needs no late members."""
-        asks = self.waiting.asks()
-        first = asks[min(asks)]
+        requests = self.waiting.requests()
+        first = requests[min(requests)]
         if first.operation == "broadcast":
-            return first.root in asks or first.root not in self.peers.ranks()
+            return first.root in requests or first.root not in self.peers.ranks()
         if first.min_results is None:
-            return len(asks) >= len(self.peers.missed()) - len(self.waiting.out_of_sync)
-        return len(asks) >= min(first.min_results, self._count_of_whole())
+            return len(requests) >= len(self.peers.missed()) - len(self.waiting.out_of_sync)
+        return len(requests) >= min(first.min_results, self._count_of_whole())
 
     def _end_waiting(self) -> None:
-        """Give late members the last outcome of their call, since nobody else will make it.
+        """Give late members the last response of their call, since nobody else will make it.
 
         If it is no longer kept, they make the call themselves.
         """
@@ -227,7 +229,7 @@ class Calls:
         """Raise in members whose time is up before the others make a call like theirs."""
         for peer in self.waiting.overdue(now):
             others = [rank for rank in self.peers.ranks() if rank != peer.rank]
-            timeout = peer.ask.timeout
+            timeout = peer.request.timeout
             self._settle([peer])
             self._do(TimeIsUp([peer], others, timeout))
 
@@ -238,16 +240,16 @@ class Calls:
         """
         peers = [*self.waiting.lacking]
         for peer in peers:
-            self._do(Keep(self._past.forget(peer.ask.state)))
+            self._do(Keep(self._past.forget(peer.request.state)))
         self._settle(peers)
         self._do(NobodyHas(peers))
 
     # What members ask.
 
     def _hear(self, peer: Peer) -> None:
-        """Take an ask: answer it at once, or let the member wait."""
-        ask = peer.ask
-        if ask.operation == "heal":
+        """Take a request: answer it at once, or let the member wait."""
+        request = peer.request
+        if request.operation == "heal":
             self._await_state(peer)
             return
         for healing in self.healings:
@@ -257,31 +259,31 @@ class Calls:
         except RuntimeError as error:
             self._answer([peer], error)
             return
-        if ask.twins:
+        if request.twins:
             for other, why in self._past.astray(self.waiting.asking):
                 self._answer([other], why)
         if kept is not None and kept.reaches(peer):
             self._send_kept(kept, peer)
-        elif kept is not None and ask.state is not None:
-            self._answer([peer], LacksStateError("the outcome is on a GPU that it does not use"))
+        elif kept is not None and request.state is not None:
+            self._answer([peer], LacksStateError("the response is on a GPU that it does not use"))
         elif kept is not None:
             self.waiting.behind.append(peer)
-        elif ask.only_next and peer.has != self.number:
-            self._answer([peer], OutOfSyncError(f"the others have made other calls than {ask}"))
-        elif ask.lacks:
+        elif request.only_next and peer.has != self.number:
+            self._answer([peer], OutOfSyncError(f"the others have made other calls than {request}"))
+        elif request.lacks:
             self.waiting.lacking.append(peer)
         elif self._past.is_behind(peer) and not self.waiting.needs(peer):
             self.waiting.behind.append(peer)
             text = "rank %d was late for %s, and waits for the next such call"
-            self._warn(text, peer.rank, ask)
+            self._warn(text, peer.rank, request)
         else:
-            self.waiting.ask(peer)
+            self.waiting.request(peer)
             if self._again is not None:
                 peer.deadline = self._again
             self._tell_deaths()
 
     def _settle(self, peers: Iterable[Peer], number: int | None = None) -> None:
-        """Note that members get outcome ``number`` or, if it is None, none that is newer."""
+        """Note that members get response ``number`` or, if it is None, none that is newer."""
         peers = [*peers]
         self.waiting.drop(peers)
         for peer in peers:
@@ -301,24 +303,24 @@ class Calls:
 
     def _reduce(self) -> None:
         waiting = self.waiting
-        asks, timeout = waiting.asks(), waiting.deadline().timeout
-        first = asks[min(asks)]
-        late, others = self.peers.missed() - asks.keys(), []
+        requests, timeout = waiting.requests(), waiting.deadline().timeout
+        first = requests[min(requests)]
+        late, others = self.peers.missed() - requests.keys(), []
         if waiting.out_of_sync:
             late.difference_update(ranks_of(waiting.out_of_sync))
             others = [*waiting.healed_by(first), *waiting.late_for(first)]
         self._reducing = Reduce(
-            first, asks, [*waiting.asking], others, sorted(late), self.peers.lost(), timeout
+            first, requests, [*waiting.asking], others, sorted(late), self.peers.lost(), timeout
         )
         self._do(self._reducing)
 
-    def _ask_again(self, now: float) -> None:
+    def _request_again(self, now: float) -> None:
         """Have members whose weights are on a GPU send them through memory of the host.
 
         The call stays open until they have, or their time is up.
         """
         asking = self.waiting.asking
-        again = [peer for peer in asking if peer.ask.is_in_segment]
+        again = [peer for peer in asking if peer.request.is_in_segment]
         timeout, end = self.waiting.deadline()
         self._again = Deadline(timeout, end and max(end, now + _AGAIN))
         self._settle(again)
@@ -331,14 +333,14 @@ class Calls:
         call, waiting, past = self._reducing, self.waiting, self._past
         assert call is not None
         self._reducing = self._again = None
-        first, asks = call.first, call.asks
+        first, requests = call.first, call.requests
         self.number += 1
         number, asking = self.number, waiting.close_call()
         lacking, missed, served = waiting.healed_by(first), waiting.missed_by(first), []
         giver = 0
         healed: list[Peer] = []
         late: tuple[int, ...] = ()
-        readers: list[tuple[Peer, Ask]] = []
+        readers: list[tuple[Peer, Request]] = []
         if result is not None:
             served = waiting.late_for(first)
             if lacking:
@@ -351,9 +353,9 @@ class Calls:
             changes = past.keep(first, made, [*asking, *lacking], served)
             self._do(Keep(changes))
         if first.gpu is not None:
-            readers = [(peer, peer.ask) for peer in (*asking, *lacking, *served)]
+            readers = [(peer, peer.request) for peer in (*asking, *lacking, *served)]
         took_part = tuple([peer.number for peer in asking])
-        # The last member to ask may still be awake. It gets the outcome first, and goes on while
+        # The last member to ask may still be awake. It gets the response first, and goes on while
         # the others wake up.
         told = [*reversed(asking), *healed, *served]
         if missed:
@@ -362,7 +364,7 @@ class Calls:
             waiting.drop([*healed, *served])
         for peer in told:
             peer.told(number)
-        back = sorted(self._away & asks.keys()) if self._away else []
+        back = sorted(self._away & requests.keys()) if self._away else []
         self._away -= {*back}
         named = frozenset(self._away)
         send = Send(number, told, took_part, giver, healed, readers, late, named)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from flatweights.ray.core._asks import Ask, MemberDiedError
 from flatweights.ray.core._past import Changes
 from flatweights.ray.core._peer import Peer
+from flatweights.ray.core._requests import MemberDiedError, Request
 
 # Events.
 
 
-class Asked(NamedTuple):
+class Requested(NamedTuple):
     """A member asks for a call, or for the state that it lacks."""
 
     peer: Peer
@@ -37,7 +37,7 @@ class Reduced(NamedTuple):
 
     Attributes:
         used: The ranks whose weights it consists of.
-        nbytes: The bytes of its outcome.
+        nbytes: The bytes of its response.
         gpu: The GPU on which its weights are; None, if they are on the host.
     """
 
@@ -54,18 +54,18 @@ class LastCall(NamedTuple):
     """The last call of one kind in a series.
 
     Attributes:
-        ask: The ask of the lowest rank.
-        number: The number of its outcome.
-        nbytes: The bytes of its outcome.
+        request: The request of the lowest rank.
+        number: The number of its response.
+        nbytes: The bytes of its response.
     """
 
-    ask: Ask
+    request: Request
     number: int
     nbytes: int
 
 
 class Repeated(NamedTuple):
-    """All members have repeated calls, and have the outcomes.
+    """All members have repeated calls, and have the responses.
 
     Attributes:
         calls: The number of calls.
@@ -76,7 +76,7 @@ class Repeated(NamedTuple):
     made: Sequence[LastCall]
 
 
-class AskAgain(NamedTuple):
+class RequestAgain(NamedTuple):
     """The call of `Reduce` needs weights that are on a GPU, through memory of the host."""
 
 
@@ -92,7 +92,7 @@ class Tick(NamedTuple):
 
 
 Event: TypeAlias = (
-    Asked | Gave | Ended | Reduced | Refused | Repeated | AskAgain | StateCopied | Tick
+    Requested | Gave | Ended | Reduced | Refused | Repeated | RequestAgain | StateCopied | Tick
 )
 
 
@@ -103,17 +103,17 @@ class Reduce(NamedTuple):
     """Average, relay or gather what the members ask for, and tell what came of it.
 
     Attributes:
-        first: The ask of the lowest rank.
-        asks: The asks by rank, in their order.
+        first: The request of the lowest rank.
+        requests: The requests by rank, in their order.
         peers: The members that take part, likewise.
-        others: The members that get the outcome without taking part.
+        others: The members that get the response without taking part.
         late: The ranks that are late.
         lost: By rank, the reasons for which members have ended without leaving.
         timeout: The seconds after which the late ones were.
     """
 
-    first: Ask
-    asks: dict[int, Ask]
+    first: Request
+    requests: dict[int, Request]
     peers: Sequence[Peer]
     others: Sequence[Peer]
     late: Sequence[int]
@@ -122,16 +122,16 @@ class Reduce(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Give members the outcome of the call that was reduced, and keep it.
+    """Give members the response of the call that was reduced, and keep it.
 
     Attributes:
         number: Its number.
         peers: The members, in the order in which they get it.
-        took_part: The numbers of those whose asks it answers.
+        took_part: The numbers of those whose requests it answers.
         giver: The number of the member that gives its state; 0 without one.
         lacking: The members that get that state.
-        readers: If the weights of the first are on a GPU, all members that read the outcome, with
-            their asks.
+        readers: If the weights of the first are on a GPU, all members that read the response, with
+            their requests.
         late: The ranks that were late.
         named: The ranks that the log calls dead or late.
     """
@@ -141,13 +141,13 @@ class Send(NamedTuple):
     took_part: tuple[int, ...]
     giver: int
     lacking: Sequence[Peer]
-    readers: Sequence[tuple[Peer, Ask]]
+    readers: Sequence[tuple[Peer, Request]]
     late: tuple[int, ...]
     named: frozenset[int]
 
 
 class SendKept(NamedTuple):
-    """Give members an outcome that is kept."""
+    """Give members a response that is kept."""
 
     number: int
     peers: Sequence[Peer]
@@ -200,7 +200,7 @@ class Release(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Change which outcomes are kept, and where."""
+    """Change which responses are kept, and where."""
 
     changes: Changes
 

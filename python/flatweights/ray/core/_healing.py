@@ -1,6 +1,6 @@
 """Healing: members that lack the state of a training get it from one that has it.
 
-The outcome of an average with a `state` (`Member.average`) names the members that lack the state,
+The response of an average with a `state` (`Member.average`) names the members that lack the state,
 and the giver: the lowest rank that was averaged. The giver then sends its state, as it was before
 that average is applied. The members that lack it ask for it; the others go on. If the giver is
 lost, the members that still lack the state ask again as part of the next average, which has another
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flatweights.ray.core._asks import LacksStateError
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.core._peer import Peer
+from flatweights.ray.core._requests import LacksStateError
 
 
 @dataclass(eq=False)
@@ -21,7 +21,7 @@ class Healing:
     """The healing after one average.
 
     Attributes:
-        number: The number of the outcome.
+        number: The number of the response.
         giver: The member that gives its state.
         lacking: The members that have not got it yet.
         deadline: The time after which the giver is too late.

@@ -1,15 +1,16 @@
 """The calls that a process group has made: what it knows of them, for members that are late.
 
-The last outcomes of a few kinds of call are kept, and of more kinds if they are small, such as
-those that a `fit` makes when it begins. They answer late asks at once. Of many more kinds, only the
-number of the last outcome is known. A call is recognised by the layouts of its weights and of its
-state. If two models of one layout take turns in a member's calls (`Turns`), an outcome of one could
-be given to a member that asks for the other; so the asks of such twins are refused. So are those of
-a member that was given an outcome before the twins were noticed, in the first cycle of a loop.
+The last responses of a few kinds of call are kept, and of more kinds if they are small, such as
+those that a `fit` makes when it begins. They answer late requests at once. Of many more kinds, only
+the number of the last response is known. A call is recognised by the layouts of its weights and of
+its state. If two models of one layout take turns in a member's calls (`Turns`), a response of one
+could be given to a member that requests for the other; so the requests of such twins are refused.
+So are those of a member that was given a response before the twins were noticed, in the first cycle
+of a loop.
 
-A member that has the last outcome of one kind of call may lack that of another: a restarted process
-that got the latest critic still has its first actor. So each kind knows the members that have its
-last outcome.
+A member that has the last response of one kind of call may lack that of another: a restarted
+process that got the latest critic still has its first actor. So each kind knows the members that
+have its last response.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
-from flatweights.ray.core._asks import Ask, Kind, LacksStateError
 from flatweights.ray.core._peer import Peer
+from flatweights.ray.core._requests import Kind, LacksStateError, Request
 
-_KEPT = 8  # kinds of call of which the last outcome is kept
+_KEPT = 8  # kinds of call of which the last response is kept
 _KEPT_SMALL = 64  # kinds of which it is kept after that, if it is small
 _SMALL = 1 << 16  # bytes
-_KINDS = 1024  # kinds of call of which the number of the last outcome is known
+_KINDS = 1024  # kinds of call of which the number of the last response is known
 
 _Value = TypeVar("_Value")
 
 
 class Kept(NamedTuple):
-    """The last outcome of one kind of call.
+    """The last response of one kind of call.
 
     Attributes:
         number: Its number.
@@ -47,11 +48,13 @@ class Kept(NamedTuple):
         """Whether a member can read it, where its variables are now."""
         if self.gpu is None:
             return True
-        return peer.has_channel and peer.ask.gpu is not None and peer.ask.gpu.uuid == self.gpu
+        return (
+            peer.has_channel and peer.request.gpu is not None and peer.request.gpu.uuid == self.gpu
+        )
 
 
 class Changes(NamedTuple):
-    """The numbers of outcomes that are kept in another way from now on.
+    """The numbers of responses that are kept in another way from now on.
 
     Attributes:
         released: Those that are not kept any more.
@@ -67,8 +70,8 @@ class Made(NamedTuple):
 
     Attributes:
         number: Its number.
-        sessions: The numbers of the sessions that have its outcome.
-        late: The numbers of the sessions that were ever given an outcome of this kind for which
+        sessions: The numbers of the sessions that have its response.
+        late: The numbers of the sessions that were ever given a response of this kind for which
             they were late.
     """
 
@@ -78,7 +81,7 @@ class Made(NamedTuple):
 
 
 class Past:
-    """The outcomes with weights, and the keys of twins."""
+    """The responses with weights, and the keys of twins."""
 
     def __init__(self) -> None:
         """Begin without calls."""
@@ -86,7 +89,7 @@ class Past:
         self._small: dict[Kind, Kept] = {}  # small ones that were the oldest of these, likewise
         self._made: dict[Kind, Made] = {}  # the oldest first
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
-        self._twins: set[str] = set()  # the keys of asks that are twins
+        self._twins: set[str] = set()  # the keys of requests that are twins
 
     @property
     def has_twins(self) -> bool:
@@ -94,38 +97,38 @@ class Past:
         return bool(self._twins)
 
     def answer_for(self, session: Peer) -> Kept | None:
-        """Return the outcome that answers the ask of ``session`` at once; None if it has to wait.
+        """Return the response that ``session`` gets at once; None if it has to wait.
 
-        If it gets that outcome, `give` notes it.
+        If it gets that response, `give` notes it.
 
         Raises:
-            LacksStateError: If that outcome, or the next, would not bring its state to that of the
+            LacksStateError: If that response, or the next, would not bring its state to that of the
                 others.
             RuntimeError: If it could be given the weights, or the state, of another model.
         """
-        ask = session.ask
-        self._twins.update(ask.twins)
-        is_twin = bool(self._twins) and not self._twins.isdisjoint(ask.keys)
-        if ask.lacks:
+        request = session.request
+        self._twins.update(request.twins)
+        is_twin = bool(self._twins) and not self._twins.isdisjoint(request.keys)
+        if request.lacks:
             if is_twin:
                 raise _twin_error(session)
             return None
-        kept = self._last(ask.kind)
+        kept = self._last(request.kind)
         if kept is not None and kept.number <= session.has:
             kept = None  # it takes part in the open call, or waits for it
-        if ask.state is not None:
-            before = self._states.get(ask.state, 0) if kept is None else kept.previous
-            if session.states.get(ask.state, 0) < before:
+        if request.state is not None:
+            before = self._states.get(request.state, 0) if kept is None else kept.previous
+            if session.states.get(request.state, 0) < before:
                 raise LacksStateError(f"rank {session.rank} has missed calls with a state")
         elif is_twin and (kept is not None or self.is_behind(session) or self._was_late(session)):
             raise _twin_error(session)
         return kept
 
     def give(self, kept: Kept, session: Peer) -> None:
-        """Note that ``session``, which is late, gets an outcome of its kind of call."""
-        if session.ask.state is not None:
-            session.states[session.ask.state] = kept.number
-        made = self._made.get(session.ask.kind)
+        """Note that ``session``, which is late, gets a response of its kind of call."""
+        if session.request.state is not None:
+            session.states[session.request.state] = kept.number
+        made = self._made.get(session.request.kind)
         if made is not None:
             made.sessions.add(session.number)
             made.late.add(session.number)
@@ -138,36 +141,36 @@ class Past:
         return [
             (session, _twin_error(session))
             for session in sessions
-            if not self._twins.isdisjoint(session.ask.keys) and self._was_late(session)
+            if not self._twins.isdisjoint(session.request.keys) and self._was_late(session)
         ]
 
     def is_behind(self, session: Peer) -> bool:
-        """Whether ``session`` lacks the last outcome of its kind of call, and gets the next one.
+        """Whether ``session`` lacks the last response of its kind of call, and gets the next one.
 
-        Its weights do not count in that call: they are from before the outcome that it lacks. With
+        Its weights do not count in that call: they are from before the response that it lacks. With
         a state, it is healed instead. In a broadcast, only weights of the root count, which all
-        take as they are: so a member takes part once it has an outcome of any kind since the last.
+        take as they are: so a member takes part once it has a response of any kind since the last.
         """
-        ask, made = session.ask, self._made.get(session.ask.kind)
-        if made is None or ask.state is not None:
+        request, made = session.request, self._made.get(session.request.kind)
+        if made is None or request.state is not None:
             return False
-        if ask.operation == "broadcast":
+        if request.operation == "broadcast":
             return made.number > session.has
         return session.number not in made.sessions
 
     def last_for(self, session: Peer) -> Kept | None:
-        """Return the last outcome of the call that ``session`` asks for; None if it is not kept."""
-        return self._last(session.ask.kind)
+        """Return the last response of the call that ``session`` makes; None if it is not kept."""
+        return self._last(session.request.kind)
 
     def keep(
-        self, ask: Ask, made: Kept, sessions: Sequence[Peer], late: Sequence[Peer] = ()
+        self, request: Request, made: Kept, sessions: Sequence[Peer], late: Sequence[Peer] = ()
     ) -> Changes:
-        """Keep an outcome of the call of ``ask``, and not the last one of its kind.
+        """Keep a response of the call of ``request``, and not the last one of its kind.
 
         The ``sessions`` get it, and with it the state; so do those that are ``late`` for it.
         """
         changes = Changes([], [])
-        kind = ask.kind
+        kind = request.kind
         last = self._kept.pop(kind, None) or self._small.pop(kind, None)
         if last is not None:
             changes.released.append(last.number)
@@ -182,15 +185,15 @@ class Past:
         ever.update([session.number for session in late])
         have = {session.number for session in sessions} | {session.number for session in late}
         _put_last(self._made, kind, Made(made.number, have, ever), _KINDS)
-        if ask.state is not None:
-            self._states[ask.state] = made.number
+        if request.state is not None:
+            self._states[request.state] = made.number
             for session in sessions:
-                session.states[ask.state] = made.number
+                session.states[request.state] = made.number
         return changes
 
-    def before(self, ask: Ask) -> int:
-        """Return the number of the last call with the state of ``ask``; 0 without one."""
-        return 0 if ask.state is None else self._states.get(ask.state, 0)
+    def before(self, request: Request) -> int:
+        """Return the number of the last call with the state of ``request``; 0 without one."""
+        return 0 if request.state is None else self._states.get(request.state, 0)
 
     def forget(self, state: str | None) -> Changes:
         """Forget all calls with a state that no member has any more."""
@@ -207,9 +210,9 @@ class Past:
         return self._kept.get(kind) or self._small.get(kind)
 
     def _was_late(self, session: Peer) -> bool:
-        """Whether ``session`` was ever late for a call like its ask, without a state."""
-        made = self._made.get(session.ask.kind)
-        return session.ask.state is None and made is not None and session.number in made.late
+        """Whether ``session`` was ever late for a call like its request, without a state."""
+        made = self._made.get(session.request.kind)
+        return session.request.state is None and made is not None and session.number in made.late
 
 
 def _put_last(

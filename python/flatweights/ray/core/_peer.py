@@ -1,14 +1,14 @@
 """One member as the calls see it: its states, what it has, and what it asks.
 
 A peer is one process, not a rank: a process that takes the rank of a dead one is a peer of its own,
-and an ask belongs to the peer that made it. The states of a peer:
+and a request belongs to the peer that made it. The states of a peer:
 
 | state | the member | what ends it |
 | --- | --- | --- |
 | `ENTERING` | has a ticket, and is making its channel | `ready`: `READY` |
-| `READY` | waits for its first outcome | `told`: `WORKING` |
-| `WORKING` | has the outcome `has`, and has not asked again | `asks`: `ASKING` |
-| `ASKING` | has asked, and waits for the outcome | `told`: `WORKING` |
+| `READY` | waits for its first response | `told`: `WORKING` |
+| `WORKING` | has the response `has`, and has not asked again | `requests`: `ASKING` |
+| `ASKING` | has asked, and waits for the response | `told`: `WORKING` |
 | `LEFT` | has said that it leaves | nothing |
 | `DEAD` | has ended in another way | nothing |
 
@@ -21,10 +21,10 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from flatweights.ray.core._asks import Ask, MemberDiedError
 from flatweights.ray.core._deadline import NEVER, Deadline
+from flatweights.ray.core._requests import MemberDiedError, Request
 
-_NOTHING = Ask("leave")
+_NOTHING = Request("leave")
 
 
 class State(enum.Enum):
@@ -51,9 +51,9 @@ class Peer:
         has_joined: Whether it was there when the process group opened, or has asked since.
         has_channel: Whether its weights come through memory that it shares with the coordinator.
         state: Its state.
-        has: The largest number of the outcomes that it got; 0 after the first outcome.
-        states: By layout of a state, the number of the last call whose outcome it has.
-        ask: Its ask, while it is `ASKING`.
+        has: The largest number of the responses that it got; 0 after the first response.
+        states: By layout of a state, the number of the last call whose response it has.
+        request: Its ask, while it is `ASKING`.
         deadline: The time after which others that have not asked, too, are late.
         why: The error that describes its end, if it ended without leaving.
     """
@@ -68,7 +68,7 @@ class Peer:
     state: State = State.ENTERING
     has: int = 0
     states: dict[str, int] = field(default_factory=dict)
-    ask: Ask = _NOTHING
+    request: Request = _NOTHING
     deadline: Deadline = NEVER
     why: MemberDiedError | None = None
 
@@ -83,28 +83,28 @@ class Peer:
         return self.has_joined or (self.before is not None and self.before.why is not None)
 
     def ready(self) -> None:
-        """Note that it can be told its first outcome."""
+        """Note that it can be told its first response."""
         self.state = State.READY
 
     def join(self) -> None:
         """Note that it is a member from now on: if it dies, the others miss it."""
         self.has_joined, self.before = True, None
 
-    def asks(self, ask: Ask, now: float) -> None:
+    def requests(self, request: Request, now: float) -> None:
         """Note what it asks."""
-        self.ask, self.deadline = ask, Deadline.after(ask.timeout, now)
+        self.request, self.deadline = request, Deadline.after(request.timeout, now)
         self.state = State.ASKING
         self.join()
 
     def told(self, number: int) -> None:
-        """Note that it gets outcome ``number``."""
+        """Note that it gets response ``number``."""
         if number > self.has:
             self.has = number
-        self.state, self.ask = State.WORKING, _NOTHING
+        self.state, self.request = State.WORKING, _NOTHING
 
     def ends(self, why: MemberDiedError | None) -> None:
         """Note that it has left or, with a reason, ended in another way."""
-        self.state, self.why, self.ask = State.DEAD if why else State.LEFT, why, _NOTHING
+        self.state, self.why, self.request = State.DEAD if why else State.LEFT, why, _NOTHING
 
 
 class Peers:

@@ -1,26 +1,26 @@
-"""The members of a process group that wait for the outcome of a call, in three lists.
+"""The members of a process group that wait for the response of a call, in three lists.
 
 | list | the member | waits for |
 | --- | --- | --- |
-| `asking` | takes part in the open call | its outcome |
-| `lacking` | lacks the state of a training (`Ask.lacks`) | the next call of the kind of its ask |
-| `behind` | lacks the last outcome of its kind of call (`Past.is_behind`) | the next of that kind |
+| `asking` | takes part in the open call | its response |
+| `lacking` | lacks the state of a training (`Request.lacks`) | the next call of its kind |
+| `behind` | lacks the last response of its kind (`Past.is_behind`) | the next of that kind |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatweights.ray.core._asks import Ask
 from flatweights.ray.core._deadline import NEVER, Deadline
 from flatweights.ray.core._peer import Peer
+from flatweights.ray.core._requests import Request
 
 
 class Waiting:
     """The three lists; a member is in one of them at most.
 
     Attributes:
-        asking: The members of the open call, in the order of their asks.
+        asking: The members of the open call, in the order of their requests.
         lacking: The members that lack the state.
         behind: The late members.
     """
@@ -36,29 +36,29 @@ class Waiting:
         """The members that wait for another call than the open one."""
         return self.lacking + self.behind
 
-    def ask(self, session: Peer) -> None:
+    def request(self, session: Peer) -> None:
         """Add a member to the open call, and the root of its broadcast, if that waits for one.
 
         All take a root's weights as they are, and nobody else can send them.
         """
         self.asking.append(session)
         for root in self.behind:
-            if root.ask.kind == session.ask.kind and root.rank == session.ask.root:
+            if root.request.kind == session.request.kind and root.rank == session.request.root:
                 self.behind.remove(root)
                 self.asking.append(root)
                 return
 
     def needs(self, session: Peer) -> bool:
         """Whether the open call is the broadcast of this member, which can be late for it."""
-        kinds = (one.ask.kind for one in self.asking)
-        return session.rank == session.ask.root and session.ask.kind in kinds
+        kinds = (one.request.kind for one in self.asking)
+        return session.rank == session.request.root and session.request.kind in kinds
 
-    def asks(self) -> dict[int, Ask]:
-        """Return the asks of the open call by rank, in their order."""
-        return {session.rank: session.ask for session in self.asking}
+    def requests(self) -> dict[int, Request]:
+        """Return the requests of the open call by rank, in their order."""
+        return {session.rank: session.request for session in self.asking}
 
     def deadline(self) -> Deadline:
-        """Return the end of the open call: the earliest deadline of its asks."""
+        """Return the end of the open call: the earliest deadline of its requests."""
         first = NEVER
         for session in self.asking:
             end = session.deadline.end
@@ -78,19 +78,21 @@ class Waiting:
         """Return the late members whose time is up."""
         return [session for session in self.behind if session.deadline.is_over(now)]
 
-    def late_for(self, first: Ask) -> list[Peer]:
-        """Return the late members that the outcome of the call of ``first`` answers."""
-        return [session for session in self.behind if session.ask.kind == first.kind]
+    def late_for(self, first: Request) -> list[Peer]:
+        """Return the late members that the response of the call of ``first`` answers."""
+        return [session for session in self.behind if session.request.kind == first.kind]
 
-    def healed_by(self, first: Ask) -> list[Peer]:
+    def healed_by(self, first: Request) -> list[Peer]:
         """Return the members that get the state that they lack from the call of ``first``."""
-        return [session for session in self.lacking if session.ask.kind == first.kind]
+        return [session for session in self.lacking if session.request.kind == first.kind]
 
-    def missed_by(self, first: Ask) -> list[Peer]:
+    def missed_by(self, first: Request) -> list[Peer]:
         """Return the members that wait for another call with the state of ``first``."""
-        asks = [(session, session.ask) for session in self.lacking]
+        requests = [(session, session.request) for session in self.lacking]
         return [
-            session for session, ask in asks if ask.state == first.state and ask.kind != first.kind
+            session
+            for session, request in requests
+            if request.state == first.state and request.kind != first.kind
         ]
 
     def close_call(self) -> list[Peer]:

@@ -18,7 +18,7 @@ from flatweights._layout import Layout
 from flatweights.ray._round import facts_again
 from flatweights.ray._variables import Variables, without_seeds
 from flatweights.ray.channels._member_channel import Shortcut
-from flatweights.ray.core._asks import Ask, Outcome
+from flatweights.ray.core._requests import Request, Response
 from flatweights.ray.members._turns import Turns
 
 # Types of arguments that stay what they are: an array of one number, such as a weight, may change.
@@ -30,17 +30,17 @@ class Repeatable:
     """What a member may ask for again.
 
     Attributes:
-        outcome: The outcome of the last such call that was not a repetition.
+        response: The response of the last such call that was not a repetition.
         was_repeated: Whether the last one was a repetition.
     """
 
-    outcome: Outcome
+    response: Response
     was_repeated: bool = False
 
 
-def outcome_again(outcome: Outcome, number: int, *seconds: float) -> Outcome:
-    """Return the outcome of a call that repeats that of ``outcome``; see `facts_again`."""
-    return outcome._replace(number=number, facts=facts_again(outcome.facts, number, *seconds))
+def response_again(response: Response, number: int, *seconds: float) -> Response:
+    """Return the response of a call that repeats that of ``response``; see `facts_again`."""
+    return response._replace(number=number, facts=facts_again(response.facts, number, *seconds))
 
 
 class Again(NamedTuple):
@@ -51,7 +51,7 @@ class Again(NamedTuple):
         state: The state that heals members; None without one.
         arguments: Its other arguments, in their order.
         layout: The layout of the variables.
-        ask: What it asks.
+        request: What it asks.
         shortcut: The way to ask for it again.
         known: What is known of such calls.
         turns: How often another model had taken its turn.
@@ -62,7 +62,7 @@ class Again(NamedTuple):
     state: weakref.ref[Any] | None
     arguments: tuple[Any, ...]
     layout: Layout
-    ask: Ask
+    request: Request
     shortcut: Shortcut
     known: Repeatable
     turns: int
@@ -74,7 +74,7 @@ class Again(NamedTuple):
         variables: Any,
         state: Any,
         arguments: tuple[Any, ...],
-        ask: Ask,
+        request: Request,
         way: tuple[Shortcut, Repeatable],
         turns: Turns,
     ) -> Again | None:
@@ -84,7 +84,7 @@ class Again(NamedTuple):
             variables: See the attribute, also for the following.
             state: See the attribute.
             arguments: See the attribute.
-            ask: See the attribute.
+            request: See the attribute.
             way: The shortcut, and what is known of such calls.
             turns: The turns of the member's models.
         """
@@ -95,7 +95,7 @@ class Again(NamedTuple):
         except TypeError:  # a class has no weak references
             return None
         options = without_seeds(variables)
-        return cls(*refs, arguments, variables.layout, ask, *way, turns.changes, options)
+        return cls(*refs, arguments, variables.layout, request, *way, turns.changes, options)
 
     def is_for(self, variables: Variables, state: Any, turns: Turns) -> bool:
         """Whether the next call with these objects is like this one."""

@@ -2,8 +2,8 @@
 
 The members of its node make channels to it, as other members do to the coordinator. Large weights
 stay
-here: the coordinator gets only the asks, and lets branches exchange pieces. Small weights go to the
-coordinator with the ask.
+here: the coordinator gets only the requests, and lets branches exchange pieces. Small weights go to
+the coordinator with the request.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from flatweights import _core
 from flatweights._sources import Kind, Template
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.channels._end import ChannelError
-from flatweights.ray.core._asks import MemberDiedError
 from flatweights.ray.core._peer import State
+from flatweights.ray.core._requests import MemberDiedError
 from flatweights.ray.members._news import News
 from flatweights.ray.members._sessions import (
     SLICE,
@@ -43,15 +43,15 @@ _log = logging.getLogger("flatweights")
 
 
 SentWeights: TypeAlias = AverageOf | Sequence[ray.ObjectRef] | None
-"""The weights of an outcome, or a list with a reference to them; None without weights."""
+"""The weights of a response, or a list with a reference to them; None without weights."""
 
 
-class BranchOutcome(NamedTuple):
-    """An outcome for members of one branch.
+class BranchResponse(NamedTuple):
+    """A response for members of one branch.
 
     Attributes:
         number: Its number.
-        body: The outcome.
+        body: The response.
         weights: Its weights.
         tokens: The tokens of the members.
     """
@@ -131,26 +131,26 @@ class Branch:
             self._channels.give_up(session.channel)
 
     def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
-        """Take an ask that does not fit into a channel."""
+        """Take a request that does not fit into a channel."""
         self._sessions[token].receive(Letter(body, buffer, None))
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
-        """Return an outcome that did not fit into a channel: its body and its buffer.
+        """Return a response that did not fit into a channel: its body and its buffer.
 
         Raises:
             KeyError: If no member has to fetch it.
         """
         return fetched(self._sessions.values(), number)
 
-    def post(self, outcome: BranchOutcome) -> None:
-        """Give members an outcome."""
-        told = [self._sessions[token] for token in outcome.tokens if token in self._sessions]
+    def post(self, response: BranchResponse) -> None:
+        """Give members a response."""
+        told = [self._sessions[token] for token in response.tokens if token in self._sessions]
         self._posts += 1
         try:
-            buffer = self._buffer_of(outcome.weights)
-            post = Post(self._posts, outcome.body, buffer, self._channels.segments)
+            buffer = self._buffer_of(response.weights)
+            post = Post(self._posts, response.body, buffer, self._channels.segments)
         except Exception as error:  # the store has lost them, or memory is short
-            why = f"its outcome did not come: {reason_in_a_line(error)}"
+            why = f"its response did not come: {reason_in_a_line(error)}"
             for session in told:
                 self._lose(session, MemberDiedError(f"{session.who}: {why}"))
             return
@@ -161,7 +161,7 @@ class Branch:
                 del self._senders[session.rank]
                 self._end.models.pop(session.rank, None)
         for session in told:
-            session.told(outcome.number)
+            session.told(response.number)
             session.take_caller()
             try:
                 post.to(session, posted)
@@ -172,7 +172,7 @@ class Branch:
         _core.Mailbox.wake(posted)
 
     def _buffer_of(self, weights: SentWeights) -> NDArray[np.uint8] | None:
-        """Return the packed weights of an outcome; None if it has none."""
+        """Return the packed weights of a response; None if it has none."""
         if weights is None:
             return None
         buffer: NDArray[np.uint8]
@@ -196,12 +196,12 @@ class Branch:
             self.failure.set_exception(error)
 
     def _hand_on(self, session: Session) -> None:
-        """Pass a member's ask on to the coordinator; large weights stay here."""
+        """Pass a member's request on to the coordinator; large weights stay here."""
         answer = session.answer
         assert answer is not None
-        ask = answer.ask
+        request = answer.request
         packed = answer.packed
-        if ask.operation == "leave":
+        if request.operation == "leave":
             session.ends(None)
             session.close()
         if packed is None or packed.buffer.nbytes < SMALL:
@@ -212,7 +212,7 @@ class Branch:
             self._end.models[session.rank] = packed.buffer
             self._senders[session.rank] = session
         spoiled = None
-        if ask.nonfinite != "propagate" and ask.rule is None:
+        if request.nonfinite != "propagate" and request.rule is None:
             template = Template(Kind.FLAT_WEIGHTS, packed.layout)
             spoiled = template.find_nonfinite([packed.buffer], f"rank {session.rank}")
         self._coordinator.hand.remote(session.token, answer.body, Away(spoiled))
@@ -239,11 +239,11 @@ class BranchAgent(Agent):
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
         """See `Branch.enter`."""
-        return self._branch.news.ask(self._branch.enter, rank, who, token)
+        return self._branch.news.call(self._branch.enter, rank, who, token)
 
     def attach(self, token: bytes, nonce: bytes) -> None:
         """See `Branch.attach`."""
-        self._branch.news.ask(self._branch.attach, token, nonce)
+        self._branch.news.call(self._branch.attach, token, nonce)
 
     def forget(self, token: bytes) -> None:
         """See `Branch.forget`."""
@@ -251,15 +251,15 @@ class BranchAgent(Agent):
 
     def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """See `Branch.deliver`."""
-        self._branch.news.ask(self._branch.deliver, token, body, buffer)
+        self._branch.news.call(self._branch.deliver, token, body, buffer)
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """See `Branch.fetch`."""
-        return self._branch.news.ask(self._branch.fetch, number)
+        return self._branch.news.call(self._branch.fetch, number)
 
-    def post(self, outcome: BranchOutcome) -> None:
+    def post(self, response: BranchResponse) -> None:
         """See `Branch.post`."""
-        self._branch.news.ask(self._branch.post, outcome)
+        self._branch.news.call(self._branch.post, response)
 
     def _result(self, rank: int) -> NDArray[np.uint8]:
         """Return the weights of a member."""

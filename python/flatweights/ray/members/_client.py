@@ -28,17 +28,17 @@ from flatweights.ray.channels._protocol import (
     RESEND,
     TOLD_AGAIN,
 )
-from flatweights.ray.core._asks import (
-    Ask,
+from flatweights.ray.core._requests import (
     Kind,
     MemberDiedError,
     OnGpu,
-    Outcome,
+    Request,
+    Response,
     Told,
     end_of,
     remember,
 )
-from flatweights.ray.members._again import Repeatable, outcome_again
+from flatweights.ray.members._again import Repeatable, response_again
 from flatweights.ray.members._coordinator import Coordinator
 from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
@@ -48,12 +48,12 @@ from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._wait import seconds_left
 
 Sent: TypeAlias = NDArray[np.uint8] | OwnSegment | None
-"""The packed weights of an ask, in memory of the host or in a segment of a GPU."""
+"""The packed weights of a request, in memory of the host or in a segment of a GPU."""
 
 _ABSENT = 5.0  # seconds in which a coordinator has to name the missing ranks
 _CALLS = 4  # of a member in its coordinator: `stay`, the current one, and two that it gave up
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its coordinator
-_LEAVE = pickle.dumps((Ask("leave").fields, None))
+_LEAVE = pickle.dumps((Request("leave").fields, None))
 
 
 class Pass(NamedTuple):
@@ -81,8 +81,8 @@ class CoordinatorClient(ABC):
     """A member's end of its coordinator.
 
     Attributes:
-        is_asking: Whether an ask was sent whose outcome was not received.
-        is_told: Whether an outcome was received, which the member has still to apply.
+        is_asking: Whether a request was sent whose response was not received.
+        is_told: Whether a response was received, which the member has still to apply.
     """
 
     def __init__(
@@ -106,89 +106,89 @@ class CoordinatorClient(ABC):
         finally:
             _core.withdraw_offer()
 
-    def gather(self, variables: Variables, ask: Ask) -> tuple[Ask, Sent]:
+    def gather(self, variables: Variables, request: Request) -> tuple[Request, Sent]:
         """Read ``variables`` into memory from which an average is made.
 
         Returns:
-            The ask, which tells where they are; and the memory, for `exchange`.
+            The request, which tells where they are; and the memory, for `exchange`.
         """
         buffer = self.new_buffer(variables.layout)
         variables.gather_into(buffer)
-        return ask, buffer
+        return request, buffer
 
-    def on_gpu(self, variables: Variables, ask: Ask) -> Ask:
-        """Return the ask of a member that sends nothing, which tells where ``variables`` are."""
-        return ask
+    def on_gpu(self, variables: Variables, request: Request) -> Request:
+        """Return the request of a member that sends nothing; it tells where ``variables`` are."""
+        return request
 
-    def again(self, ask: Ask, buffer: Sent) -> tuple[Shortcut, Repeatable] | None:
+    def again(self, request: Request, buffer: Sent) -> tuple[Shortcut, Repeatable] | None:
         """Return the way to make a call again that was just made; None, if there is none."""
         return None
 
     def was_asked(  # noqa: B027 - as for `offer`
-        self, ask: Ask, known: Repeatable, has_come: bool
+        self, request: Request, known: Repeatable, has_come: bool
     ) -> None:
-        """Note that a `Shortcut` has asked: the next `exchange` waits for the outcome, or reads it.
+        """Note that a `Shortcut` has asked: the next `exchange` waits for the response or reads it.
 
         Args:
-            ask: The ask.
+            request: The request.
             known: What is known of such calls.
-            has_come: Whether the outcome has come.
+            has_come: Whether the response has come.
         """
 
-    def exchange(self, ask: Ask, layout: Layout, sent: Sent) -> tuple[Outcome, Any]:
-        """Ask, and wait for the outcome; return the outcome, and its weights, which are read-only.
+    def exchange(self, request: Request, layout: Layout, sent: Sent) -> tuple[Response, Any]:
+        """Ask, and wait; return the response, and its weights, which are read-only.
 
         The weights are in a segment of a GPU only if those that were sent could be.
 
         Args:
-            ask: The ask.
+            request: The request.
             layout: The layout of the expected weights, and of those that are sent.
             sent: The packed weights, if they are sent.
 
         Raises:
             CoordinatorDiedError: If the coordinator is gone.
             TimeoutError: If it does not answer.
-            Exception: The error of the outcome.
+            Exception: The error of the response.
         """
         self.is_asking = True
-        patience = None if ask.timeout is None else ask.timeout + _GRACE
-        if not ask.brings_weights:
+        patience = None if request.timeout is None else request.timeout + _GRACE
+        if not request.brings_weights:
             patience = None  # the others may still be in an epoch, or have stopped
-        told, got = self._swap(ask, layout, sent, patience)
+        told, got = self._swap(request, layout, sent, patience)
         self.is_told = True
         self.is_asking = False
-        outcome = _outcome_in(told)
-        self._learn(outcome, ask)
-        if outcome.error is not None:
+        response = _response_in(told)
+        self._learn(response, request)
+        if response.error is not None:
             self.is_told = False
             try:
-                raise outcome.error
+                raise response.error
             finally:  # the error has this frame: a cycle would keep the buffer, and its segment
-                del outcome
-        if ask.operation == "give":
-            return outcome, as_array(None)
-        theirs = layout if outcome.layout is None else unpickle_layout(outcome.layout)
+                del response
+        if request.operation == "give":
+            return response, as_array(None)
+        theirs = layout if response.layout is None else unpickle_layout(response.layout)
         if theirs.digest != layout.digest:
             raise ValueError(f"expected weights of {layout}, got those of {theirs}")
-        return outcome, self._memory_of(outcome, got)
+        return response, self._memory_of(response, got)
 
-    def _body(self, ask: Ask, layout: Layout) -> bytes:
-        """Return an ask as it is sent, with a layout that the coordinator does not know yet."""
+    def _body(self, request: Request, layout: Layout) -> bytes:
+        """Return a request as it is sent, with a layout that the coordinator does not know yet."""
         is_known = layout.digest in self._known
         if not is_known:
             remember(self._known, layout.digest)
-        return pickle.dumps((ask.fields, None if is_known else layout.pickled))
+        return pickle.dumps((request.fields, None if is_known else layout.pickled))
 
-    def _learn(self, outcome: Outcome, ask: Ask) -> None:  # noqa: B027 - as for `offer`
-        """Note what an outcome says about the next call like ``ask``."""
+    def _learn(self, response: Response, request: Request) -> None:  # noqa: B027 - as for `offer`
+        """Note what a response says about the next call like ``request``."""
 
-    def _memory_of(self, outcome: Outcome, got: NDArray[np.uint8] | None) -> Memory:
-        """Return the weights of an outcome, of which the message had ``got``."""
+    def _memory_of(self, response: Response, got: NDArray[np.uint8] | None) -> Memory:
+        """Return the weights of a response, of which the message had ``got``."""
         return as_array(got)
 
     @abstractmethod
-    def start(self, timeout: float | None) -> Outcome:
-        """Wait for the first outcome."""
+    def start(self, timeout: float | None) -> Response:
+        """Wait for the first response."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -199,14 +199,14 @@ class CoordinatorClient(ABC):
         """Close this end; the coordinator learns that it is gone, and what it ``raised``."""
 
     @abstractmethod
-    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
-        """Send an ask and its weights; return the body of the outcome, and its weights.
+    def _swap(self, request: Request, layout: Layout, sent: Sent, patience: float | None) -> Told:
+        """Send a request and its weights; return the body of the response, and its weights.
 
         Args:
-            ask: The ask.
+            request: The request.
             layout: The layout of the weights.
             sent: The weights.
-            patience: Seconds to wait for the outcome; for ever, if None.
+            patience: Seconds to wait for the response; for ever, if None.
         """
 
 
@@ -233,15 +233,15 @@ class ChannelClient(CoordinatorClient):
         """Offer a segment."""
         self._channel.offer(nbytes)
 
-    def start(self, timeout: float | None) -> Outcome:
+    def start(self, timeout: float | None) -> Response:
         """Wait for the first command."""
-        told = self._outcome(timeout)
+        told = self._response(timeout)
         assert told is not None
-        return _outcome_in(told[0])
+        return _response_in(told[0])
 
     def leave(self) -> None:
         """Answer the last command."""
-        self._channel.ask(_LEAVE, None, is_urgent=True)
+        self._channel.request(_LEAVE, None, is_urgent=True)
 
     def close(self, raised: str = "") -> None:
         """Close the socket."""
@@ -250,35 +250,35 @@ class ChannelClient(CoordinatorClient):
         self._channel.close()
         self._gpu.clear()
 
-    def gather(self, variables: Variables, ask: Ask) -> tuple[Ask, Sent]:
+    def gather(self, variables: Variables, request: Request) -> tuple[Request, Sent]:
         """Read ``variables`` into a segment: of their GPU, if the last such call allows it."""
-        ask = self.on_gpu(variables, ask)
-        if ask.gpu is None or ask.kind not in self._may_stay:
-            return super().gather(variables, ask)
-        segment = self._gpu.gather(variables, ask.gpu.uuid)
+        request = self.on_gpu(variables, request)
+        if request.gpu is None or request.kind not in self._may_stay:
+            return super().gather(variables, request)
+        segment = self._gpu.gather(variables, request.gpu.uuid)
         if segment is None:
-            return super().gather(variables, ask)
-        return ask._replace(gpu=OnGpu(ask.gpu.uuid, segment.handle.placed)), segment
+            return super().gather(variables, request)
+        return request._replace(gpu=OnGpu(request.gpu.uuid, segment.handle.placed)), segment
 
-    def on_gpu(self, variables: Variables, ask: Ask) -> Ask:
-        """Return the ask with the GPU that ``variables`` are on, if they are on one."""
+    def on_gpu(self, variables: Variables, request: Request) -> Request:
+        """Return the request with the GPU that ``variables`` are on, if they are on one."""
         uuid = gpu_of(variables)
-        return ask if uuid is None else ask._replace(gpu=OnGpu(uuid))
+        return request if uuid is None else request._replace(gpu=OnGpu(uuid))
 
-    def again(self, ask: Ask, buffer: Sent) -> tuple[Shortcut, Repeatable] | None:
+    def again(self, request: Request, buffer: Sent) -> tuple[Shortcut, Repeatable] | None:
         """Return the way to ask again, if the coordinator has just repeated the call."""
-        known = self._prepared.get(ask.terms)
+        known = self._prepared.get(request.terms)
         if known is None or not known.was_repeated or not isinstance(buffer, np.ndarray):
             return None
-        shortcut = self._channel.shortcut(known.outcome.prepared, buffer)
+        shortcut = self._channel.shortcut(known.response.prepared, buffer)
         return None if shortcut is None else (shortcut, known)
 
-    def was_asked(self, ask: Ask, known: Repeatable, has_come: bool) -> None:
+    def was_asked(self, request: Request, known: Repeatable, has_come: bool) -> None:
         """See the base class."""
-        remember(self._prepared, ask.terms, known)  # other kinds of calls may have displaced it
+        remember(self._prepared, request.terms, known)  # other kinds of calls may have displaced it
         self._channel.pending = has_come
 
-    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
+    def _swap(self, request: Request, layout: Layout, sent: Sent, patience: float | None) -> Told:
         while True:
             if isinstance(sent, OwnSegment):
                 try:
@@ -288,71 +288,74 @@ class ChannelClient(CoordinatorClient):
                 buffer = None
             else:
                 buffer = sent
-            known = self._prepared.get(ask.terms)
+            known = self._prepared.get(request.terms)
             is_sent = self._channel.pending is not None
-            if not is_sent and (known is None or not self._repeat(ask, known, buffer)):
-                self._send(self._body(ask, layout), buffer, ask.is_urgent)
-            told = self._outcome(patience, known)
+            if not is_sent and (known is None or not self._repeat(request, known, buffer)):
+                self._send(self._body(request, layout), buffer, request.is_urgent)
+            told = self._response(patience, known)
             if told is not None:
                 return told
-            # The coordinator wants the same again: the whole ask, with weights in its own memory.
-            self._prepared.pop(ask.terms, None)
+            # The coordinator wants the same again: the whole request, with weights in its own
+            # memory.
+            self._prepared.pop(request.terms, None)
             if isinstance(sent, OwnSegment):
-                self._may_stay.discard(ask.kind)
-                ask = ask.through_host()
+                self._may_stay.discard(request.kind)
+                request = request.through_host()
                 segment, sent = sent.memory, self.new_buffer(layout)
                 segment.copy_to(sent)
 
-    def _repeat(self, ask: Ask, known: Repeatable, buffer: NDArray[np.uint8] | None) -> bool:
+    def _repeat(
+        self, request: Request, known: Repeatable, buffer: NDArray[np.uint8] | None
+    ) -> bool:
         """Ask by a number; return whether there was a segment."""
-        body = ASKED_AGAIN.pack(known.outcome.prepared, ask.weight)
+        body = ASKED_AGAIN.pack(known.response.prepared, request.weight)
         # A coordinator that makes repetitions without Python sees them in time; see
         # `RepeatedCalls`.
-        is_urgent = ask.is_urgent and not known.was_repeated
-        return self._channel.ask(body, buffer, is_urgent=is_urgent, kind=REPEAT)
+        is_urgent = request.is_urgent and not known.was_repeated
+        return self._channel.request(body, buffer, is_urgent=is_urgent, kind=REPEAT)
 
     def _send(self, body: bytes, buffer: NDArray[np.uint8] | None, is_urgent: bool) -> None:
-        if not self._channel.ask(body, buffer, is_urgent=is_urgent):
-            # There is no segment, or the ask is too long for a mailbox.
+        if not self._channel.request(body, buffer, is_urgent=is_urgent):
+            # There is no segment, or the request is too long for a mailbox.
             self._platform.check_connected()
             self._platform.get(self._actor.deliver.remote(self._pass.token, body, buffer))
-            self._channel.ask(b"", None, is_urgent=is_urgent)
+            self._channel.request(b"", None, is_urgent=is_urgent)
 
-    def _learn(self, outcome: Outcome, ask: Ask) -> None:
-        if self._session in outcome.sessions:
-            terms = ask.terms
-            if not outcome.prepared:
+    def _learn(self, response: Response, request: Request) -> None:
+        if self._session in response.sessions:
+            terms = request.terms
+            if not response.prepared:
                 self._prepared.pop(terms, None)
             elif not (terms in self._prepared and self._prepared[terms].was_repeated):
-                remember(self._prepared, terms, Repeatable(outcome._replace(layout=None)))
-        if outcome.may_stay:
-            self._may_stay.add(ask.kind)
+                remember(self._prepared, terms, Repeatable(response._replace(layout=None)))
+        if response.may_stay:
+            self._may_stay.add(request.kind)
         else:
-            self._may_stay.discard(ask.kind)
+            self._may_stay.discard(request.kind)
 
-    def _memory_of(self, outcome: Outcome, got: NDArray[np.uint8] | None) -> Memory:
-        return as_array(got) if outcome.placed is None else self._gpu.memory(outcome.placed)
+    def _memory_of(self, response: Response, got: NDArray[np.uint8] | None) -> Memory:
+        return as_array(got) if response.placed is None else self._gpu.memory(response.placed)
 
-    def _outcome(self, patience: float | None, known: Repeatable | None = None) -> Told | None:
-        """Return the outcome; None if the coordinator wants the ask again.
+    def _response(self, patience: float | None, known: Repeatable | None = None) -> Told | None:
+        """Return the response; None if the coordinator wants the request again.
 
         Args:
             patience: Seconds to wait for it; for ever, if None.
-            known: What is known of such calls, if the ask was repeated.
+            known: What is known of such calls, if the request was repeated.
         """
         while True:
-            body, buffers, kind = self._channel.outcome(patience)
+            body, buffers, kind = self._channel.response(patience)
             if kind == REPEATED and known is not None:
                 known.was_repeated = True
                 number, *seconds = TOLD_AGAIN.unpack(body)
-                return outcome_again(known.outcome, number, *seconds), buffers[0]
+                return response_again(known.response, number, *seconds), buffers[0]
             if known is not None:
                 known.was_repeated = False
             if kind == RESEND:
                 return None
             if kind != REDUCE:
                 break
-            self._channel.ask(self._gpu.reduce(body), None, is_urgent=True, kind=REDUCED)
+            self._channel.request(self._gpu.reduce(body), None, is_urgent=True, kind=REDUCED)
         if len(body) <= NUMBER.size:
             fetched: Told = self._platform.get(self._actor.fetch.remote(*NUMBER.unpack(body)))
             return fetched
@@ -367,18 +370,18 @@ class StoreClient(CoordinatorClient):
     ) -> None:
         """Take the coordinator."""
         super().__init__(coordinator, pass_, platform)
-        # The references of the last outcome. If one thread drops its reference when another has
-        # just received the same, Ray never finds the object. So references are dropped one outcome
+        # The references of the last response. If one thread drops its reference when another has
+        # just received the same, Ray never finds the object. So references are dropped one response
         # later.
         self._last_refs: list[ray.ObjectRef] | None = None
 
-    def start(self, timeout: float | None) -> Outcome:
+    def start(self, timeout: float | None) -> Response:
         """Call without a body."""
         call = self._actor.exchange.remote(self._pass.token)
-        return _outcome_in(self._take(call, timeout)[0])
+        return _response_in(self._take(call, timeout)[0])
 
     def leave(self) -> None:
-        """Deliver an ask without waiting for the outcome."""
+        """Deliver a request without waiting for the response."""
         self._platform.check_connected()
         self._platform.get(self._actor.deliver.remote(self._pass.token, _LEAVE, None))
 
@@ -388,9 +391,9 @@ class StoreClient(CoordinatorClient):
             self._platform.check_connected()
             self._actor.lose.remote(self._pass.token, end_of(self._pass.who, raised))
 
-    def _swap(self, ask: Ask, layout: Layout, sent: Sent, patience: float | None) -> Told:
+    def _swap(self, request: Request, layout: Layout, sent: Sent, patience: float | None) -> Told:
         self._platform.check_connected()
-        body = self._body(ask, layout)
+        body = self._body(request, layout)
         call = self._actor.exchange.remote(self._pass.token, body, sent)
         return self._take(call, patience)
 
@@ -407,16 +410,16 @@ class StoreClient(CoordinatorClient):
         return body, self._platform.get_shared(refs[0])
 
 
-def _outcome_in(told: bytes | Outcome) -> Outcome:
-    return told if isinstance(told, Outcome) else Outcome(*pickle.loads(told))
+def _response_in(told: bytes | Response) -> Response:
+    return told if isinstance(told, Response) else Response(*pickle.loads(told))
 
 
 class Entered(NamedTuple):
-    """The result of joining: the coordinator, a ticket, and the first outcome."""
+    """The result of joining: the coordinator, a ticket, and the first response."""
 
     client: CoordinatorClient
     ticket: Ticket
-    outcome: Outcome
+    response: Response
 
 
 def enter(

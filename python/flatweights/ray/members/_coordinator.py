@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
-from flatweights.ray.core._asks import MemberDiedError
+from flatweights.ray.core._requests import MemberDiedError
 from flatweights.ray.members._door import Entry, Ticket
 from flatweights.ray.members._news import Result
 from flatweights.ray.members._platform import PLATFORM, Platform
@@ -109,14 +109,14 @@ class Coordinator:
         Raises:
             ChannelError: If it has not connected.
         """
-        await self._ask(self._group.attach, token, nonce)
+        await self._request(self._group.attach, token, nonce)
 
     async def exchange(
         self, token: bytes, body: bytes | None = None, buffer: NDArray[np.uint8] | None = None
     ) -> Reply:
-        """Ask for a call; return the body of the outcome, and references to the weights.
+        """Ask for a call; return the body of the response, and references to the weights.
 
-        Without a body, return the first outcome.
+        Without a body, return the first response.
         """
         caller: Future[Reply] = Future()
         self._running += 1
@@ -130,25 +130,25 @@ class Coordinator:
             self._running -= 1
 
     async def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
-        """Take an ask that does not fit into a channel; the channel then announces it."""
-        await self._ask(self._group.put, token, Letter(body, buffer, None))
+        """Take a request that does not fit into a channel; the channel then announces it."""
+        await self._request(self._group.put, token, Letter(body, buffer, None))
 
     async def hand(
         self, token: bytes, body: bytes | None, buffer: NDArray[np.uint8] | Away | None
     ) -> None:
-        """Take an ask from the agent of a node; without a body, the member is ready."""
+        """Take a request from the agent of a node; without a body, the member is ready."""
         if body is None:
             self._group.news.tell(self._group.expect, token, None)
         else:
             self._group.news.tell(self._group.put, token, Letter(body, buffer, None))
 
     async def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
-        """Return an outcome that did not fit into a channel: its body and its buffer.
+        """Return a response that did not fit into a channel: its body and its buffer.
 
         Raises:
             KeyError: If no member has to fetch it.
         """
-        return await self._ask(self._group.fetch, number)
+        return await self._request(self._group.fetch, number)
 
     async def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead that has dropped its end, or has given up to enter."""
@@ -158,11 +158,11 @@ class Coordinator:
 
     async def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
-        return await self._ask(self._group.door.absent)
+        return await self._request(self._group.door.absent)
 
-    async def _ask(self, method: Callable[..., Result], *args: Any) -> Result:
+    async def _request(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the group's thread; return its result, or raise its exception."""
-        return await self._platform.until(self._group.news.asked(method, *args))
+        return await self._platform.until(self._group.news.called(method, *args))
 
     async def _watch(self, token: bytes, who: str, stays: ray.ObjectRef) -> None:
         """Tell the process group if the process that owns the result of `stay` dies."""

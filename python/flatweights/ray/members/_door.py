@@ -17,9 +17,9 @@ import ray
 
 from flatweights.ray import _clock
 from flatweights.ray.channels._driver_channel import Channels
-from flatweights.ray.core._asks import MemberDiedError
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.core._peer import Peers, State
+from flatweights.ray.core._requests import MemberDiedError
 from flatweights.ray.members._news import News
 from flatweights.ray.members._sessions import Session
 from flatweights.ray.members._terms import Terms
@@ -109,7 +109,7 @@ class Door:
             channels: The channels to members on this node.
             agents: The agents of other nodes.
             news: The calls that the process group's thread makes.
-            hear: A function that handles the ask, or the end, of a member.
+            hear: A function that handles the request, or the end, of a member.
             lose: A function that counts a member as dead.
         """
         self._name, self._terms, self._node = name, terms, node

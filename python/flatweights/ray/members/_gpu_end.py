@@ -14,7 +14,7 @@ from flatweights.ray._failpoints import reach
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._gpu_segments import GpuSegments, Handle, OwnSegment
 from flatweights.ray.channels._member_channel import MemberChannel
-from flatweights.ray.core._asks import Placed
+from flatweights.ray.core._requests import Placed
 from flatweights.ray.members._reductions import Reduced, Reduction
 
 # Bytes of weights that stay on a GPU. It runs the kernels of one process at a time, and takes some

@@ -11,10 +11,10 @@ Whatever stands in the way - a rule, a member on another GPU or node, NaN or inf
 GPU's memory that is short, a rank that dies or stops while it averages - ends in the same way: the
 members are asked again, through memory of the host (`RESEND`), and the call goes on as any other.
 
-A segment with an outcome is held, so that its owner does not write to it, as long as a member may
-still read it: until that member has asked again, or is gone. It is held, too, while the outcome is
+A segment with a response is held, so that its owner does not write to it, as long as a member may
+still read it: until that member has asked again, or is gone. It is held, too, while the response is
 kept for members that are late. Segments with the weights to be averaged need no hold: their owners
-wait for the outcome.
+wait for the response.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from flatweights.ray.channels._driver_channel import Channels, DriverChannel
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._gpu_segments import Handle
 from flatweights.ray.channels._protocol import REDUCE
-from flatweights.ray.core._asks import Ask, Placed
 from flatweights.ray.core._peer import Peer
+from flatweights.ray.core._requests import Placed, Request
 from flatweights.ray.members._reductions import Reduced, Reduction
 from flatweights.ray.members._sessions import Session
 
@@ -85,7 +85,7 @@ class Stayed:
         self._mailbox.drop_hold(False, self.handle.placed.segment)
 
 
-class AskAgainError(Exception):
+class RequestAgainError(Exception):
     """The weights have to come through memory of the host; says why."""
 
 
@@ -99,24 +99,24 @@ class GpuRounds:
         self._stayed: list[Stayed] = []
         self._gone: list[Session] = []  # members that are gone, whose segments others still have
 
-    def may_stay(self, first: Ask, readers: Iterable[tuple[Peer, Ask]]) -> bool:
+    def may_stay(self, first: Request, readers: Iterable[tuple[Peer, Request]]) -> bool:
         """Whether the weights of members may stay on their GPU in the next call like this.
 
         Args:
-            first: The ask of one of them.
-            readers: The members, with their asks.
+            first: The request of one of them.
+            readers: The members, with their requests.
         """
         if first.gpu is None or first.rule is not None or self._is_off:
             return False
         uuids = {
-            ask.gpu.uuid if ask.gpu is not None and peer.has_channel else None
-            for peer, ask in readers
+            request.gpu.uuid if request.gpu is not None and peer.has_channel else None
+            for peer, request in readers
         }
         return len(uuids) == 1 and None not in uuids
 
     def average(
         self,
-        first: Ask,
+        first: Request,
         sessions: Sequence[Session],
         others: Sequence[Session],
         layout: Layout,
@@ -125,9 +125,9 @@ class GpuRounds:
         """Have the member with the lowest rank average the segments of all.
 
         Args:
-            first: The ask of one of them.
+            first: The request of one of them.
             sessions: The members of the call, in the order of their ranks.
-            others: Other members that get the outcome.
+            others: Other members that get the response.
             layout: The layout of the weights.
             weights: The weights of the members, in that order.
 
@@ -141,24 +141,24 @@ class GpuRounds:
         try:
             reduced = self._reduced(channel, sessions, weights)
         except Exception as error:  # it died, or its answer cannot be read
-            raise AskAgainError(f"{reducer.who}: {reason_in_a_line(error)}") from None
+            raise RequestAgainError(f"{reducer.who}: {reason_in_a_line(error)}") from None
         if reduced.placed is None:
             self._is_off = self._is_off or reduced.is_fault
-            raise AskAgainError(f"rank {reducer.rank} could not average: {reduced.why}")
+            raise RequestAgainError(f"rank {reducer.rank} could not average: {reduced.why}")
         if reduced.spoiled and first.nonfinite != "propagate":
             ranks = [sessions[k].rank for k in reduced.spoiled]
-            raise AskAgainError(f"ranks {ranks} hold NaN or infinity")
+            raise RequestAgainError(f"ranks {ranks} hold NaN or infinity")
         return self._kept(reducer, layout, reduced.placed)
 
     def relay(
-        self, first: Ask, root: Session, sessions: Sequence[Session], layout: Layout
+        self, first: Request, root: Session, sessions: Sequence[Session], layout: Layout
     ) -> Stayed:
         """Let all members read the segment of the root of a broadcast.
 
         Args:
-            first: The ask of one of them.
+            first: The request of one of them.
             root: The root.
-            sessions: All members that get the outcome.
+            sessions: All members that get the response.
             layout: The layout of the weights.
 
         Raises:
@@ -203,12 +203,16 @@ class GpuRounds:
                 for channel in channels:
                     channel.send_forget(gone.number)
 
-    def _check(self, first: Ask, senders: Sequence[Session], sessions: Sequence[Session]) -> None:
+    def _check(
+        self, first: Request, senders: Sequence[Session], sessions: Sequence[Session]
+    ) -> None:
         """Raise unless the weights of ``senders`` are in segments that ``sessions`` can read."""
-        if not self.may_stay(first, [(session, session.ask) for session in sessions]):
-            raise AskAgainError("not all members are on one GPU, or a rule needs the coordinator")
-        if not all(session.ask.is_in_segment for session in senders):
-            raise AskAgainError("some weights are in memory of the host")
+        if not self.may_stay(first, [(session, session.request) for session in sessions]):
+            raise RequestAgainError(
+                "not all members are on one GPU, or a rule needs the coordinator"
+            )
+        if not all(session.request.is_in_segment for session in senders):
+            raise RequestAgainError("some weights are in memory of the host")
 
     def _reduced(
         self, channel: DriverChannel, sessions: Sequence[Session], weights: Sequence[float]
@@ -238,7 +242,7 @@ class GpuRounds:
         try:
             handle = owner.channel.handle_of(placed)
         except ChannelError as error:  # this process had no descriptor for it
-            raise AskAgainError(f"{owner.who}: {error}") from None
+            raise RequestAgainError(f"{owner.who}: {error}") from None
         stayed = Stayed(owner, handle, layout)
         self._stayed.append(stayed)
         return stayed
@@ -246,6 +250,6 @@ class GpuRounds:
 
 def _placed(session: Session) -> Placed:
     """Return the segment that has the weights of a member."""
-    assert session.ask.gpu is not None
-    assert session.ask.gpu.placed is not None
-    return session.ask.gpu.placed
+    assert session.request.gpu is not None
+    assert session.request.gpu.placed is not None
+    return session.request.gpu.placed

@@ -35,12 +35,12 @@ from flatweights.ray._variables import (
     whole_state,
 )
 from flatweights.ray.channels._member_channel import SLICE, CoordinatorDiedError
-from flatweights.ray.core._asks import (
-    Ask,
+from flatweights.ray.core._requests import (
     LacksStateError,
     MemberError,
-    Outcome,
     OutOfSyncError,
+    Request,
+    Response,
     remember,
 )
 from flatweights.ray.members._again import Again
@@ -203,15 +203,15 @@ class Member:
     """
 
     def __init__(
-        self, name: str, coordinator: CoordinatorClient, ticket: Ticket, outcome: Outcome
+        self, name: str, coordinator: CoordinatorClient, ticket: Ticket, response: Response
     ) -> None:
         """Take the results of `join`; not for users."""
         self.name = name
         self.rank = ticket.rank
-        self.size = outcome.size
-        self._ranks = outcome.ranks
+        self.size = response.size
+        self._ranks = response.ranks
         self._session = ticket.session
-        self.lacks_state = outcome.number > 0
+        self.lacks_state = response.number > 0
         self.raise_if_out_of_sync = False
         self._coordinator = coordinator
         self._turns = Turns(name)
@@ -294,12 +294,14 @@ class Member:
         if targets is not None and out is not weights:  # shared parts of ``weights`` have one mean
             template.check_apart(targets)
         layout = template.layout
-        ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
+        request = self._request(
+            layout, weight, timeout, min_results, nonfinite, rule=rule, state=state
+        )
         with self._call(state) as coordinator:
             buffer = coordinator.new_buffer(layout)
             _core.move_parts(template.parts_in(buffer), parts)
-            outcome, mean = self._exchange(coordinator, ask, layout, buffer, state)
-            return self._round(outcome, _model(template, mean, out, targets))
+            response, mean = self._exchange(coordinator, request, layout, buffer, state)
+            return self._round(response, _model(template, mean, out, targets))
 
     def average_variables(
         self,
@@ -351,17 +353,19 @@ class Member:
         state = self._whole(state)
         layout = _layout_of(variables, "variables")
         check_flat_weights(layout, "variables")
-        ask = self._ask(layout, weight, timeout, min_results, nonfinite, rule=rule, state=state)
-        if self._turns.is_twin(variables, ask.keys[1]):
-            ask = ask._replace(twins=(*ask.twins, ask.keys[1]))
+        request = self._request(
+            layout, weight, timeout, min_results, nonfinite, rule=rule, state=state
+        )
+        if self._turns.is_twin(variables, request.keys[1]):
+            request = request._replace(twins=(*request.twins, request.keys[1]))
         with self._call(state) as coordinator:
-            ask, sent = coordinator.gather(variables, ask)
-            outcome, mean = self._exchange(coordinator, ask, layout, sent, state)
+            request, sent = coordinator.gather(variables, request)
+            response, mean = self._exchange(coordinator, request, layout, sent, state)
             scatter(variables, mean)
-            result = self._round(outcome, None)
-            way = coordinator.again(ask, sent)
+            result = self._round(response, None)
+            way = coordinator.again(request, sent)
             if way is not None:
-                again = Again.of(variables, state, arguments, ask, way, self._turns)
+                again = Again.of(variables, state, arguments, request, way, self._turns)
                 remember(self._again, id(variables), again)
             return result
 
@@ -393,21 +397,23 @@ class Member:
             coordinator.is_asking = True
             if _failpoints.hook is not None:
                 _failpoints.reach("asking")
-            told = shortcut.exchange(again.ask.weight, SLICE)
+            told = shortcut.exchange(again.request.weight, SLICE)
             if told is None:
                 coordinator.is_asking = False
                 return None
             if isinstance(told, bool):
-                coordinator.was_asked(again.ask, again.known, told)
+                coordinator.was_asked(again.request, again.known, told)
                 sent = shortcut.memory
-                outcome, mean = self._exchange(coordinator, again.ask, again.layout, sent, state)
-                result = self._round(outcome, None)
+                response, mean = self._exchange(
+                    coordinator, again.request, again.layout, sent, state
+                )
+                result = self._round(response, None)
             else:
                 coordinator.is_asking, coordinator.is_told = False, True
                 if _failpoints.hook is not None:
                     _failpoints.reach("told")
                 *numbers, mean = told
-                result = Round(None, *facts_again(again.known.outcome.facts, *numbers))
+                result = Round(None, *facts_again(again.known.response.facts, *numbers))
             variables.scatter(mean, **again.options)
             return result
         except BaseException as error:
@@ -438,14 +444,14 @@ class Member:
         parts = template.read(weights, "weights")
         layout = template.layout
         root = _check_rank(root, self.size, "root")
-        ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
+        request = self._request(layout, 1.0, timeout, None, "propagate", root)
         with self._call() as coordinator:
             buffer = None
-            if ask.root == self.rank:
+            if request.root == self.rank:
                 buffer = coordinator.new_buffer(layout)
                 _core.move_parts(template.parts_in(buffer), parts)
-            outcome, got = coordinator.exchange(ask, layout, buffer)
-            self._note(outcome)
+            response, got = coordinator.exchange(request, layout, buffer)
+            self._note(response)
             model: Model = _model(template, got, None, None)
             return model
 
@@ -468,18 +474,18 @@ class Member:
         self._check_process()
         layout = _layout_of(variables, "variables")
         root = _check_rank(root, self.size, "root")
-        ask = self._ask(layout, 1.0, timeout, None, "propagate", root)
-        ask = ask._replace(only_next=self.raise_if_out_of_sync)
+        request = self._request(layout, 1.0, timeout, None, "propagate", root)
+        request = request._replace(only_next=self.raise_if_out_of_sync)
         with self._call() as coordinator:
             sent: Sent = None
-            if ask.root == self.rank:
-                ask, sent = coordinator.gather(variables, ask)
+            if request.root == self.rank:
+                request, sent = coordinator.gather(variables, request)
             else:
-                ask = coordinator.on_gpu(variables, ask)
-            outcome, got = coordinator.exchange(ask, layout, sent)
-            if self._session not in outcome.sessions or ask.root != self.rank:
+                request = coordinator.on_gpu(variables, request)
+            response, got = coordinator.exchange(request, layout, sent)
+            if self._session not in response.sessions or request.root != self.rank:
                 scatter(variables, got)  # if the root has joined again, those of its predecessor
-            return self._round(outcome, None)
+            return self._round(response, None)
 
     def all_gather(
         self,
@@ -527,12 +533,12 @@ class Member:
             pickled = ray.cloudpickle.dumps(value)
         except Exception as error:
             raise TypeError(f"value: cannot be pickled: {reason_in_a_line(error)}") from error
-        ask = self._ask(None, 1.0, timeout, min_results, "propagate", state=state)
-        ask = ask._replace(operation="all_gather", name=name, value=pickled)
+        request = self._request(None, 1.0, timeout, min_results, "propagate", state=state)
+        request = request._replace(operation="all_gather", name=name, value=pickled)
         with self._call(state) as coordinator:
-            outcome, _ = self._exchange(coordinator, ask, _NO_WEIGHTS, None, state)
-            result = self._round(outcome, {})
-        for rank, one in outcome.values.items():
+            response, _ = self._exchange(coordinator, request, _NO_WEIGHTS, None, state)
+            result = self._round(response, {})
+        for rank, one in response.values.items():
             try:
                 result.weights[rank] = pickle.loads(one)
             except Exception as error:
@@ -577,7 +583,7 @@ class Member:
         """Refuse: a member belongs to its process."""
         raise TypeError("a Member cannot be pickled: each process joins by itself")
 
-    def _ask(
+    def _request(
         self,
         layout: Layout | None,
         weight: float,
@@ -587,8 +593,8 @@ class Member:
         root: int | None = None,
         rule: AnyRule | None = None,
         state: Variables | None = None,
-    ) -> Ask:
-        """Return the ask, after checking its values."""
+    ) -> Request:
+        """Return the request, after checking its values."""
         check_nonfinite(nonfinite)
         checked = None if rule is None else Rule.of(rule)
         if checked is not None and rule is not None and not isinstance(rule, Rule):
@@ -597,7 +603,7 @@ class Member:
             raise TypeError(f"weight: {checked.name} has no weights, all ranks count alike")
         if min_results is not None:
             min_results = check_count(min_results, "min_results", self.size)
-        ask = Ask(
+        request = Request(
             "average" if root is None else "broadcast",
             None if layout is None else layout.digest,
             root,
@@ -609,9 +615,9 @@ class Member:
             None if state is None else _layout_of(state, "state").digest,
         )
         first = state.parts[0] if isinstance(state, WholeState) else state
-        if first is not None and self._turns.is_twin(first, ask.keys[0]):
-            ask = ask._replace(twins=ask.keys[:1])
-        return ask
+        if first is not None and self._turns.is_twin(first, request.keys[0]):
+            request = request._replace(twins=request.keys[:1])
+        return request
 
     def _whole(self, state: State | None) -> Variables | None:
         """Return ``state`` as one `Variables`."""
@@ -623,29 +629,29 @@ class Member:
     def _exchange(
         self,
         coordinator: CoordinatorClient,
-        ask: Ask,
+        request: Request,
         layout: Layout,
         weights: Sent,
         state: Variables | None,
-    ) -> tuple[Outcome, Any]:
-        """Ask for an average; give ``state``, or set it, if the outcome says so."""
+    ) -> tuple[Response, Any]:
+        """Ask for an average; give ``state``, or set it, if the response says so."""
         while True:
             try:
-                sent = ask._replace(lacks=state is not None and self.lacks_state)
+                sent = request._replace(lacks=state is not None and self.lacks_state)
                 if sent.lacks:
-                    outcome, mean = coordinator.exchange(sent.through_host(), layout, None)
+                    response, mean = coordinator.exchange(sent.through_host(), layout, None)
                 else:
-                    outcome, mean = coordinator.exchange(sent, layout, weights)
-                if state is not None and outcome.giver == self._session:
+                    response, mean = coordinator.exchange(sent, layout, weights)
+                if state is not None and response.giver == self._session:
                     given = state.copy() if isinstance(state, WholeState) else state
                     coordinator.exchange(
-                        _state_ask("give", given), given.layout, _gathered(coordinator, given)
+                        _state_request("give", given), given.layout, _gathered(coordinator, given)
                     )
-                if state is not None and self._session in outcome.lacking:
-                    _, got = coordinator.exchange(_state_ask("heal", state), state.layout, None)
+                if state is not None and self._session in response.lacking:
+                    _, got = coordinator.exchange(_state_request("heal", state), state.layout, None)
                     state.scatter(got)
                     self.lacks_state = False
-                return outcome, mean
+                return response, mean
             except LacksStateError as error:  # also if the giver died: the next has another
                 self.lacks_state = True
                 if self.raise_if_out_of_sync and isinstance(error, OutOfSyncError):
@@ -655,7 +661,7 @@ class Member:
     def _call(self, state: Variables | None = None) -> Iterator[CoordinatorClient]:
         """Run one call; if anything interrupts it, this member ends.
 
-        If the outcome has come, and cannot be applied, the others are ahead of this member: it
+        If the response has come, and cannot be applied, the others are ahead of this member: it
         lacks the ``state`` that they have now. Without a state, it ends.
         """
         _check_thread()
@@ -684,7 +690,7 @@ class Member:
         if self._coordinator.is_told and not self._coordinator.is_asking and state is not None:
             self.lacks_state = True
         elif self._coordinator.is_told or self._coordinator.is_asking:
-            # A later call would receive this outcome, or bring weights without it.
+            # A later call would receive this response, or bring weights without it.
             self._break_off(f"a call was broken off by {type(error).__name__}", error)
 
     @contextlib.contextmanager
@@ -717,16 +723,16 @@ class Member:
         if self._finalizer.detach() is not None:
             self._coordinator.close("" if error is None else _line_of(error))
 
-    def _note(self, outcome: Outcome) -> None:
-        self._ranks = outcome.ranks
+    def _note(self, response: Response) -> None:
+        self._ranks = response.ranks
 
-    def _round(self, outcome: Outcome, weights: Any) -> Round:
-        self._note(outcome)
-        result = Round(weights, *outcome.facts)
+    def _round(self, response: Response, weights: Any) -> Round:
+        self._note(response)
+        result = Round(weights, *response.facts)
         if self._session not in (
-            *outcome.sessions,
-            *outcome.lacking,
-        ):  # the outcome of a call in which this member took no part
+            *response.sessions,
+            *response.lacking,
+        ):  # the response of a call in which this member took no part
             result.failed.pop(self.rank, None)
             result.late = tuple(sorted({*result.late, self.rank}))
         return result
@@ -770,8 +776,8 @@ def _check_thread() -> None:
     )
 
 
-def _state_ask(operation: Literal["give", "heal"], state: Variables) -> Ask:
-    return Ask(operation, state.layout.digest, nonfinite="propagate")
+def _state_request(operation: Literal["give", "heal"], state: Variables) -> Request:
+    return Request(operation, state.layout.digest, nonfinite="propagate")
 
 
 def _gathered(coordinator: CoordinatorClient, state: Variables) -> NDArray[np.uint8]:

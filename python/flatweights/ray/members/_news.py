@@ -36,11 +36,11 @@ class News:
         self._calls.append(lambda: method(*args))
         self.channels.ring()
 
-    def ask(self, method: Callable[..., Result], *args: Any) -> Result:
+    def call(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the thread; return its result, or raise its exception."""
-        return self.asked(method, *args).result()
+        return self.called(method, *args).result()
 
-    def asked(self, method: Callable[..., Result], *args: Any) -> Future[Result]:
+    def called(self, method: Callable[..., Result], *args: Any) -> Future[Result]:
         """Make the thread call ``method``; return a future for its result or exception."""
         done: Future[Result] = Future()
 

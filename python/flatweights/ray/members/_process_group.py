@@ -2,7 +2,7 @@
 
 One thread (`ProcessGroup.run`) owns all state; other threads send it calls to make
 (`ProcessGroup.news`). It waits for the members' asks, and tells `Calls`, which decides what each
-member gets. It averages, as in every round (`DriverAverage`), and posts one outcome for all. The
+member gets. It averages, as in every round (`DriverAverage`), and posts one response for all. The
 process group ends when no member is left. Its `Door` lets members in.
 """
 
@@ -38,18 +38,10 @@ from flatweights.ray._round import Round, facts_of
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._member_channel import CoordinatorDiedError
 from flatweights.ray.channels._protocol import RESEND
-from flatweights.ray.core._asks import (
-    Ask,
-    CallsDifferError,
-    MemberDiedError,
-    Outcome,
-)
 from flatweights.ray.core._calls import Calls
 from flatweights.ray.core._events import (
     Action,
     Answer,
-    AskAgain,
-    Asked,
     CopyState,
     Detach,
     Ended,
@@ -64,6 +56,8 @@ from flatweights.ray.core._events import (
     Refused,
     Release,
     Repeated,
+    RequestAgain,
+    Requested,
     Send,
     SendAgain,
     SendKept,
@@ -74,9 +68,15 @@ from flatweights.ray.core._events import (
 )
 from flatweights.ray.core._past import Changes
 from flatweights.ray.core._peer import Peer, State, ranks_of
-from flatweights.ray.members._branch import BranchAgent, BranchOutcome, SentWeights
+from flatweights.ray.core._requests import (
+    CallsDifferError,
+    MemberDiedError,
+    Request,
+    Response,
+)
+from flatweights.ray.members._branch import BranchAgent, BranchResponse, SentWeights
 from flatweights.ray.members._door import Door
-from flatweights.ray.members._gpu_rounds import AskAgainError, GpuRounds, Stayed
+from flatweights.ray.members._gpu_rounds import GpuRounds, RequestAgainError, Stayed
 from flatweights.ray.members._news import News
 from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._repetitions import Ending, Repetitions
@@ -103,7 +103,7 @@ _log = logging.getLogger("flatweights")
 
 
 class _Kept(NamedTuple):
-    """An outcome that members may yet get: its body, and its weights."""
+    """A response that members may yet get: its body, and its weights."""
 
     body: bytes
     weights: Packed | Stayed | None
@@ -149,9 +149,9 @@ class ProcessGroup:
         self._gpu = GpuRounds(self._channels)
         self._repetitions = Repetitions(name, self._channels)
         self._seconds_waited = 0.0  # for the open call
-        self._kept: dict[int, _Kept] = {}  # outcomes for members that are late, by number
+        self._kept: dict[int, _Kept] = {}  # responses for members that are late, by number
         self._given: Packed | None = None  # a state that has just come
-        self._states: dict[int, Packed] = {}  # states that heal members, by number of the outcome
+        self._states: dict[int, Packed] = {}  # states that heal members, by number of the response
         self.news = News(self._channels)
         self.door = Door(
             name, terms, node, self._channels, self._agents, self.news, self._hear, self._lose
@@ -186,7 +186,7 @@ class ProcessGroup:
         begin = _clock.now()
         awaited = self.calls.awaited()
         patience = self._patience(awaited.end)
-        heard = wait_for([*self.door.present.values()], self.news, patience, awaited.asks)
+        heard = wait_for([*self.door.present.values()], self.news, patience, awaited.requests)
         self._seconds_waited += _clock.now() - begin
         for session in heard:
             self._hear(session)
@@ -202,8 +202,8 @@ class ProcessGroup:
         patience = self._patience(self.calls.awaited().end)
         series = self._repetitions.run(self.calls.number, patience)
         self._seconds_waited = series.seconds_waited
-        for number, (outcome, weights) in series.outcomes.items():
-            self._kept[number] = _Kept(pickle.dumps(outcome.fields), weights)
+        for number, (response, weights) in series.responses.items():
+            self._kept[number] = _Kept(pickle.dumps(response.fields), weights)
         if series.calls:
             self._tell(Repeated(series.calls, series.made))
         return series.ending
@@ -237,13 +237,15 @@ class ProcessGroup:
             error = WorkerError({peer.rank: lost for peer in action.peers})
             self._answer(action.peers, portable(error))
         elif isinstance(action, SendAgain):
-            self._ask_again(_sessions(action.peers))
+            self._request_again(_sessions(action.peers))
         elif isinstance(action, CopyState):
             self._copy_state(action.number)
         elif isinstance(action, SendState):
-            outcome = Outcome(action.number, self._size, self.door.peers.ranks())
+            response = Response(action.number, self._size, self.door.peers.ranks())
             state = self._states[action.number]
-            self._post(-action.number, pickle.dumps(outcome.fields), state, _sessions(action.peers))
+            self._post(
+                -action.number, pickle.dumps(response.fields), state, _sessions(action.peers)
+            )
         elif isinstance(action, Release):
             self._states.pop(action.number, None)
         elif isinstance(action, Detach):
@@ -266,19 +268,19 @@ class ProcessGroup:
             )
 
     def _hear(self, session: Session) -> None:
-        """Handle a member's ask, or its end."""
+        """Handle a member's request, or its end."""
         if session.fault is not None:
             self._tell(Ended(session, session.fault))
             return
-        ask = session.ask
-        if ask.operation not in ("give", "heal"):  # with these, it has yet to read the average
+        request = session.request
+        if request.operation not in ("give", "heal"):  # with these, it has yet to read the average
             self._gpu.hear(session)
-        if ask.operation == "leave":
+        if request.operation == "leave":
             self._tell(Ended(session))
-        elif ask.operation == "give":
+        elif request.operation == "give":
             self._hear_of_state(session)
         else:
-            self._tell(Asked(session))
+            self._tell(Requested(session))
 
     def _hear_of_state(self, session: Session) -> None:
         """Take the state from a giver."""
@@ -309,11 +311,11 @@ class ProcessGroup:
     def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
         """Answer asks that are part of no call."""
         for session in _sessions(peers):
-            outcome = Outcome(session.has, self._size, self.door.peers.ranks(), error=error)
-            self._post(session.has, ray.cloudpickle.dumps(outcome.fields), None, [session])
+            response = Response(session.has, self._size, self.door.peers.ranks(), error=error)
+            self._post(session.has, ray.cloudpickle.dumps(response.fields), None, [session])
 
     def _keep(self, changes: Changes) -> None:
-        """Change which outcomes are kept, and where."""
+        """Change which responses are kept, and where."""
         for number in changes.moved:
             kept = self._kept[number]
             if isinstance(kept.weights, Packed):
@@ -323,8 +325,8 @@ class ProcessGroup:
             self._kept.pop(number, None)
 
     def _close_call(self, call: Reduce) -> None:
-        """Average, relay or gather, and post the outcome to all members that have asked."""
-        asks, first = call.asks, call.first
+        """Average, relay or gather, and post the response to all members that have asked."""
+        requests, first = call.requests, call.first
         arrivals = Arrivals.over(
             {
                 session.rank: session.answer
@@ -341,18 +343,18 @@ class ProcessGroup:
         result: Round | None = None
         error: Exception | None = None
         try:
-            self._check_agree(asks, arrivals)
+            self._check_agree(requests, arrivals)
             if first.operation == "all_gather":
-                result = self._gather(asks, arrivals)
-            elif any(ask.is_in_segment for ask in asks.values()):
+                result = self._gather(requests, arrivals)
+            elif any(request.is_in_segment for request in requests.values()):
                 result, weights = self._stay_on_gpu(call, arrivals)
             else:
                 average = self._average if is_average else self._relay
-                result = average(asks, arrivals)
+                result = average(requests, arrivals)
                 weights = Packed(result.weights.buffer, result.weights.layout)
-        except AskAgainError as why:
+        except RequestAgainError as why:
             _log.info("process group %r: weights leave the GPU to be averaged: %s", self._name, why)
-            self._tell(AskAgain())
+            self._tell(RequestAgain())
             return
         except Exception as raised:  # all members raise it; a rule may raise anything
             error = portable(raised)
@@ -381,7 +383,7 @@ class ProcessGroup:
         weights: Packed | Stayed | None,
         error: Exception | None,
     ) -> None:
-        """Post the outcome of a call, and keep it.
+        """Post the response of a call, and keep it.
 
         Args:
             send: Who gets it.
@@ -390,7 +392,7 @@ class ProcessGroup:
             weights: The weights; None, if there are none.
             error: The error.
         """
-        first, asks = call.first, call.asks
+        first, requests = call.first, call.requests
         is_average = first.operation == "average"
         facts: tuple[Any, ...] = ()
         layout: bytes | None = None
@@ -399,7 +401,7 @@ class ProcessGroup:
             layout = weights.layout.pickled if weights and not is_average else None
             result.number, result.transports = (
                 send.number,
-                self._transports(asks) | result.transports,
+                self._transports(requests) | result.transports,
             )
             result.healed = tuple(ranks_of(send.lacking))
             result.late = send.late
@@ -410,7 +412,7 @@ class ProcessGroup:
         stayed = weights if isinstance(weights, Stayed) else None
         sessions = _sessions(call.peers)
         prepared = self._repetitions.prepare(call, send, result, weights, sessions)
-        outcome = Outcome(
+        response = Response(
             send.number,
             self._size,
             self.door.peers.ranks(),
@@ -426,8 +428,8 @@ class ProcessGroup:
             result.weights if result is not None and first.operation == "all_gather" else {},
         )
         if prepared and prepared != send.number and isinstance(weights, Packed):
-            self._repetitions.make_ready(outcome, weights.layout, sessions)
-        body = pickler.dumps(outcome.fields)
+            self._repetitions.make_ready(response, weights.layout, sessions)
+        body = pickler.dumps(response.fields)
         if result is not None:
             self._kept[send.number] = _Kept(body, weights)
         reach("sending")
@@ -437,23 +439,23 @@ class ProcessGroup:
         if result is not None and first.operation != "broadcast":
             report(result, already_named=send.named)
             nbytes = self._agents.nbytes if is_average else result.nbytes
-            METRICS.add({SENT: nbytes * len(asks)})
+            METRICS.add({SENT: nbytes * len(requests)})
 
-    def _check_agree(self, asks: dict[int, Ask], arrivals: Arrivals) -> None:
-        """Raise `CallsDifferError`, naming all ranks, unless all ask for the same call."""
-        alike: list[tuple[Ask, list[int]]] = []
-        for rank, ask in sorted(asks.items()):
+    def _check_agree(self, requests: dict[int, Request], arrivals: Arrivals) -> None:
+        """Raise `CallsDifferError`, naming all ranks, unless all request for the same call."""
+        alike: list[tuple[Request, list[int]]] = []
+        for rank, request in sorted(requests.items()):
             for other, ranks in alike:
-                if ask is other or ask.agrees_with(other):
+                if request is other or request.agrees_with(other):
                     ranks.append(rank)
                     break
             else:
-                alike.append((ask, [rank]))
+                alike.append((request, [rank]))
         if len(alike) > 1:
-            calls = "; ".join(f"{_named(ranks)}: {ask}" for ask, ranks in alike)
-            (ask, ranks), (other, others) = alike[:2]
+            calls = "; ".join(f"{_named(ranks)}: {request}" for request, ranks in alike)
+            (request, ranks), (other, others) = alike[:2]
             difference: str | None = None
-            if ask.operation == other.operation and None not in (ask.digest, other.digest):
+            if request.operation == other.operation and None not in (request.digest, other.digest):
                 answers: dict[int, Any] = arrivals.answers
                 layouts = answers[ranks[0]].layout, answers[others[0]].layout
                 difference = first_difference(*layouts)
@@ -461,7 +463,7 @@ class ProcessGroup:
             raise CallsDifferError(f"expected the same call of all members, got {calls}{where}")
 
     def _is_kept(self, stayed: Stayed) -> bool:
-        """Whether an outcome with these weights is kept for members that are late."""
+        """Whether a response with these weights is kept for members that are late."""
         return any(kept.weights is stayed for kept in self._kept.values())
 
     def _stay_on_gpu(self, call: Reduce, arrivals: Arrivals) -> tuple[Round, Stayed]:
@@ -471,17 +473,17 @@ class ProcessGroup:
             AskAgainError: If they have to come through memory of the host.
             WorkerError: If fewer ranks than needed take part.
         """
-        asks, first = call.asks, call.first
+        requests, first = call.requests, call.first
         sessions = {session.rank: session for session in _sessions(call.peers)}
         layout = next(
             session.answer.layout
             for session in sessions.values()
-            if session.answer and session.ask.is_in_segment
+            if session.answer and session.request.is_in_segment
         )
         others = _sessions(call.others)
         begin = _clock.now()
         if first.operation == "average":
-            spec = self._spec(asks, arrivals)
+            spec = self._spec(requests, arrivals)
             ranks = sorted(sessions)
             members, weights = [sessions[rank] for rank in ranks], spec.numbers_of(ranks)
             stayed = self._gpu.average(first, members, others, layout, weights)
@@ -503,7 +505,7 @@ class ProcessGroup:
         )
         return result, stayed
 
-    def _ask_again(self, sessions: Sequence[Session]) -> None:
+    def _request_again(self, sessions: Sequence[Session]) -> None:
         """Have members whose weights are on a GPU send them through memory of the host."""
         for session in sessions:
             session.take_caller()
@@ -515,21 +517,21 @@ class ProcessGroup:
                     fault = reason_in_a_line(error)
                     self._lose(session, MemberDiedError(f"{session.who}: {fault}"))
 
-    def _spec(self, asks: dict[int, Ask], arrivals: Arrivals) -> RoundSpec:
+    def _spec(self, requests: dict[int, Request], arrivals: Arrivals) -> RoundSpec:
         """Return what is asked of an average, after checking that enough ranks take part."""
-        first = asks[min(asks)]
-        weights = tuple(asks[k].weight if k in asks else 0.0 for k in range(self._size))
+        first = requests[min(requests)]
+        weights = tuple(requests[k].weight if k in requests else 0.0 for k in range(self._size))
         if not any(weights):
-            weighted = ", ".join(f"rank {rank}" for rank in sorted(asks))
+            weighted = ", ".join(f"rank {rank}" for rank in sorted(requests))
             raise ValueError(f"expected a positive weight, got only zeros of {weighted}")
         spec = _spec_of(weights, first.min_results, first.nonfinite, first.rule)
         arrivals.check(spec)
         return spec
 
-    def _average(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
-        spec = self._spec(asks, arrivals)
-        answers: dict[int, Any] = {rank: arrivals.answers[rank] for rank in asks}
-        self._agents.nbytes = answers[min(asks)].layout.nbytes
+    def _average(self, requests: dict[int, Request], arrivals: Arrivals) -> Round:
+        spec = self._spec(requests, arrivals)
+        answers: dict[int, Any] = {rank: arrivals.answers[rank] for rank in requests}
+        self._agents.nbytes = answers[min(requests)].layout.nbytes
         away = [rank for rank, answer in answers.items() if answer.away is not None]
         why = "a rule needs all results in one place" if spec.rule else self._agents.why_not()
         if away and why is None:
@@ -540,10 +542,10 @@ class ProcessGroup:
         result.transports = dict.fromkeys(away, f"store: {why}")
         return result
 
-    def _gather(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
+    def _gather(self, requests: dict[int, Request], arrivals: Arrivals) -> Round:
         """Return a round with the objects of the members, by rank, pickled."""
-        self._spec(asks, arrivals)
-        values = {rank: ask.value for rank, ask in sorted(asks.items())}
+        self._spec(requests, arrivals)
+        values = {rank: request.value for rank, request in sorted(requests.items())}
         return Round(
             values,
             [*values],
@@ -553,13 +555,13 @@ class ProcessGroup:
             nbytes=sum(map(len, values.values())),
         )
 
-    def _relay(self, asks: dict[int, Ask], arrivals: Arrivals) -> Round:
+    def _relay(self, requests: dict[int, Request], arrivals: Arrivals) -> Round:
         """Return a round with a copy of the root's weights.
 
         Raises:
             WorkerError: If the root is dead or late.
         """
-        first = asks[min(asks)]
+        first = requests[min(requests)]
         assert first.root is not None
         begin = _clock.now()
         arrivals.bring()
@@ -576,20 +578,20 @@ class ProcessGroup:
             nbytes=copied.buffer.nbytes,
         )
 
-    def _lost_root(self, first: Ask, arrivals: Arrivals) -> WorkerError:
+    def _lost_root(self, first: Request, arrivals: Arrivals) -> WorkerError:
         """Return the error about a root whose weights are not there."""
         assert first.root is not None
         why = arrivals.errors.get(first.root) or self._absence(first)
         return WorkerError({first.root: why})
 
-    def _absence(self, first: Ask) -> Exception:
+    def _absence(self, first: Request) -> Exception:
         """Return the reason for which the root of a broadcast does not take part."""
         assert first.root is not None
         session = self.door.sessions.get(first.root)
         if session is None:
             return RuntimeError("it has not joined the process group")
         if session in self.calls.waiting.out_of_sync:
-            return RuntimeError(f"it waits for the others to call {session.ask}")
+            return RuntimeError(f"it waits for the others to call {session.request}")
         # A process that is joining is late for nobody else.
         return late_error(first.timeout) if session.is_present else RuntimeError("it has left")
 
@@ -603,14 +605,14 @@ class ProcessGroup:
         _core.move_parts([copied], [weights.buffer])
         return Packed(copied, weights.layout)
 
-    def _transports(self, asks: dict[int, Ask]) -> dict[int, str]:
-        """Return, by rank, the way by which its ask came."""
+    def _transports(self, requests: dict[int, Request]) -> dict[int, str]:
+        """Return, by rank, the way by which its request came."""
         return {
-            k: "store" if self.door.sessions[k].channel is None else "shm" for k in sorted(asks)
+            k: "store" if self.door.sessions[k].channel is None else "shm" for k in sorted(requests)
         }
 
     def _welcome(self) -> None:
-        """Give members that are ready their first outcome, once the process group is open."""
+        """Give members that are ready their first response, once the process group is open."""
         ready = [session for session in self.door.present.values() if session.state is State.READY]
         was_open = self.door.is_open
         self.door.open_for(len(ready))
@@ -618,9 +620,9 @@ class ProcessGroup:
         if ready and self.door.is_open:
             for session in ready:
                 session.told(0)
-                if not was_open:  # others join with their first ask
+                if not was_open:  # others join with their first request
                     session.join()
-            first = Outcome(self.calls.number, self._size, self.door.peers.ranks())
+            first = Response(self.calls.number, self._size, self.door.peers.ranks())
             self._post(0, pickle.dumps(first.fields), None, ready)
 
     def _post(
@@ -631,11 +633,11 @@ class ProcessGroup:
         sessions: Sequence[Session],
         exchanged: Exchanged | None = None,
     ) -> None:
-        """Give ``sessions`` an outcome.
+        """Give ``sessions`` a response.
 
         Args:
-            number: The number of the outcome; for the state that goes with it, its negative.
-            body: The outcome.
+            number: The number of the response; for the state that goes with it, its negative.
+            body: The response.
             weights: Its weights.
             sessions: The members, which wait for it.
             exchanged: The agents that already have the weights.
@@ -679,9 +681,9 @@ class ProcessGroup:
                     ref = self._put(buffer) if ref is None else ref
                     sent = [ref]
                 tokens = [session.token for session in there]
-                agent.handle.post.remote(BranchOutcome(number, body, sent, tokens))
+                agent.handle.post.remote(BranchResponse(number, body, sent, tokens))
             except Exception as error:  # Ray's store is full
-                fault = f"its outcome was not sent: {reason_in_a_line(error)}"
+                fault = f"its response was not sent: {reason_in_a_line(error)}"
                 for session in there:
                     self._lose(session, MemberDiedError(f"{session.who}: {fault}"))
 
@@ -719,7 +721,7 @@ class ProcessGroup:
         session.attach(self._channels.connect(token, nonce))
 
     def expect(self, token: bytes, caller: Future[Reply] | None) -> None:
-        """Note that a member waits for its first outcome, in a call through Ray or at a branch."""
+        """Note that a member waits for its first response, in a call through Ray or at a branch."""
         session = self.door.present.get(token)
         if session is not None:
             if caller is not None:  # it has made no channel
@@ -729,7 +731,7 @@ class ProcessGroup:
             caller.set_exception(_not_here())
 
     def put(self, token: bytes, letter: Letter) -> None:
-        """Take an ask that came through Ray."""
+        """Take a request that came through Ray."""
         session = self.door.present.get(token)
         if session is not None:
             session.receive(letter)
@@ -746,7 +748,7 @@ class ProcessGroup:
             self._lose(session, why)
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
-        """Return the body of an outcome that was announced by ``number``, and its weights.
+        """Return the body of a response that was announced by ``number``, and its weights.
 
         Raises:
             KeyError: If no member has to fetch it.

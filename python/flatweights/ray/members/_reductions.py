@@ -1,17 +1,17 @@
-"""What a coordinator asks of the member that averages segments of a GPU, and what that answers."""
+"""What a member that averages segments of a GPU is asked for, and what it answers."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from flatweights.ray.core._asks import Placed
+from flatweights.ray.core._requests import Placed
 
 
 class Reduction(NamedTuple):
     """The average that a member is to make of its own segment and those of others.
 
     Attributes:
-        segments: The segments, in the order of the ranks; their layout is that of its own ask.
+        segments: The segments, in the order of the ranks; their layout is that of its own request.
         weights: Their weights.
     """
 

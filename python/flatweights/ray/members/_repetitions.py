@@ -1,11 +1,11 @@
 """Calls that all members of a process group repeat: C++ makes them, as long as nothing happens.
 
 If a call is plain, such as a mean of weights in shared memory in which all members take part, its
-outcome has a number (`Outcome.prepared`), and a member that asks for the same again sends that
-number. Once all have, the call is made ready: two segments for its results, of which all members
-know. From then on `_core.RepeatedCalls` waits for the members, averages, and tells them. It ends
-with whatever is no repetition, and leaves it for the process group's thread; `Repeated` then tells
-the core what was done. A member that dies or joins makes all of that invalid.
+response has a number (`Response.prepared`), and a member that requests for the same again sends
+that number. Once all have, the call is made ready: two segments for its results, of which all
+members know. From then on `_core.RepeatedCalls` waits for the members, averages, and tells them. It
+ends with whatever is no repetition, and leaves it for the process group's thread; `Repeated` then
+tells the core what was done. A member that dies or joins makes all of that invalid.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from flatweights.ray._result import Packed
 from flatweights.ray._round import Round
 from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._segments import Extent
-from flatweights.ray.core._asks import Ask, Outcome, remember
 from flatweights.ray.core._events import LastCall, Reduce, Send
-from flatweights.ray.members._again import outcome_again
+from flatweights.ray.core._requests import Request, Response, remember
+from flatweights.ray.members._again import response_again
 from flatweights.ray.members._sessions import Prepared, Session
 
 _MOST = 8  # calls that are ready, and have two segments of their own
@@ -56,14 +56,14 @@ class Series(NamedTuple):
         ending: Why it has ended.
         calls: The number of calls.
         made: The last one of each kind, in the order of their numbers.
-        outcomes: By number, the outcomes of these, and their weights.
+        responses: By number, the responses of these, and their weights.
         seconds_waited: For the call after them.
     """
 
     ending: Ending
     calls: int
     made: list[LastCall]
-    outcomes: dict[int, tuple[Outcome, Packed]]
+    responses: dict[int, tuple[Response, Packed]]
     seconds_waited: float
 
 
@@ -71,15 +71,15 @@ class _Ready(NamedTuple):
     """A call that C++ can make.
 
     Attributes:
-        ask: The ask of the lowest rank.
-        outcome: The outcome of the last one that was made in the general way.
+        request: The request of the lowest rank.
+        response: The response of the last one that was made in the general way.
         layout: The layout of its weights.
         results: Where its results go.
         is_shared: Whether that is in the segments of small results.
     """
 
-    ask: Ask
-    outcome: Outcome
+    request: Request
+    response: Response
     layout: Layout
     results: list[_Result]
     is_shared: bool
@@ -104,7 +104,7 @@ class Repetitions:
         self._channels = channels
         self._sessions: list[Session] = []  # those of the calls that are ready, by rank
         self._ready: dict[int, _Ready] = {}  # by number, the oldest first
-        self._used: dict[int, int] = {}  # by number of the call, that of its last outcome
+        self._used: dict[int, int] = {}  # by number of the call, that of its last response
         self._shared: list[NDArray[np.uint8]] = []  # the segments of small results
         self._shared_used = 0  # bytes of each
         self._calls: _core.RepeatedCalls | None = None
@@ -148,10 +148,10 @@ class Repetitions:
 
         Args:
             call: The call.
-            send: Who gets its outcome.
+            send: Who gets its response.
             result: The round; None, if there was an error.
             weights: Its weights.
-            sessions: Those that took part, which still have their asks.
+            sessions: Those that took part, which still have their requests.
 
         Returns:
             0, if they may not.
@@ -163,24 +163,29 @@ class Repetitions:
         known = set()
         for session in sessions:
             channel, answer = session.channel, session.answer
-            if channel is None or channel.is_closed or answer is None or not answer.ask.may_repeat:
+            if (
+                channel is None
+                or channel.is_closed
+                or answer is None
+                or not answer.request.may_repeat
+            ):
                 return 0
             known.add(answer.prepared)
         if len(known) == 1 and 0 not in known:
             return known.pop()
         for session in sessions:
             assert session.answer is not None
-            again = Prepared(session.answer.ask, session.answer.known_layout)
+            again = Prepared(session.answer.request, session.answer.known_layout)
             remember(session.prepared, send.number, again)
         return send.number
 
-    def make_ready(self, outcome: Outcome, layout: Layout, sessions: Sequence[Session]) -> None:
+    def make_ready(self, response: Response, layout: Layout, sessions: Sequence[Session]) -> None:
         """Make a call ready that ``sessions``, all members, have just repeated.
 
         Args:
-            outcome: Its outcome.
+            response: Its response.
             layout: The layout of its weights.
-            sessions: The members, which still have their asks.
+            sessions: The members, which still have their requests.
         """
         sessions = sorted(sessions, key=lambda session: session.rank)
         if self._calls is None or sessions != self._sessions:
@@ -188,25 +193,25 @@ class Repetitions:
             channels = [session.channel for session in sessions if session.channel is not None]
             self._calls = self._channels.repeated_calls(channels)
             self._sessions = sessions
-        if outcome.prepared in self._ready:
+        if response.prepared in self._ready:
             return
-        asks = [session.answer.ask for session in sessions if session.answer is not None]
-        ask = asks[0]
+        requests = [session.answer.request for session in sessions if session.answer is not None]
+        request = requests[0]
         shared = self._small_results(layout, sessions)
-        results = shared or self._own_results(outcome, layout, sessions)
+        results = shared or self._own_results(response, layout, sessions)
         if len(results) < 2:
             return
         ranks = [session.rank for session in sessions]
         self._calls.prepare(
-            outcome.prepared,
+            response.prepared,
             layout.core,
             [(*extent[:3], buffer) for extent, buffer in results],
-            None if ask.root is None else ranks.index(ask.root),
-            ask.nonfinite == "propagate" or ask.operation == "broadcast",
-            [one.timeout for one in asks],
+            None if request.root is None else ranks.index(request.root),
+            request.nonfinite == "propagate" or request.operation == "broadcast",
+            [one.timeout for one in requests],
         )
-        self._ready[outcome.prepared] = _Ready(ask, outcome, layout, results, bool(shared))
-        self._used[outcome.prepared] = outcome.number
+        self._ready[response.prepared] = _Ready(request, response, layout, results, bool(shared))
+        self._used[response.prepared] = response.number
 
     def _small_results(self, layout: Layout, sessions: Sequence[Session]) -> list[_Result]:
         """Return parts of the two segments of small results; none, if they do not fit."""
@@ -224,14 +229,14 @@ class Repetitions:
         return [_Result(extent, part) for extent, part in found if extent is not None]
 
     def _own_results(
-        self, outcome: Outcome, layout: Layout, sessions: Sequence[Session]
+        self, response: Response, layout: Layout, sessions: Sequence[Session]
     ) -> list[_Result]:
         """Return two segments, perhaps those of a call that is not used any more."""
         assert self._calls is not None
         own = [call for call, ready in self._ready.items() if not ready.is_shared]
         if len(own) >= _MOST:
             oldest = min(own, key=self._used.__getitem__)
-            if outcome.number - self._used[oldest] < _UNUSED:
+            if response.number - self._used[oldest] < _UNUSED:
                 return []
             self._calls.forget(oldest)
             del self._ready[oldest], self._used[oldest]
@@ -259,10 +264,10 @@ class Repetitions:
         return _Result(extent, buffer)
 
     def run(self, number: int, patience: float | None) -> Series:
-        """Make calls, with outcomes after ``number``, until something else is to be done.
+        """Make calls, with responses after ``number``, until something else is to be done.
 
         Args:
-            number: The number of the last outcome.
+            number: The number of the last response.
             patience: Seconds after which something else is due; never, if None.
         """
         assert self._calls is not None
@@ -276,35 +281,35 @@ class Repetitions:
         if not count:
             return Series(ending, 0, [], {}, pending)
         last.sort(key=lambda one: one[1])
-        made, outcomes = [], {}
+        made, responses = [], {}
         for call, at, position, times_made, waited, averaged, *in_all in last:
             ready = self._ready[call]
             self._used[call] = at
-            outcomes[at] = self.outcome_of(call, at, position, (waited, averaged))
-            made.append(LastCall(ready.ask, at, ready.layout.nbytes))
-            if ready.ask.operation != "broadcast":
+            responses[at] = self.response_of(call, at, position, (waited, averaged))
+            made.append(LastCall(ready.request, at, ready.layout.nbytes))
+            if ready.request.operation != "broadcast":
                 self._report(ready, at, times_made, *in_all)
         extent = self._ready[call].results[position].extent
         for session in self._sessions:
             assert session.channel is not None
             session.channel.was_posted([extent])
             session.announced, session.is_quiet = None, True
-        return Series(ending, count, made, outcomes, pending)
+        return Series(ending, count, made, responses, pending)
 
-    def outcome_of(
+    def response_of(
         self, call: int, number: int, position: int, seconds: Sequence[float]
-    ) -> tuple[Outcome, Packed]:
-        """Return an outcome of a call that was repeated, and its weights.
+    ) -> tuple[Response, Packed]:
+        """Return a response of a call that was repeated, and its weights.
 
         Args:
             call: The number by which it was repeated.
-            number: The number of the outcome.
+            number: The number of the response.
             position: Which of the results has the weights.
             seconds: The seconds of its steps.
         """
         ready = self._ready[call]
         weights = Packed(ready.results[position].buffer, ready.layout)
-        return outcome_again(ready.outcome, number, *seconds), weights
+        return response_again(ready.response, number, *seconds), weights
 
     def _report(
         self, ready: _Ready, number: int, count: int, waited: float, averaged: float
@@ -313,7 +318,7 @@ class Repetitions:
 
         Args:
             ready: The call.
-            number: The number of its last outcome.
+            number: The number of its last response.
             count: How often it was made.
             waited: The seconds waited, in all.
             averaged: The seconds that the averages took, in all.

@@ -1,4 +1,4 @@
-"""The record of one member, from its entry to its end, and its asks.
+"""The record of one member, from its entry to its end, and its requests.
 
 A session is a `Peer`, with what the process at the other end is reached by. One thread, that of the
 process group or of the branch, calls these methods; no other thread reads a session.
@@ -32,8 +32,8 @@ from flatweights.ray.channels._driver_channel import DriverChannel
 from flatweights.ray.channels._message import Message, buffer_message
 from flatweights.ray.channels._protocol import ASKED_AGAIN, COMMAND, NUMBER, REDUCED, REPEAT, RESEND
 from flatweights.ray.channels._segments import Segments
-from flatweights.ray.core._asks import Ask, MemberDiedError, end_of, remember
 from flatweights.ray.core._peer import Peer, State
+from flatweights.ray.core._requests import MemberDiedError, Request, end_of, remember
 from flatweights.ray.members._news import News
 from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._store import RayAnswer
@@ -44,11 +44,11 @@ _REPEATED = 4096  # bytes; longer asks are not likely to come again
 
 
 Reply: TypeAlias = tuple[bytes, list[ray.ObjectRef] | None]
-"""The result of a member's call through Ray: the outcome, and a reference to its weights."""
+"""The result of a member's call through Ray: the response, and a reference to its weights."""
 
 
 class Letter(NamedTuple):
-    """An ask that came through Ray: its body, its buffer, and the future of its caller."""
+    """A request that came through Ray: its body, its buffer, and the future of its caller."""
 
     body: bytes
     buffer: NDArray[np.uint8] | Away | None
@@ -56,7 +56,7 @@ class Letter(NamedTuple):
 
 
 class Announced(NamedTuple):
-    """An outcome of which a member was told only a number, by which it fetches the rest."""
+    """A response of which a member was told only a number, by which it fetches the rest."""
 
     number: int
     body: bytes
@@ -77,11 +77,11 @@ class Prepared(NamedTuple):
     """What a member may ask for again, by a number.
 
     Attributes:
-        ask: The ask.
+        request: The request.
         layout: The layout that it names.
     """
 
-    ask: Ask
+    request: Request
     layout: Layout | None
 
 
@@ -95,10 +95,10 @@ class Session(Peer):
         channel: The channel to it; None, if it calls through Ray.
         answer: Its ask, while it is `ASKING`.
         fault: The error that describes its end, until those who count members know of it.
-        announced: The outcome that it has to fetch, until it asks again.
+        announced: The response that it has to fetch, until it asks again.
         prepared: What it may ask for again, by number.
-        seen: The time at which its ask was seen, before it was read; 0, if it was not.
-        is_quiet: Whether its next ask may ring no bell although it has a timeout.
+        seen: The time at which its request was seen, before it was read; 0, if it was not.
+        is_quiet: Whether its next request may ring no bell although it has a timeout.
     """
 
     agent: AgentEnd | None = None
@@ -115,23 +115,23 @@ class Session(Peer):
     _layouts: dict[str, Layout] = field(default_factory=dict)  # layouts that it has sent, by digest
 
     def attach(self, channel: DriverChannel) -> None:
-        """Take the channel to it: it is ready for its first outcome."""
+        """Take the channel to it: it is ready for its first response."""
         self.channel, self.has_channel = channel, True
         self.ready()
 
     def expect(self, caller: Future[Reply] | None) -> None:
-        """Note that it waits for its first outcome: in a call through Ray, or at its branch."""
+        """Note that it waits for its first response: in a call through Ray, or at its branch."""
         self._caller = caller
         self.ready()
         if caller is not None:
             self.agent = None
 
     def receive(self, letter: Letter) -> None:
-        """Take an ask that came through Ray; `look` reads it."""
+        """Take a request that came through Ray; `look` reads it."""
         self._letters.append(letter)
 
     def look(self) -> bool:
-        """Read from the member; return whether there is an ask, or the member has ended."""
+        """Read from the member; return whether there is a request, or the member has ended."""
         if self.state is State.WORKING:
             try:
                 self._read()
@@ -146,15 +146,15 @@ class Session(Peer):
         return True
 
     def take_caller(self) -> Future[Reply] | None:
-        """Drop the ask, whose outcome is sent; return the future of its call through Ray."""
-        self._drop_ask()
+        """Drop the request, whose response is sent; return the future of its call through Ray."""
+        self._drop_request()
         caller, self._caller = self._caller, None
         return caller
 
     def close(self) -> None:
         """Drop what belongs to a member that has left or died."""
         self.announced = None
-        self._drop_ask()
+        self._drop_request()
         self._letters.clear()
         if self._caller is not None and not self._caller.done():
             self._caller.set_exception(self.why or MemberDiedError("this member has left"))
@@ -162,13 +162,13 @@ class Session(Peer):
         if self.over is not None and not self.over.done():
             self.over.set_result(None)
 
-    def _drop_ask(self) -> None:
+    def _drop_request(self) -> None:
         if self.answer is not None:
             self.answer.let_go()
             self.answer = None
 
     def _read(self) -> None:
-        """Read the ask, if it has arrived."""
+        """Read the request, if it has arrived."""
         channel = self.channel
         body: bytes | None = None
         buffer: NDArray[np.uint8] | Away | None = None
@@ -189,24 +189,24 @@ class Session(Peer):
                 buffer = None
                 channel.order(RESEND)
                 return
-            ask, layout = known.ask._replace(weight=weight), known.layout
-            self._take(SessionAnswer(self, ask, body, layout, buffer, number), since)
+            request, layout = known.request._replace(weight=weight), known.layout
+            self._take(SessionAnswer(self, request, body, layout, buffer, number), since)
             return
         if self._letters and (channel is None or body == b""):
             body, buffer, self._caller = self._letters.popleft()
         if body is None:
             return
-        read = _ask_in if len(body) <= _REPEATED else _ask_in.__wrapped__
-        ask, pickled = read(body)
+        read = _request_in if len(body) <= _REPEATED else _request_in.__wrapped__
+        request, pickled = read(body)
         if pickled is not None:
             sent = unpickle_layout(pickled)
             remember(self._layouts, sent.digest, sent)
-        layout = None if ask.digest is None else self._layouts[ask.digest]
-        self._take(SessionAnswer(self, ask, body, layout, buffer), since)
+        layout = None if request.digest is None else self._layouts[request.digest]
+        self._take(SessionAnswer(self, request, body, layout, buffer), since)
 
     def _take(self, answer: SessionAnswer, since: float) -> None:
         self.answer, self.announced, self.is_quiet = answer, None, False
-        self.asks(answer.ask, since or _clock.now())
+        self.requests(answer.request, since or _clock.now())
 
 
 def wait_for(
@@ -218,7 +218,7 @@ def wait_for(
         sessions: The present members.
         news: The calls from other threads to this one.
         timeout: Seconds to wait; for ever, if None.
-        enough: The number of asks to wait for. Urgent asks, and ends, are returned at once.
+        enough: The number of requests to wait for. Urgent asks, and ends, are returned at once.
     """
     end = None if timeout is None else _clock.now() + timeout
     heard: dict[Session, None] = {}
@@ -229,7 +229,7 @@ def wait_for(
         left = SLICE if end is None else min(SLICE, end - _clock.now())
         if len(heard) >= enough or left <= 0 or news or any(map(_is_urgent, heard)):
             return [*heard]
-        # Before its first outcome a member asks for nothing, but its mailbox looks answered.
+        # Before its first response a member asks for nothing, but its mailbox looks answered.
         channels = [
             one.channel
             for one in sessions
@@ -245,50 +245,50 @@ def _is_urgent(session: Session) -> bool:
     """Whether a member's news ends the wait for others at once."""
     if session.fault is not None or session.answer is None:
         return True
-    return session.answer.ask.is_urgent
+    return session.answer.request.is_urgent
 
 
 class SessionAnswer(RayAnswer):
-    """The ask of a member, as an answer that a round averages.
+    """The request of a member, as an answer that a round averages.
 
     Attributes:
         session: The member.
-        ask: The ask.
-        body: The ask in the form in which it came.
+        request: The request.
+        body: The request in the form in which it came.
         prepared: The number by which it came; 0, if it came whole.
         away: The placeholder, if the weights stay on their node.
-        known_layout: The layout that the ask names, if it names one.
+        known_layout: The layout that the request names, if it names one.
     """
 
     def __init__(
         self,
         session: Session,
-        ask: Ask,
+        request: Request,
         body: bytes,
         layout: Layout | None,
         buffer: NDArray[np.uint8] | Away | None,
         prepared: int = 0,
     ) -> None:
-        """Take the ask of ``session``, and the layout and the buffer that it names.
+        """Take the request of ``session``, and the layout and the buffer that it names.
 
         Raises:
             ValueError: If the buffer is not as long as the layout says.
         """
         super().__init__(None)
         self.session = session
-        self.ask = ask
+        self.request = request
         self.body = body
         self.prepared = prepared
         self.away: Away | None = None
         self.known_layout = layout
         if isinstance(buffer, Away):
             self.away, self.agent = buffer, session.agent
-        elif layout is not None and ask.root in (None, session.rank):
-            is_sent = ask.brings_weights and not ask.is_in_segment
+        elif layout is not None and request.root in (None, session.rank):
+            is_sent = request.brings_weights and not request.is_in_segment
             given, expected = as_array(buffer), layout.nbytes if is_sent else 0
             if given.nbytes != expected:
                 raise ValueError(f"expected {expected:,} bytes of weights, got {given.nbytes:,}")
-            self.packed = None if ask.is_in_segment else Packed(given, layout)
+            self.packed = None if request.is_in_segment else Packed(given, layout)
 
     @property
     def is_in_store(self) -> bool:
@@ -297,7 +297,7 @@ class SessionAnswer(RayAnswer):
 
     @property
     def layout(self) -> Layout:
-        """The layout that the ask names."""
+        """The layout that the request names."""
         assert self.known_layout is not None
         return self.known_layout
 
@@ -322,22 +322,22 @@ class SessionAnswer(RayAnswer):
 
 
 @functools.lru_cache(maxsize=256)
-def _ask_in(body: bytes) -> tuple[Ask, bytes | None]:
-    """Return the ask in ``body``, the same object for the same body, and its pickled layout."""
+def _request_in(body: bytes) -> tuple[Request, bytes | None]:
+    """Return the request in ``body``, the same object for the same body, and its pickled layout."""
     fields, layout = pickle.loads(body)
-    return Ask(*fields), layout
+    return Request(*fields), layout
 
 
 def as_array(buffer: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
-    """Return the packed buffer of an ask or an outcome; an empty one, if it has none."""
+    """Return the packed buffer of a request or a response; an empty one, if it has none."""
     return np.empty(0, np.uint8) if buffer is None else buffer
 
 
 class Post:
-    """An outcome on its way to members that have channels.
+    """A response on its way to members that have channels.
 
     A message holds it, with its weights in a segment. Without a segment, or if it is too long, each
-    member is told a number, by which it fetches the outcome through Ray.
+    member is told a number, by which it fetches the response through Ray.
     """
 
     def __init__(
@@ -346,8 +346,8 @@ class Post:
         """Make the message.
 
         Args:
-            number: A number that no other outcome has.
-            body: The outcome.
+            number: A number that no other response has.
+            body: The response.
             buffer: Its weights.
             segments: The segments of this process.
         """
@@ -372,7 +372,7 @@ class Post:
 
 
 def fetched(sessions: Iterable[Session], number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
-    """Return the outcome that one of ``sessions`` has to fetch: its body and its buffer.
+    """Return the response that one of ``sessions`` has to fetch: its body and its buffer.
 
     Raises:
         KeyError: If none of them has to.
@@ -380,4 +380,4 @@ def fetched(sessions: Iterable[Session], number: int) -> tuple[bytes, NDArray[np
     for session in sessions:
         if session.announced is not None and session.announced.number == number:
             return session.announced.body, session.announced.buffer
-    raise KeyError(f"outcome {number} is no longer kept")
+    raise KeyError(f"response {number} is no longer kept")

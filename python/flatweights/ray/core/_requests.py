@@ -1,4 +1,4 @@
-"""The messages between members and their coordinator: a member's ask, and the outcome of a call."""
+"""The messages between members and coordinator: a member's request, and a call's response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_KNOWN = 256  # layouts that need not be sent again, and asks
 Operation = Literal["average", "broadcast", "all_gather", "leave", "give", "heal"]
 
 Kind = tuple[Operation, str | None, int | None, str | None, str | None]
-"""The operation of an `Ask`, its layout, its root, its name, and the layout of its state."""
+"""The operation of an `Request`, its layout, its root, its name, and the layout of its state."""
 
 
 class MemberError(RuntimeError):
@@ -78,7 +78,7 @@ class OnGpu(NamedTuple):
     placed: Placed | None = None
 
 
-class Ask(NamedTuple):
+class Request(NamedTuple):
     """One member's part of a call.
 
     Attributes:
@@ -101,7 +101,7 @@ class Ask(NamedTuple):
         name: What objects are that all members gather; None in other calls.
         value: This member's object, pickled.
         only_next: Whether it is about the next call only: if others have made one since this
-            member's last outcome, it is answered by `OutOfSyncError`.
+            member's last response, it is answered by `OutOfSyncError`.
     """
 
     operation: Operation
@@ -128,7 +128,7 @@ class Ask(NamedTuple):
 
     @property
     def brings_weights(self) -> bool:
-        """Whether the member sends the weights whose layout the ask names, if it is their root."""
+        """Whether the member sends the weights that the request names, if it is their root."""
         return not (self.lacks or self.operation == "heal")
 
     @property
@@ -136,8 +136,8 @@ class Ask(NamedTuple):
         """Whether its weights are in a segment of a GPU."""
         return self.gpu is not None and self.gpu.placed is not None
 
-    def through_host(self) -> Ask:
-        """Return the same ask, with weights in memory of the host."""
+    def through_host(self) -> Request:
+        """Return the same request, with weights in memory of the host."""
         return self._replace(gpu=self.gpu._replace(placed=None)) if self.gpu else self
 
     @property
@@ -148,13 +148,13 @@ class Ask(NamedTuple):
 
     @property
     def fields(self) -> tuple[Any, ...]:
-        """The fields, without those that few asks have."""
+        """The fields, without those that few requests have."""
         is_whole = self.name is not None or self.gpu is not None or self.only_next
         return tuple(self) if is_whole else self[:-4]
 
     @property
     def terms(self) -> tuple[Any, ...]:
-        """Everything but the weight: an ask of the same terms repeats this one."""
+        """Everything but the weight: a request of the same terms repeats this one."""
         return self[:3] + self[4:]
 
     @property
@@ -165,7 +165,7 @@ class Ask(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """The kind of call: the outcome of one answers asks of the same kind."""
+        """The kind of call: the response of one answers requests of the same kind."""
         return self.operation, self.digest, self.root, self.name, self.state
 
     @property
@@ -173,7 +173,7 @@ class Ask(NamedTuple):
         """The name of the rule, with its arguments."""
         return None if self.rule is None else self.rule[0]
 
-    def agrees_with(self, other: Ask) -> bool:
+    def agrees_with(self, other: Request) -> bool:
         """Whether both can be parts of one call."""
         return (
             self.kind == other.kind
@@ -194,23 +194,23 @@ class Ask(NamedTuple):
         return f"{self.operation}({', '.join(options)})"
 
 
-class Outcome(NamedTuple):
-    """The outcome of a call; the weights travel beside it.
+class Response(NamedTuple):
+    """The response of a call; the weights travel beside it.
 
     Attributes:
-        number: The number of the call in the process group, from 1; 0 for the first outcome of each
-            member.
+        number: The number of the call in the process group, from 1; 0 for the first response of
+            each member.
         size: The number of members of the process group.
         ranks: The ranks that take part at present.
-        sessions: The numbers of the sessions whose asks it answers: a rank may have had several
+        sessions: The numbers of the sessions whose requests it answers: a rank may have had several
             sessions.
         giver: The session that gives its state to `lacking`; 0 without a giver.
         lacking: The sessions that lack the state.
         error: The error that all members raise.
-        layout: The layout of the weights, pickled; None, if the asks contain it.
+        layout: The layout of the weights, pickled; None, if the requests contain it.
         facts: The arguments of `Round` after the weights; empty with an error.
-        prepared: The number by which those whose asks it answers may repeat them; 0, if they may
-            not.
+        prepared: The number by which those whose requests it answers may repeat them; 0, if they
+            may not.
         placed: The segment of a GPU that has the weights; None, if they are on the host.
         may_stay: Whether members may leave their weights on the GPU in the next such call.
         values: The objects that all have gathered, by rank, pickled.
@@ -232,12 +232,12 @@ class Outcome(NamedTuple):
 
     @property
     def fields(self) -> tuple[Any, ...]:
-        """The fields, without those that few outcomes have."""
+        """The fields, without those that few responses have."""
         return tuple(self) if self.values or self.may_stay or self.placed else self[:-3]
 
 
-Told: TypeAlias = tuple[bytes | Outcome, NDArray[np.uint8] | None]
-"""An outcome as a member gets it, pickled except of a repetition; and its weights, or a state."""
+Told: TypeAlias = tuple[bytes | Response, NDArray[np.uint8] | None]
+"""A response as a member gets it, pickled except of a repetition; and its weights, or a state."""
 
 
 def remember(known: dict[Any, Any], key: Any, value: Any = None) -> None:
