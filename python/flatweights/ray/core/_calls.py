@@ -1,7 +1,7 @@
 """The calls of a process group's members: which one is due, who takes part, and what each is told.
 
 - Responses are numbered. A member whose response is older than the last is late, or has joined
-  again. Its ask is answered at once by the last response of a call like it (`Past`), until none is
+  again. Its request is answered at once by the last response of a call like it (`Past`), until none is
   newer. It then takes part in a call if it has the last response of that kind of call. If it does
   not, or if that response is no longer kept, it waits for the next one.
 - The open call consists of the requests of members that wait for its response (`Waiting`). If one
@@ -290,7 +290,7 @@ class Calls:
             peer.told(peer.has if number is None else number)
 
     def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
-        """Answer asks that are part of no call."""
+        """Answer requests that are part of no call."""
         self._settle(peers)
         self._do(Answer(peers, error))
 

@@ -4,7 +4,7 @@ The last responses of a few kinds of call are kept, and of more kinds if they ar
 those that a `fit` makes when it begins. They answer late requests at once. Of many more kinds, only
 the number of the last response is known. A call is recognised by the layouts of its weights and of
 its state. If two models of one layout take turns in a member's calls (`Turns`), a response of one
-could be given to a member that requests for the other; so the requests of such twins are refused.
+could be given to a member that asks for the other; so the requests of such twins are refused.
 So are those of a member that was given a response before the twins were noticed, in the first cycle
 of a loop.
 

@@ -53,7 +53,7 @@ class Peer:
         state: Its state.
         has: The largest number of the responses that it got; 0 after the first response.
         states: By layout of a state, the number of the last call whose response it has.
-        request: Its ask, while it is `ASKING`.
+        request: Its request, while it is `ASKING`.
         deadline: The time after which others that have not asked, too, are late.
         why: The error that describes its end, if it ended without leaving.
     """

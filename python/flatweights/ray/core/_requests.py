@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flatweights._average import Nonfinite
 
-_MOST_KNOWN = 256  # layouts that need not be sent again, and asks
+_MOST_KNOWN = 256  # layouts that need not be sent again, and requests
 
 Operation = Literal["average", "broadcast", "all_gather", "leave", "give", "heal"]
 

@@ -80,7 +80,7 @@ class Branch:
         """Begin without members.
 
         Args:
-            coordinator: The actor to which asks go.
+            coordinator: The actor to which requests go.
             channels: The channels of this process.
             end: This node's part of exchanges.
             turn: The lock that a thread holds while it uses ``end``.

@@ -1,7 +1,7 @@
 """A process group: it averages for members as a driver does for workers, but members call it.
 
 One thread (`ProcessGroup.run`) owns all state; other threads send it calls to make
-(`ProcessGroup.news`). It waits for the members' asks, and tells `Calls`, which decides what each
+(`ProcessGroup.news`). It waits for the members' requests, and tells `Calls`, which decides what each
 member gets. It averages, as in every round (`DriverAverage`), and posts one response for all. The
 process group ends when no member is left. Its `Door` lets members in.
 """
@@ -309,7 +309,7 @@ class ProcessGroup:
         self.calls.receive(StateCopied(number, why), _clock.now())
 
     def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
-        """Answer asks that are part of no call."""
+        """Answer requests that are part of no call."""
         for session in _sessions(peers):
             response = Response(session.has, self._size, self.door.peers.ranks(), error=error)
             self._post(session.has, ray.cloudpickle.dumps(response.fields), None, [session])
@@ -442,7 +442,7 @@ class ProcessGroup:
             METRICS.add({SENT: nbytes * len(requests)})
 
     def _check_agree(self, requests: dict[int, Request], arrivals: Arrivals) -> None:
-        """Raise `CallsDifferError`, naming all ranks, unless all request for the same call."""
+        """Raise `CallsDifferError`, naming all ranks, unless all ask for the same call."""
         alike: list[tuple[Request, list[int]]] = []
         for rank, request in sorted(requests.items()):
             for other, ranks in alike:

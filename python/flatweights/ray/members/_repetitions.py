@@ -1,7 +1,7 @@
 """Calls that all members of a process group repeat: C++ makes them, as long as nothing happens.
 
 If a call is plain, such as a mean of weights in shared memory in which all members take part, its
-response has a number (`Response.prepared`), and a member that requests for the same again sends
+response has a number (`Response.prepared`), and a member that asks for the same again sends
 that number. Once all have, the call is made ready: two segments for its results, of which all
 members know. From then on `_core.RepeatedCalls` waits for the members, averages, and tells them. It
 ends with whatever is no repetition, and leaves it for the process group's thread; `Repeated` then

@@ -40,7 +40,7 @@ from flatweights.ray.peers._store import RayAnswer
 from flatweights.ray.peers._summary import Summary
 
 SLICE = 1.0  # seconds between two looks for events that ring no bell
-_REPEATED = 4096  # bytes; longer asks are not likely to come again
+_REPEATED = 4096  # bytes; longer requests are not likely to come again
 
 
 Reply: TypeAlias = tuple[bytes, list[ray.ObjectRef] | None]
@@ -93,7 +93,7 @@ class Session(Peer):
         agent: The agent of its node, if that has the channel to it.
         over: The future on which its call of `Coordinator.stay` waits for its end.
         channel: The channel to it; None, if it calls through Ray.
-        answer: Its ask, while it is `ASKING`.
+        answer: Its request, while it is `ASKING`.
         fault: The error that describes its end, until those who count members know of it.
         announced: The response that it has to fetch, until it asks again.
         prepared: What it may ask for again, by number.
@@ -218,7 +218,7 @@ def wait_for(
         sessions: The present members.
         news: The calls from other threads to this one.
         timeout: Seconds to wait; for ever, if None.
-        enough: The number of requests to wait for. Urgent asks, and ends, are returned at once.
+        enough: The number of requests to wait for. Urgent requests, and ends, are returned at once.
     """
     end = None if timeout is None else _clock.now() + timeout
     heard: dict[Session, None] = {}
@@ -235,7 +235,7 @@ def wait_for(
             for one in sessions
             if one.state is State.WORKING and one.channel is not None
         ]
-        # All asks except the last are read while that member still works. The first one may begin
+        # All requests except the last are read while that member still works. The first one may begin
         # the time of a call, even if it does not ring.
         is_quiet = any(session.is_quiet for session in sessions)
         news.channels.wait(channels, left, 1 if is_quiet else max(1, enough - len(heard) - 1))
