@@ -1,7 +1,7 @@
 """A process group: it averages for members as a driver does for workers, but members call it.
 
 One thread (`ProcessGroup.run`) owns all state; other threads send it calls to make
-(`ProcessGroup.news`). It waits for the members' requests, and tells `Calls`, which decides what each
+(`ProcessGroup.news`). It waits for members' requests, and tells `Calls`, which decides what each
 member gets. It averages, as in every round (`DriverAverage`), and posts one response for all. The
 process group ends when no member is left. Its `Door` lets members in.
 """
