@@ -48,16 +48,16 @@ template <class Out>
 }
 
 // Like divide of a Sum; `spoiled` becomes NaN if a sum is not finite.
-template <bool Multiply, class Out>
-[[gnu::always_inline]] inline Pair divide(const Sums<Out>& sums, std::size_t j, Doubles factor,
-                                          Doubles& spoiled) noexcept {
+template <class Out>
+[[gnu::always_inline]] inline Pair divide(const Sums<Out>& sums, std::size_t j, bool multiply,
+                                          Doubles factor, Doubles& spoiled) noexcept {
   Pair total = sums.total[j];
   spoiled += (total.a - total.a) + (total.b - total.b);
   if constexpr (std::is_same_v<Out, double>) {
     total.a += finite_or_zero(sums.lost[j].a);
     total.b += finite_or_zero(sums.lost[j].b);
   }
-  if constexpr (Multiply) return {total.a * factor, total.b * factor};
+  if (multiply) return {total.a * factor, total.b * factor};
   return {total.a / factor, total.b / factor};
 }
 
@@ -131,88 +131,82 @@ struct Waiting {
 };
 static_assert(sizeof(Waiting<double>) <= kRoom && sizeof(Waiting<float>) <= kRoom);
 
-// Adds kTurn sources to `waiting`, which counts as 0 if First.
-template <class T, class Out, bool Weighted, bool First>
-inline void add_turn(Waiting<Out>& waiting, const std::byte* const* sources, const double* weights,
-                     std::size_t begin, std::size_t size) noexcept {
+// What the loops below test at each step, `first`, `multiply` and so on, is the same at all steps:
+// such a branch costs nothing, while a loop for each case would double the time to compile them.
+
+// Adds kTurn sources to `waiting`, which counts as 0 if `first`.
+template <class T, class Out, bool Weighted>
+inline void add_turn(Waiting<Out>& waiting, bool first, const std::byte* const* sources,
+                     const double* weights, std::size_t begin, std::size_t size) noexcept {
   const Row<Weighted, kTurn> row(sources, weights, kTurn);
   for (std::size_t i = 0; i < size; i += kStep) {
     Sums<Out> sums = {};
-    if constexpr (!First) sums = waiting.sums[i / kStep];
+    if (!first) sums = waiting.sums[i / kStep];
     add_row<T>(sums, row, begin + i);
     waiting.sums[i / kStep] = sums;
   }
 }
 
-// Writes the means of [begin, begin + size), past the caches if Stream. Adds a row of Count
+// Writes the means of [begin, begin + size), past the caches if `stream`. Adds a row of Count
 // sources (any number if 0) to `waiting`, which counts as 0 if First. Returns false if a sum is
 // not finite.
-template <class T, class Out, bool Weighted, bool Multiply, bool Stream, std::size_t Count,
-          bool First>
-inline bool write_means(std::byte* out, const Waiting<Out>* waiting,
-                        const std::byte* const* sources, const double* weights, std::size_t count,
-                        double factor, std::size_t begin, std::size_t size) noexcept {
+template <class T, class Out, bool Weighted, std::size_t Count, bool First>
+bool write_means(std::byte* out, [[maybe_unused]] const Waiting<Out>* waiting,
+                 const std::byte* const* sources, const double* weights, std::size_t count,
+                 Divisor divisor, std::size_t begin, std::size_t size, bool stream) noexcept {
   const Row<Weighted, Count> row(sources, weights, count);
-  const Doubles factors = broadcast(factor);
+  const Doubles factor = broadcast(divisor.factor);
   Doubles spoiled = broadcast(0);
   for (std::size_t i = 0; i < size; i += kStep) {
     Sums<Out> sums = {};
     if constexpr (!First) sums = waiting->sums[i / kStep];
     add_row<T>(sums, row, begin + i);
+    Pair means[kPairs];
     for (std::size_t j = 0; j < kPairs; ++j)
-      store_pair<Out, Stream>(out, begin + i + j * kPair,
-                              divide<Multiply>(sums, j, factors, spoiled));
+      means[j] = divide(sums, j, divisor.multiply, factor, spoiled);
+    for (std::size_t j = 0; j < kPairs; ++j) {
+      if (stream)
+        store_pair<Out, true>(out, begin + i + j * kPair, means[j]);
+      else
+        store_pair<Out, false>(out, begin + i + j * kPair, means[j]);
+    }
   }
   return !any_nonzero_or_nan(spoiled);
 }
 
-// Like average_steps, for more sources than kMostStreams.
-template <class T, class Out, bool Weighted, bool Multiply>
+// Like average_steps, streamed, for more sources than kMostStreams.
+template <class T, class Out, bool Weighted>
 bool stream_in_turns(std::byte* out, Waiting<Out>& waiting, const std::byte* const* sources,
-                     const double* weights, std::size_t count, double factor, std::size_t begin,
+                     const double* weights, std::size_t count, Divisor divisor, std::size_t begin,
                      std::size_t size) noexcept {
   const auto weights_of = [weights](std::size_t k) { return Weighted ? weights + k : nullptr; };
   bool finite = true;
   for (const std::size_t end = begin + size; begin < end; begin += waiting.kSteps * kStep) {
     const std::size_t block = lesser(waiting.kSteps * kStep, end - begin);
-    add_turn<T, Out, Weighted, true>(waiting, sources, weights, begin, block);
-    std::size_t k = kTurn;
+    std::size_t k = 0;
     for (; k + kTurn < count; k += kTurn)
-      add_turn<T, Out, Weighted, false>(waiting, sources + k, weights_of(k), begin, block);
-    finite &= write_means<T, Out, Weighted, Multiply, true, 0, false>(
-        out, &waiting, sources + k, weights_of(k), count - k, factor, begin, block);
+      add_turn<T, Out, Weighted>(waiting, k == 0, sources + k, weights_of(k), begin, block);
+    finite &= write_means<T, Out, Weighted, 0, false>(out, &waiting, sources + k, weights_of(k),
+                                                      count - k, divisor, begin, block, true);
   }
   return finite;
 }
 
-// Writes the means of [begin, begin + size), whole steps. `out` may be a source unless Stream:
+// Writes the means of [begin, begin + size), whole steps. `out` may be a source unless `stream`:
 // each element is read before it is written.
-template <class T, class Out, bool Weighted, bool Multiply, bool Stream>
-bool average_steps(std::byte* out, const std::byte* const* sources, const double* weights,
-                   std::size_t count, double factor, std::size_t begin, std::size_t size,
-                   [[maybe_unused]] std::byte* room) noexcept {
-  if constexpr (Stream) {
-    if (count == kMostStreams)
-      return write_means<T, Out, Weighted, Multiply, true, kMostStreams, true>(
-          out, nullptr, sources, weights, count, factor, begin, size);
-    // For few numbers, turns do not pay.
-    if (room != nullptr && count > kMostStreams && size >= kBlock)
-      return stream_in_turns<T, Out, Weighted, Multiply>(
-          out, *reinterpret_cast<Waiting<Out>*>(room), sources, weights, count, factor, begin,
-          size);
-  }
-  return write_means<T, Out, Weighted, Multiply, Stream, 0, true>(out, nullptr, sources, weights,
-                                                                  count, factor, begin, size);
-}
-
-// The instance of average_steps for these arguments.
 template <class T, class Out, bool Weighted>
-auto choose_steps(bool multiply, bool stream) noexcept {
-  if (multiply)
-    return stream ? average_steps<T, Out, Weighted, true, true>
-                  : average_steps<T, Out, Weighted, true, false>;
-  return stream ? average_steps<T, Out, Weighted, false, true>
-                : average_steps<T, Out, Weighted, false, false>;
+bool average_steps(std::byte* out, const std::byte* const* sources, const double* weights,
+                   std::size_t count, Divisor divisor, std::size_t begin, std::size_t size,
+                   bool stream, [[maybe_unused]] std::byte* room) noexcept {
+  if (stream && count == kMostStreams)
+    return write_means<T, Out, Weighted, kMostStreams, true>(out, nullptr, sources, weights, count,
+                                                             divisor, begin, size, true);
+  // For few numbers, turns do not pay.
+  if (stream && room != nullptr && count > kMostStreams && size >= kBlock)
+    return stream_in_turns<T, Out, Weighted>(out, *reinterpret_cast<Waiting<Out>*>(room), sources,
+                                             weights, count, divisor, begin, size);
+  return write_means<T, Out, Weighted, 0, true>(out, nullptr, sources, weights, count, divisor,
+                                                begin, size, stream);
 }
 
 // Like average_steps, for part of a line or of a step: too few numbers for the loops of
@@ -261,10 +255,10 @@ bool average_in_registers(std::byte* out, const std::byte* const* sources, const
   const std::size_t head = bytes_to_line(out + begin * sizeof(Out));
   if (head % sizeof(Out) != 0) stream = false;
   if (stream && head > 0) singly(lesser(end - begin, head / sizeof(Out)));
-  const auto steps = weights == nullptr ? choose_steps<T, Out, false>(divisor.multiply, stream)
-                                        : choose_steps<T, Out, true>(divisor.multiply, stream);
+  const auto steps =
+      weights == nullptr ? average_steps<T, Out, false> : average_steps<T, Out, true>;
   const std::size_t whole = (end - begin) / kStep * kStep;
-  finite &= steps(out, sources, weights, count, divisor.factor, begin, whole, room);
+  finite &= steps(out, sources, weights, count, divisor, begin, whole, stream, room);
   begin += whole;
   if (begin < end) singly(end - begin);
   if (stream) end_streaming();

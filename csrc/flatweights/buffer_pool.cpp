@@ -22,7 +22,7 @@ namespace {
 constexpr std::size_t kLeastKept = std::size_t{64} << 10;  // below, malloc is as fast
 constexpr std::size_t kPage = std::size_t{4} << 10;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr std::size_t kLine = 64;
+constexpr std::size_t kLeastAlignment = 64;
 constexpr std::size_t kUsuallyKept = std::size_t{1} << 30;
 constexpr std::size_t kShare = 32;  // 1/32 of the memory
 
@@ -49,7 +49,7 @@ std::size_t total_kept = 0;
 bool in_huge_pages(std::size_t capacity) { return capacity >= 2 * kHugePage; }
 
 std::align_val_t alignment_of(std::size_t capacity) {
-  return std::align_val_t{in_huge_pages(capacity) ? kHugePage : kLine};
+  return std::align_val_t{in_huge_pages(capacity) ? kHugePage : kLeastAlignment};
 }
 
 // Sizes are rounded up, so that models of nearly one size share buffers.
@@ -75,7 +75,7 @@ std::byte* allocate(std::size_t capacity) noexcept {
 
 // A child must not inherit a lock that another thread of its parent holds. Registered when the
 // library is loaded, so that no fork comes before.
-[[maybe_unused]] const int registered =
+[[maybe_unused]] const int guarded_in_forks =
     pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 
 }  // namespace

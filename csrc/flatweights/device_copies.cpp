@@ -43,10 +43,10 @@ struct Piece {
 // H200 takes 1.15 times as long. With one slot more or less, nothing changes.
 constexpr std::size_t kSlots = 4;
 constexpr std::size_t kSlotBytes = std::size_t{8} << 20;
-constexpr std::size_t kAlign = 16;         // the widest loads of the kernel
-constexpr std::size_t kPieceBytes = 4096;  // for one block of threads, 16 bytes for each of them
-constexpr std::size_t kMostPieces = 2 * kSlotBytes / kPieceBytes;
-constexpr unsigned kThreads = 256;
+constexpr std::size_t kAlign = 16;        // the widest loads of the kernel
+constexpr std::size_t kCopyPiece = 4096;  // for one block of threads, 16 bytes for each of them
+constexpr std::size_t kMostPieces = 2 * kSlotBytes / kCopyPiece;
+constexpr unsigned kCopyThreads = 256;
 
 // What one launch copies at most. Without a slot's memory, only its table sets a limit; pieces are
 // larger where there are enough for all multiprocessors of a GPU.
@@ -54,17 +54,17 @@ struct Launch {
   std::size_t nbytes;
   std::size_t piece;
 
-  static constexpr Launch of_slot() { return {kSlotBytes, kPieceBytes}; }
+  static constexpr Launch of_slot() { return {kSlotBytes, kCopyPiece}; }
 
   static Launch of_pinned(std::span<const DeviceCopy> copies) {
-    constexpr std::size_t kLargePiece = 16 * kPieceBytes;
+    constexpr std::size_t kLargePiece = 16 * kCopyPiece;
     std::size_t nbytes = 0;
     for (const DeviceCopy& copy : copies) nbytes += copy.size * copy.device_itemsize;
-    return {nbytes, nbytes < kMostPieces / 4 * kPieceBytes ? kPieceBytes : kLargePiece};
+    return {nbytes, nbytes < kMostPieces / 4 * kCopyPiece ? kCopyPiece : kLargePiece};
   }
 };
 
-struct Slot {
+struct StagingSlot {
   std::byte* memory = nullptr;
   Piece* pieces = nullptr;       // what the GPU copies
   std::size_t count = 0;         // of them
@@ -117,8 +117,8 @@ class Staging {
   std::size_t next() noexcept { return next_++; }
 
   // Slot `number`, after the GPU's last use of it.
-  Slot& wait_for(std::size_t number) {
-    Slot& slot = slots_[number % kSlots];
+  StagingSlot& wait_for(std::size_t number) {
+    StagingSlot& slot = slots_[number % kSlots];
     if (slot.in_use_until != nullptr) {
       driver_.check(driver_.synchronize_event(slot.in_use_until), "cuEventSynchronize");
       slot.in_use_until = nullptr;
@@ -152,7 +152,7 @@ class Staging {
   void* const context_ = context_in_use(driver_);
   const pid_t process_ = getpid();
   std::mutex mutex_;
-  std::array<Slot, kSlots> slots_;
+  std::array<StagingSlot, kSlots> slots_;
   std::map<void*, Device> devices_;  // by context
   std::size_t next_ = 0;
 };
@@ -167,7 +167,7 @@ Staging::Staging() {
   driver_.check(driver_.allocate_on_host(&memory, kSlots * (kTableBytes + kSlotBytes), kPortable),
                 "cuMemHostAlloc");
   auto* begin = static_cast<std::byte*>(memory);
-  for (Slot& slot : slots_) {
+  for (StagingSlot& slot : slots_) {
     slot.pieces = reinterpret_cast<Piece*>(begin);
     slot.memory = begin + kTableBytes;
     begin += kTableBytes + kSlotBytes;
@@ -194,11 +194,11 @@ void Staging::launch(std::size_t number, void* stream) {
   void* const context = context_of_stream(stream);
   const CurrentContext guard(context);
   const Device& device = device_of(context);
-  Slot& slot = slots_[number % kSlots];
+  StagingSlot& slot = slots_[number % kSlots];
   void* const event = device.events[number % kSlots];
   void* arguments[] = {&slot.pieces};
-  driver_.check(driver_.launch(device.function, static_cast<unsigned>(slot.count), 1, 1, kThreads,
-                               1, 1, 0, stream, arguments, nullptr),
+  driver_.check(driver_.launch(device.function, static_cast<unsigned>(slot.count), 1, 1,
+                               kCopyThreads, 1, 1, 0, stream, arguments, nullptr),
                 "cuLaunchKernel");
   const int recorded = driver_.record_event(event, stream);
   if (recorded != 0) driver_.synchronize_context();  // the slot may be reused after the error
@@ -363,7 +363,7 @@ void launch_direct(Staging& staging, std::vector<DeviceCopy> copies, Direction d
   const Launch most = Launch::of_pinned(copies);
   for (Cutter cutter(copies, most); !cutter.is_done();) {
     const std::size_t number = staging.next();
-    Slot& slot = staging.wait_for(number);
+    StagingSlot& slot = staging.wait_for(number);
     slot.clear();
     void* const stream =
         cutter.next([&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t) {
@@ -395,7 +395,7 @@ void copy_from_devices(std::vector<DeviceCopy> copies) {
   for (Cutter cutter(copies, kMost); !cutter.is_done();) {
     if (under_way.size() == kSlots) finish_one();
     const std::size_t number = staging.next();
-    Slot& slot = staging.wait_for(number);
+    StagingSlot& slot = staging.wait_for(number);
     slot.clear();
     void* const stream = cutter.next(
         [&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t at) {
@@ -420,7 +420,7 @@ void copy_to_devices(std::vector<DeviceCopy> copies) {
   constexpr Launch kMost = Launch::of_slot();
   for (Cutter cutter(copies, kMost); !cutter.is_done();) {
     const std::size_t number = staging.next();
-    Slot& slot = staging.wait_for(number);
+    StagingSlot& slot = staging.wait_for(number);
     slot.clear();
     void* const stream = cutter.next(
         [&](const DeviceCopy& copy, std::size_t begin, std::size_t size, std::size_t at) {

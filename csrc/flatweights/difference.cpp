@@ -10,16 +10,16 @@
 namespace flatweights {
 namespace {
 
-constexpr std::size_t kBlock = 1024;  // numbers that are widened in L1
+constexpr std::size_t kWidenedBlock = 1024;  // numbers that are widened in L1
 
 void add_range(const DifferencePart& part, std::size_t begin, std::size_t end) noexcept {
   const std::size_t to = real_of(part.dtype), from = real_of(part.narrow_dtype);
   const std::size_t size = real_size(part.dtype), narrow = real_size(part.narrow_dtype);
   const auto widen = kernels().convert[from][to];
   const auto axpy = kernels().axpy[to];
-  alignas(64) std::byte wide[kBlock * sizeof(double)];
-  for (; begin < end; begin += kBlock) {
-    const std::size_t count = std::min(kBlock, end - begin);
+  alignas(64) std::byte wide[kWidenedBlock * sizeof(double)];
+  for (; begin < end; begin += kWidenedBlock) {
+    const std::size_t count = std::min(kWidenedBlock, end - begin);
     widen(wide, part.difference + begin * narrow, 0, count);
     axpy(part.model + begin * size, 1.0, wide, 0, count);
   }

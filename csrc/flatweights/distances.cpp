@@ -12,9 +12,9 @@
 namespace flatweights {
 namespace {
 
-constexpr std::size_t kLine = 64;
+constexpr std::size_t kRoomLine = 64;
 // parallel_for's borders are multiples of it.
-constexpr std::size_t kBorder = 4096;
+constexpr std::size_t kRangeBorder = 4096;
 
 // Ranges of numbers with sums of their own, which are added in order: enough of them to share
 // among threads, and few if there are many pairs.
@@ -45,22 +45,22 @@ class Distances {
     const Kernels& loops = kernels();
     const std::size_t reals = starts_.back();
     const std::size_t even = reals / most_ranges(pairs_) + 1;
-    const std::size_t range = (even + kBorder - 1) / kBorder * kBorder;
+    const std::size_t range = (even + kRangeBorder - 1) / kRangeBorder * kRangeBorder;
     const std::size_t ranges = (reals + range - 1) / range;
     const std::size_t traffic = real_bytes(parts_, starts_) * count_;
     const std::size_t columns = pairs_ * kDistanceColumns;
     std::vector<double> sums(ranges * pairs_);
     // Columns of sums, and a block of each source.
-    const std::size_t room = columns * sizeof(double) + kLine +
+    const std::size_t room = columns * sizeof(double) + kRoomLine +
                              count_ * (sizeof(void*) + kDistanceBlock * sizeof(double));
     Rooms rooms(room, std::min<std::size_t>(std::max(num_threads(), 1u), ranges));
     // For parallel_for, each range is as long as the distance between two borders.
-    const std::size_t size = ranges * kBorder;
-    parallel_for(size, std::max(grain_of(size, traffic), kBorder),
+    const std::size_t size = ranges * kRangeBorder;
+    parallel_for(size, std::max(grain_of(size, traffic), kRangeBorder),
                  [&](std::size_t from, std::size_t to) {
                    std::byte* const memory = rooms.enter();
                    auto* const columns_of = reinterpret_cast<double*>(memory);
-                   for (std::size_t r = from / kBorder; r < to / kBorder; ++r) {
+                   for (std::size_t r = from / kRangeBorder; r < to / kRangeBorder; ++r) {
                      std::fill_n(columns_of, columns, 0.0);
                      const std::size_t end = std::min(reals, (r + 1) * range);
                      for_each_part(starts_, r * range, end,

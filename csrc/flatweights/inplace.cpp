@@ -12,7 +12,7 @@ namespace flatweights {
 namespace {
 
 // Real numbers whose squares have one sum; parallel_for's borders are multiples of it.
-constexpr std::size_t kBlock = 4096;
+constexpr std::size_t kNormBlock = 4096;
 
 // Calls `body(part, from, to)` for ranges of reals that cover all averaged parts, on several
 // threads. Each real is read and written `passes` times in all.
@@ -39,14 +39,14 @@ struct Sum {
 double sum_squares(std::span<const ReadPart> parts, double factor) {
   const Kernels& loops = kernels();
   const std::vector<std::size_t> starts = starts_of(parts);
-  std::vector<Sum> sums(starts.back() / kBlock + 1);
+  std::vector<Sum> sums(starts.back() / kNormBlock + 1);
   const std::size_t traffic = real_bytes(parts, starts);
   parallel_for_parts(starts, traffic, [&](std::size_t i, std::size_t from, std::size_t to) {
     const auto squares = loops.squares[real_of(parts[i].dtype)];
     while (from < to) {
       const std::size_t at = starts[i] + from;
-      const std::size_t stop = std::min(to, from + kBlock - at % kBlock);
-      Sum& sum = sums[at / kBlock];
+      const std::size_t stop = std::min(to, from + kNormBlock - at % kNormBlock);
+      Sum& sum = sums[at / kNormBlock];
       squares(&sum.total, &sum.lost, parts[i].data, factor, from, stop);
       from = stop;
     }

@@ -9,11 +9,12 @@
 
 namespace flatweights {
 
-extern const Kernels kernels_portable;
 #ifdef FLATWEIGHTS_X86
 extern const Kernels kernels_baseline;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+#else
+extern const Kernels kernels_portable;
 #endif
 #ifdef FLATWEIGHTS_ARM64
 extern const Kernels kernels_neon;
@@ -21,13 +22,23 @@ extern const Kernels kernels_neon;
 
 namespace {
 
+#ifdef FLATWEIGHTS_X86
+// The portable loops are not compiled again: those of the baseline differ only in stores past the
+// caches, which all x86-64 processors have.
+const Kernels kernels_portable = [] {
+  Kernels same = kernels_baseline;
+  same.name = "portable";
+  return same;
+}();
+#endif
+
 struct Candidate {
   const Kernels* kernels;
   bool runs_here;
 };
 
 // Returns the named set, or the first that runs here: they are in order of speed.
-const Kernels* decide() {
+const Kernels* decide_kernels() {
 #ifdef FLATWEIGHTS_X86
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
@@ -62,7 +73,7 @@ const Kernels& kernels() {
   static std::atomic<const Kernels*> chosen{nullptr};
   const Kernels* found = chosen.load(std::memory_order_relaxed);
   if (found == nullptr) {
-    found = decide();
+    found = decide_kernels();
     chosen.store(found, std::memory_order_relaxed);
   }
   return *found;

@@ -356,7 +356,7 @@ bool mean_run(std::byte* out, const std::byte* const* sources, std::size_t begin
       for (std::size_t j = 0; j < kParts; ++j) add_term(sums, j, load_pair<T>(kept, j * kPair));
     }
     for (std::size_t j = 0; j < kParts; ++j)
-      store_pair<T>(out, i + j * kPair, divide<false>(sums, j, divisor, spoiled));
+      store_pair<T>(out, i + j * kPair, divide(sums, j, false, divisor, spoiled));
   }
   return extremes.finite(static_cast<K>(kExponent<T>));
 }
@@ -407,7 +407,7 @@ inline void write_nearest(std::byte* out, const SortedRows<T>& rows, std::size_t
     sums.total[0].b = sum_nearest<T, Doubles>(
         [&](std::size_t k) { return load_pair<T>(ranks[k], i).b; }, sources, nearest, lost);
     if constexpr (std::is_same_v<T, double>) sums.lost[0].b = lost;
-    store_pair<T>(out, i, divide<false>(sums, 0, divisor, spoiled));
+    store_pair<T>(out, i, divide(sums, 0, false, divisor, spoiled));
   }
   if (any_nonzero_or_nan(spoiled)) unify_nan<T>(out, 0, count);
 }

@@ -46,7 +46,7 @@ unsigned usable_processors() {
   return limit == 0 ? count : std::min(count, limit);
 }
 
-unsigned decide() {
+unsigned decide_num_threads() {
   if (const char* text = std::getenv("FLATWEIGHTS_NUM_THREADS"); text != nullptr && *text != '\0') {
     const char* rest = nullptr;
     const unsigned count = parse_count(text, rest);
@@ -68,7 +68,7 @@ unsigned num_threads() {
   unsigned count = chosen.load(std::memory_order_relaxed);
   if (count == 0) {
     unsigned undecided = 0;
-    count = decide();
+    count = decide_num_threads();
     // A concurrent set_num_threads wins.
     if (!chosen.compare_exchange_strong(undecided, count)) count = undecided;
   }

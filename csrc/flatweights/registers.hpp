@@ -100,6 +100,52 @@ struct RegisterOf {
 template <class K>
 using Register = typename RegisterOf<K>::Type;
 
+// The same with the instructions by name: the compiler finds them by itself, but takes long. With
+// a mask of ones, since GCC 12 warns of its own header's uninitialized registers without one.
+#if defined(FLATWEIGHTS_REGISTERS) && defined(__AVX512F__)
+template <>
+[[gnu::always_inline]] inline Register<float> lesser_of(Register<float> a,
+                                                        Register<float> b) noexcept {
+  return _mm512_maskz_min_ps(0xffff, a, b);
+}
+template <>
+[[gnu::always_inline]] inline Register<float> greater_of(Register<float> a,
+                                                         Register<float> b) noexcept {
+  return _mm512_maskz_max_ps(0xffff, a, b);
+}
+template <>
+[[gnu::always_inline]] inline Register<double> lesser_of(Register<double> a,
+                                                         Register<double> b) noexcept {
+  return _mm512_maskz_min_pd(0xff, a, b);
+}
+template <>
+[[gnu::always_inline]] inline Register<double> greater_of(Register<double> a,
+                                                          Register<double> b) noexcept {
+  return _mm512_maskz_max_pd(0xff, a, b);
+}
+#elif defined(FLATWEIGHTS_REGISTERS) && defined(__AVX2__)
+template <>
+[[gnu::always_inline]] inline Register<float> lesser_of(Register<float> a,
+                                                        Register<float> b) noexcept {
+  return _mm256_min_ps(a, b);
+}
+template <>
+[[gnu::always_inline]] inline Register<float> greater_of(Register<float> a,
+                                                         Register<float> b) noexcept {
+  return _mm256_max_ps(a, b);
+}
+template <>
+[[gnu::always_inline]] inline Register<double> lesser_of(Register<double> a,
+                                                         Register<double> b) noexcept {
+  return _mm256_min_pd(a, b);
+}
+template <>
+[[gnu::always_inline]] inline Register<double> greater_of(Register<double> a,
+                                                          Register<double> b) noexcept {
+  return _mm256_max_pd(a, b);
+}
+#endif
+
 // Makes the compiler hold a value in a register before it goes on.
 template <class V>
 [[gnu::always_inline]] inline void settle([[maybe_unused]] V& value) noexcept {

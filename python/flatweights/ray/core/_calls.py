@@ -2,8 +2,8 @@
 
 - Responses are numbered. A member whose response is older than the last is late, or has joined
   again. Its request is answered at once by the last response of a call like it (`Past`), until none
-  is newer. It then takes part in a call if it has the last response of that kind of call. If it does
-  not, or if that response is no longer kept, it waits for the next one.
+  is newer. It then takes part in a call if it has the last response of that kind. If it does not,
+  or if that response is no longer kept, it waits for the next one.
 - The open call consists of the requests of members that wait for its response (`Waiting`). If one
   of them dies meanwhile, its request is dropped. A process that takes its rank is a peer of its
   own.
