@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from flatweights import FlatWeights, _core
 from flatweights.ray import _failpoints
 from flatweights.ray.channels._member_channel import MemberChannel
-from flatweights.ray.members._client import ChannelClient, Pass
-from flatweights.ray.members._door import Ticket
+from flatweights.ray.members._client import ChannelClient, Identity
 from flatweights.ray.members._member import Member
+from flatweights.ray.members._rendezvous import JoinReply
 
 
 def weights_of(seed: int, large: int = 9_001) -> FlatWeights:
@@ -70,8 +70,8 @@ def attach(rank: int, session: int, address: bytes, token: bytes) -> MemberChann
 
 def member_of(channel: MemberChannel, rank: int, session: int, token: bytes) -> Member:
     """Wait for the first response, in the process of a member."""
-    coordinator = ChannelClient(None, Pass(token, f"process of rank {rank}"), channel, session)
-    return Member("gpu", coordinator, Ticket(rank, session, None), coordinator.start(60.0))
+    coordinator = ChannelClient(None, Identity(token, f"process of rank {rank}"), channel, session)
+    return Member("gpu", coordinator, JoinReply(rank, session, None), coordinator.start(60.0))
 
 
 def die_at(point: str) -> None:
@@ -112,11 +112,11 @@ class Members:
         """Start processes for ``ranks``."""
         entries = {rank: self.group.enter(rank) for rank in ranks}
         for rank, entry in entries.items():
-            ticket = entry.ticket.result()
+            join_reply = entry.join_reply.result()
             process = self.processes[rank] = GPUProcess(self.library, **self.env)
             nonce = process.run(
                 "from gpu_members import *\n"
-                f"place = {rank}, {ticket.session}, {ticket.address!r}, {entry.token!r}\n"
+                f"place = {rank}, {join_reply.session}, {join_reply.address!r}, {entry.token!r}\n"
                 "channel = attach(*place)\nresult = channel.mailbox.nonce"
             )
             self.group.group.news.call(self.group.group.attach, entry.token, nonce)

@@ -22,9 +22,9 @@ from process_groups import LocalProcessGroup
 import flatweights as fw
 from flatweights.ray import MemberError
 from flatweights.ray.channels._member_channel import MemberChannel
-from flatweights.ray.members._client import ChannelClient, Pass
-from flatweights.ray.members._door import Ticket
+from flatweights.ray.members._client import ChannelClient, Identity
 from flatweights.ray.members._member import Member
+from flatweights.ray.members._rendezvous import JoinReply
 from flatweights.ray.members._repetitions import Series
 
 SIZE = 4
@@ -51,15 +51,18 @@ def be_member(told: dict[str, Any], to: str) -> None:
     """Take part until this process is killed, or its coordinator ends; tell of wrong averages."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
         link.connect(to)
-        token, ticket = bytes.fromhex(told["token"]), Ticket(told["rank"], told["session"], None)
+        token, join_reply = (
+            bytes.fromhex(told["token"]),
+            JoinReply(told["rank"], told["session"], None),
+        )
         channel = MemberChannel(bytes.fromhex(told["address"]), token)
         link.send(
             json.dumps({"token": told["token"], "nonce": channel.mailbox.nonce.hex()}).encode()
         )
         coordinator = ChannelClient(
-            None, Pass(token, f"process {os.getpid()}"), channel, ticket.session
+            None, Identity(token, f"process {os.getpid()}"), channel, join_reply.session
         )
-        member = Member("local", coordinator, ticket, coordinator.start(STUCK))
+        member = Member("local", coordinator, join_reply, coordinator.start(STUCK))
         weights = Weights(told["rank"])
         with contextlib.suppress(MemberError):
             while True:
@@ -114,10 +117,10 @@ class Run:
     def start(self, rank: int) -> None:
         """Start a member."""
         entry = self.group.enter(rank)
-        ticket = entry.ticket.result(STUCK)
-        assert ticket.address is not None
-        order = {"token": entry.token.hex(), "rank": rank, "session": ticket.session}
-        self.orders.send(json.dumps(order | {"address": ticket.address.hex()}).encode())
+        join_reply = entry.join_reply.result(STUCK)
+        assert join_reply.address is not None
+        order = {"token": entry.token.hex(), "rank": rank, "session": join_reply.session}
+        self.orders.send(json.dumps(order | {"address": join_reply.address.hex()}).encode())
         self.members[rank] = int(self.orders.recv(64))
 
     def kill(self, rank: int) -> None:
@@ -125,7 +128,7 @@ class Run:
         process = self.members[rank]
         os.kill(process, signal.SIGKILL)
         group = self.group.group
-        for session in [*group.door.present.values()]:
+        for session in [*group.rendezvous.present.values()]:
             if session.rank == rank and session.channel is None:  # it had not connected
                 group.news.tell(group.lose, session.token, None)
         self.start(rank)

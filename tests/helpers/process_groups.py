@@ -10,28 +10,28 @@ from typing import Any
 
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.core._peer import State
-from flatweights.ray.members._client import ChannelClient, Pass
-from flatweights.ray.members._door import Entry, Ticket
+from flatweights.ray.members._client import ChannelClient, Identity
+from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._process_group import ProcessGroup
+from flatweights.ray.members._rendezvous import Entry, JoinReply
 from flatweights.ray.members._repetitions import Series
 from flatweights.ray.members._sessions import Session
-from flatweights.ray.members._terms import Terms
 
 
-def entry_of(rank: int | None, terms: Terms) -> Entry:
+def entry_of(rank: int | None, config: GroupConfig) -> Entry:
     """Return the entry of a process of this node that wants to be a member."""
     token, who, now = secrets.token_bytes(16), f"process of rank {rank}", time.monotonic()
-    return Entry(token, rank, terms, who, "here", True, now, Future(), Future())
+    return Entry(token, rank, config, who, "here", True, now, Future(), Future())
 
 
-def with_sessions(group: ProcessGroup, *ranks: int) -> list[tuple[Entry, Ticket]]:
-    """Give ``ranks`` tickets, while no thread runs the process group."""
-    entries = [entry_of(rank, group._terms) for rank in ranks]
+def with_sessions(group: ProcessGroup, *ranks: int) -> list[tuple[Entry, JoinReply]]:
+    """Give ``ranks`` join replies, while no thread runs the process group."""
+    entries = [entry_of(rank, group._config) for rank in ranks]
     for entry in entries:
-        group.door.enter(entry)
-    group.door.admit()
-    return [(entry, entry.ticket.result()) for entry in entries]
+        group.rendezvous.enter(entry)
+    group.rendezvous.admit()
+    return [(entry, entry.join_reply.result()) for entry in entries]
 
 
 class LocalProcessGroup:
@@ -39,22 +39,22 @@ class LocalProcessGroup:
 
     def __init__(self, size: int, min_size: int | None = None, grace: float | None = None) -> None:
         self.size = size
-        self.terms = Terms.of(size, min_size=min_size, grace=grace)
-        self.group = ProcessGroup("local", self.terms, "here", None)
+        self.config = GroupConfig.of(size, min_size=min_size, grace=grace)
+        self.group = ProcessGroup("local", self.config, "here", None)
         self.thread = threading.Thread(target=self.group.run, daemon=True)
         self.thread.start()
 
     def enter(self, rank: int | None) -> Entry:
-        """Ask for a ticket."""
-        entry = entry_of(rank, self.terms)
-        self.group.news.tell(self.group.door.enter, entry)
+        """Ask for a join reply."""
+        entry = entry_of(rank, self.config)
+        self.group.news.tell(self.group.rendezvous.enter, entry)
         return entry
 
     def channel(self, entry: Entry) -> MemberChannel:
-        """Make the channel for the ticket."""
-        ticket = entry.ticket.result()
-        assert ticket.address is not None
-        channel = MemberChannel(ticket.address, entry.token)
+        """Make the channel for the join reply."""
+        join_reply = entry.join_reply.result()
+        assert join_reply.address is not None
+        channel = MemberChannel(join_reply.address, entry.token)
         try:
             self.group.news.call(self.group.attach, entry.token, channel.mailbox.nonce)
         except BaseException:
@@ -64,9 +64,11 @@ class LocalProcessGroup:
 
     def member(self, entry: Entry, channel: MemberChannel) -> Member:
         """Wait for the first response."""
-        ticket = entry.ticket.result()
-        coordinator = ChannelClient(None, Pass(entry.token, entry.who), channel, ticket.session)
-        return Member("local", coordinator, ticket, coordinator.start(60.0))
+        join_reply = entry.join_reply.result()
+        coordinator = ChannelClient(
+            None, Identity(entry.token, entry.who), channel, join_reply.session
+        )
+        return Member("local", coordinator, join_reply, coordinator.start(60.0))
 
     def join(self, rank: int | None = None) -> Member:
         """Join, as `flatweights.ray.join` does."""
@@ -127,7 +129,7 @@ class LocalProcessGroup:
 
 def by_rank(group: ProcessGroup) -> list[Session]:
     """Return the present members, in the order of their ranks."""
-    return sorted(group.door.present.values(), key=lambda session: session.rank)
+    return sorted(group.rendezvous.present.values(), key=lambda session: session.rank)
 
 
 def kill(member: Member) -> None:

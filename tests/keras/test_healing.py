@@ -924,7 +924,7 @@ def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor
     ]
     with pytest.raises(KilledError):
         calls[1].result(LIMIT)
-    group.wait_until(lambda inside: inside.door.sessions[1].why is not None)
+    group.wait_until(lambda inside: inside.rendezvous.sessions[1].why is not None)
     again = pool.submit(loop, group.join(1), Stream(1, 1), models[2], -1)
     survivor, replaced = calls[0].result(LIMIT), again.result(LIMIT)
     assert survivor == [(step, step) for step in range(1, 31)]

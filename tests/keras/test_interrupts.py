@@ -12,8 +12,8 @@ import pytest
 from process_groups import with_sessions
 from reference import clean_environment
 
+from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._process_group import ProcessGroup
-from flatweights.ray.members._terms import Terms
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -25,14 +25,14 @@ from flatweights.keras import average_gradients
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._client import ChannelClient, Pass
 from flatweights.ray.members._member import Member
-from flatweights.ray.members._door import Ticket
+from flatweights.ray.members._rendezvous import JoinReply
 
 rank, session, address, token, has_timeout, stalled = json.loads(sys.argv[1])
 stalled, token = Path(stalled), bytes.fromhex(token)
 channel = MemberChannel(bytes.fromhex(address), token)
 print(channel.mailbox.nonce.hex(), flush=True)
-coordinator = ChannelClient(None, Pass(token, "member"), channel, session)
-member = Member("interrupted", coordinator, Ticket(rank, session, None), coordinator.start(300.0))
+client = ChannelClient(None, Pass(token, "member"), channel, session)
+member = Member("interrupted", client, JoinReply(rank, session, None), client.start(300.0))
 
 def batches():
     for k in range(1000):
@@ -62,7 +62,7 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
     has_timeout: bool, tmp_path: Path
 ) -> None:
     stalled = tmp_path / "stalled"
-    group = ProcessGroup("interrupted", Terms.of(2), "here", None)
+    group = ProcessGroup("interrupted", GroupConfig.of(2), "here", None)
     entered = with_sessions(group, 0, 1)
     members = []
     for entry, ticket in entered:
@@ -79,7 +79,7 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
         group.attach(entry.token, bytes.fromhex(outputs[-1].readline()))
     thread = threading.Thread(target=group.run)
     thread.start()
-    channel = group.door.sessions[1].channel
+    channel = group.rendezvous.sessions[1].channel
     while not (stalled.exists() and channel is not None and channel.is_answered):
         assert members[0].poll() is None
         time.sleep(0.01)  # until rank 1 waits for rank 0

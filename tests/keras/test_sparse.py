@@ -250,7 +250,7 @@ def test_a_member_that_was_late_for_the_numbers_does_not_count(pool: ThreadPoolE
 
             def not_wait(*args: Any, **options: Any) -> Round:
                 result = gather(*args, **options | {"timeout": 0.05})
-                peers = group.group.door.peers
+                peers = group.group.rendezvous.peers
                 group.wait_until(lambda inside: peers.newest[1].has == result.number)
                 return result
 
@@ -258,7 +258,7 @@ def test_a_member_that_was_late_for_the_numbers_does_not_count(pool: ThreadPoolE
             step()
             del vars(member)["all_gather"]
         else:
-            number = group.group.door.peers.newest[1].has  # of the first step
+            number = group.group.rendezvous.peers.newest[1].has  # of the first step
             group.wait_until(lambda inside: inside.calls.number > number)
             step()
         step()

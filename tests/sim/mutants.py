@@ -46,28 +46,28 @@ class Mutant(NamedTuple):
 MUTANTS = {
     # Who comes in.
     "a rank is free while its process lives": Mutant(
-        "members/_door.py",
+        "members/_rendezvous.py",
         "return session is None or not session.is_present",
         "return True",
     ),
     "a rank is refused at once": Mutant(
-        "members/_door.py",
+        "members/_rendezvous.py",
         "            if now - entry.since < _GRACE:\n",
         "            if False:\n",
     ),
     "a group opens with too few": Mutant(
-        "members/_door.py",
-        "if self._grace is None or ready < self._terms.min_size:",
+        "members/_rendezvous.py",
+        "if self._grace is None or ready < self._config.min_size:",
         "if not ready:",
     ),
     "nobody waits for the grace": Mutant(
-        "members/_door.py",
-        "if ready < self._terms.size and seconds_left(self._grace.end) != 0.0:",
+        "members/_rendezvous.py",
+        "if ready < self._config.size and seconds_left(self._grace.end) != 0.0:",
         "if False:",
     ),
     "the grace is never over": Mutant(
         "members/_process_group.py",
-        "        ends = [*self.door.ends(), *(",
+        "        ends = [*self.rendezvous.ends(), *(",
         "        ends = [*(",
     ),
     "a process that gives up to join leaves a trace": Mutant(
@@ -86,7 +86,7 @@ MUTANTS = {
         "for peer in self.present.values()}",
     ),
     "a group ends before the first comes in": Mutant(
-        "members/_door.py",
+        "members/_rendezvous.py",
         "        return not self.sessions and bool(self._entries)\n",
         "        return False\n",
     ),
@@ -178,7 +178,7 @@ MUTANTS = {
     ),
     "the first response comes too soon": Mutant(
         "members/_process_group.py",
-        "        if ready and self.door.is_open:\n",
+        "        if ready and self.rendezvous.is_open:\n",
         "        if ready:\n",
     ),
     "a silent death is not noticed": Mutant(
@@ -399,8 +399,8 @@ MUTANTS = {
     ),
     "a member takes the ranks of an older response": Mutant(
         "members/_client.py",
-        "            elif not (terms in self._prepared and self._prepared[terms].was_repeated):\n",
-        "            elif terms not in self._prepared:\n",
+        "            elif not (signature in self._prepared and self._prepared[signature].was_repeated):\n",
+        "            elif signature not in self._prepared:\n",
     ),
     "a member rings no bell in general calls": Mutant(
         "members/_client.py",

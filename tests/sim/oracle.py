@@ -201,7 +201,7 @@ class Oracle:
         self._records: dict[int, Record] = {}
         self._states: dict[Any, Any] = {}
         self._waiting_since: float | None = None
-        self._entering: set[bytes] = set()  # tokens of processes that wait for a ticket
+        self._entering: set[bytes] = set()  # tokens of processes that wait for a join reply
 
     def _fail(self, text: str) -> None:
         self._world.fail(text)
@@ -227,12 +227,12 @@ class Oracle:
         elif name == "lose" and self.members[args[0]].process is process:
             self.members[args[0]].is_gone = True
 
-    def entered(self, token: bytes, ticket: Any, group: Any) -> None:
-        """Note that a process gets a ticket."""
+    def entered(self, token: bytes, join_reply: Any, group: Any) -> None:
+        """Note that a process gets a join reply."""
         member = self.members[token]
         self._entering.discard(token)
-        member.rank, member.number = ticket.rank, ticket.session
-        self._record(group).entered[ticket.rank].append(member)
+        member.rank, member.number = join_reply.rank, join_reply.session
+        self._record(group).entered[join_reply.rank].append(member)
 
     def asked(self, process: Process, token: bytes, body: bytes, kind: int = REQUEST) -> None:
         """Note a request, which the coordinator can see from now on."""
@@ -714,7 +714,7 @@ class Oracle:
             is_missed = one.counts and one.is_there and has_state and not self.losses
             if is_missed and rank not in parts and rank not in (*result.late, *result.failed):
                 self._fail(f"{number}: rank {rank} took no part, and is not in {result.late}")
-        # The coordinator knows of a successor before that gets its ticket.
+        # The coordinator knows of a successor before that gets its join reply.
         is_entering = any(self.members[token].is_there for token in self._entering)
         for rank in record.lost(self._is_known_dead):
             if rank not in result.failed and not (rank in result.late and is_entering):
@@ -835,7 +835,7 @@ class Oracle:
 
     def of(self, member: Any) -> Noted:
         """Return what is known of a `Member`."""
-        return self.members[member._coordinator._pass.token]
+        return self.members[member._coordinator._identity.token]
 
     def lost_states_of(self, member: Any) -> tuple[int, int]:
         """Return how often the state was lost in a `Member`'s group, and its last response."""
@@ -868,7 +868,7 @@ class Oracle:
         for coordinator in self.coordinators:
             if not coordinator.process.is_dead and coordinator.object is not None:
                 present = [
-                    session.who for session in coordinator.object._group.door.present.values()
+                    session.who for session in coordinator.object._group.rendezvous.present.values()
                 ]
                 self._fail(f"a process group has not ended: {present}")
         if any(map(_is_held, links)):

@@ -65,7 +65,7 @@ class Simulated(Platform):
             def shows(self, call: int, number: int, position: int, seconds: Any) -> None:
                 """Show a response that `RepeatedCalls` is about to post."""
                 response, weights = self._repetitions.response_of(call, number, position, seconds)
-                sessions = [*self.door.present.values()]
+                sessions = [*self.rendezvous.present.values()]
                 oracle.posting(self, number, pickle.dumps(response.fields), weights, sessions)
 
             def _post(

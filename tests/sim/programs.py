@@ -15,9 +15,9 @@ from flatweights import Layout
 from flatweights.ray import _clock
 from flatweights.ray._errors import WorkerError
 from flatweights.ray.core._requests import CallsDifferError, MemberError
-from flatweights.ray.members._door import _GRACE
+from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._member import Member, joined
-from flatweights.ray.members._terms import Terms
+from flatweights.ray.members._rendezvous import _GRACE
 
 if TYPE_CHECKING:
     from tests.sim.schedules import Schedule
@@ -161,8 +161,8 @@ class Program:
     def _join(self) -> Member:
         plan = self._plan
         rank = None if plan["any_rank"] else self._rank
-        terms = Terms.of(plan["size"], "float64", plan["min_size"], plan["grace"])
-        return joined("simulated", rank, terms, _JOIN, _clock.now() + _JOIN, self._platform)
+        config = GroupConfig.of(plan["size"], "float64", plan["min_size"], plan["grace"])
+        return joined("simulated", rank, config, _JOIN, _clock.now() + _JOIN, self._platform)
 
     def _has_a_coordinator_died(self) -> bool:
         """Whether a coordinator was killed, rather than that it has ended with its last member."""

@@ -19,7 +19,7 @@ MEMBER = ("asking", "asked", "told")
 """Points of a `Member`'s call: weights in a segment, after the request, with the response."""
 
 JOIN = ("entering", "entered", "attached")
-"""Points of `join`: once it has asked for a ticket, with the ticket, with its channel."""
+"""Points of `join`: once it has asked for a join reply, with the join reply, with its channel."""
 
 NODE = ("exchanging", "merging", "placing")
 """Points of an exchange between nodes, in each agent and in the driver: before anything is sent,

@@ -9,7 +9,7 @@ from process_groups import LocalProcessGroup
 
 from flatweights import Layout
 from flatweights.ray import Member, Round, join
-from flatweights.ray.members._terms import Terms
+from flatweights.ray.members._config import GroupConfig
 
 LONG = 3600.0  # seconds
 
@@ -53,8 +53,8 @@ def test_a_group_opens_with_enough_once_its_grace_is_over(pool: ThreadPoolExecut
 def test_with_fewer_than_enough_it_waits_after_its_grace(pool: ThreadPoolExecutor) -> None:
     group = LocalProcessGroup(3, 2, 0.0)
     first = pool.submit(group.join, 0)
-    group.wait_until(lambda inside: inside.door._grace is not None)
-    assert not group.group.news.call(lambda: group.group.door.is_open)
+    group.wait_until(lambda inside: inside.rendezvous._grace is not None)
+    assert not group.group.news.call(lambda: group.group.rendezvous.is_open)
     second = pool.submit(group.join, 1)
     assert first.result(60).ranks == second.result(60).ranks == (0, 1)
 
@@ -116,11 +116,11 @@ def test_all_means_those_who_take_part_now(pool: ThreadPoolExecutor) -> None:
 def test_wrong_terms_raise() -> None:
     for min_size in (0, 4, -1):
         with pytest.raises(ValueError, match="min_size: expected"):
-            Terms.of(3, min_size=min_size)
+            GroupConfig.of(3, min_size=min_size)
     with pytest.raises(TypeError, match="min_size"):
-        Terms.of(3, min_size=1.5)  # type: ignore[arg-type]
+        GroupConfig.of(3, min_size=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"grace: expected seconds, not negative, got -1"):
-        Terms.of(3, min_size=2, grace=-1)
+        GroupConfig.of(3, min_size=2, grace=-1)
 
 
 @pytest.mark.ray

@@ -91,7 +91,7 @@ def pool() -> Any:
 def replaced(group: LocalProcessGroup, training: Training) -> Training:
     kill(training.member)
     rank = training.member.rank
-    group.wait_until(lambda inside: inside.door.sessions[rank].why is not None)
+    group.wait_until(lambda inside: inside.rendezvous.sessions[rank].why is not None)
     return Training(group.join(rank))
 
 
@@ -310,7 +310,7 @@ def test_a_member_is_never_healed_with_another_model_of_the_same_layout(
     for calls in [pool.submit(take_turns, rank) for rank in range(2)]:
         calls.result(60)
     kill(members[1])
-    group.wait_until(lambda inside: inside.door.sessions[1].why is not None)
+    group.wait_until(lambda inside: inside.rendezvous.sessions[1].why is not None)
     critics[0][0].step(members[0])
     members[1] = group.join(1)
     critics[1] = [Critic(-1.0, names[0]), Critic(-2.0, names[1])]
@@ -499,7 +499,7 @@ def test_a_state_in_parts_heals_all_of_them(order: str, pool: Any) -> None:
         for victim in (1, 2):
             together(pool, trainings)
             kill(trainings[victim].member)
-            group.wait_until(lambda inside, k=victim: inside.door.sessions[k].why is not None)
+            group.wait_until(lambda inside, k=victim: inside.rendezvous.sessions[k].why is not None)
             trainings[victim] = InParts(group.join(victim), order)
             waiting = pool.submit(trainings[victim].step)
             group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)

@@ -112,10 +112,10 @@ def die_in_give(member: Member) -> None:
     ray.get(member._coordinator._actor.__ray_call__.remote(patch))
 
 
-def fail_branch(member: Member) -> None:
+def fail_node_agent(member: Member) -> None:
     """End the thread of the agent of this node, to which all its members have channels."""
     agent = member._coordinator._actor
-    ray.get(agent.__ray_call__.remote(lambda agent: agent._branch.news.tell(divmod, 1, 0)))
+    ray.get(agent.__ray_call__.remote(lambda agent: agent._node_agent.news.tell(divmod, 1, 0)))
 
 
 def alive() -> dict[int, tuple[str, str]]:
@@ -221,7 +221,7 @@ def meet_on_nodes() -> None:
     check(rest, fw.average([models[k] for k in (0, 1, 3)]), (0, 1, 3))
 
     # The thread of the agent of a node fails: its members and the others learn that, and why.
-    ray.get(puppets[1].run.remote(fail_branch))
+    ray.get(puppets[1].run.remote(fail_node_agent))
     last, *orphans = ray.get([p.run.remote(lambda m: averaged(m, min_results=1)) for p in left[:3]])
     check([last], models[0], (0,))
     orphans.append(str(last.failed[1]))

@@ -16,11 +16,11 @@ from reference import clean_environment
 from flatweights.ray import MemberDiedError, MemberError, _failpoints
 from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.channels._member_channel import MemberChannel
-from flatweights.ray.members._client import ChannelClient, Pass
-from flatweights.ray.members._door import Ticket
+from flatweights.ray.members._client import ChannelClient, Identity
+from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._process_group import ProcessGroup
-from flatweights.ray.members._terms import Terms
+from flatweights.ray.members._rendezvous import JoinReply
 from flatweights.ray.nodes._plan import check_sums
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -29,7 +29,7 @@ import json, os, signal, time
 from process_groups import with_sessions
 from flatweights.ray import _failpoints
 from flatweights.ray.members._process_group import ProcessGroup
-from flatweights.ray.members._terms import Terms
+from flatweights.ray.members._config import GroupConfig
 
 orders = open(0, "rb", buffering=0)  # children read on where their siblings have stopped
 for point in _failpoints.COORDINATOR:
@@ -37,9 +37,9 @@ for point in _failpoints.COORDINATOR:
     if child:
         os.waitpid(child, 0)
         continue
-    group = ProcessGroup("doomed", Terms.of(2), "here", None)
+    group = ProcessGroup("doomed", GroupConfig.of(2), "here", None)
     entered = with_sessions(group, 0, 1)
-    told = [[entry.token.hex(), *ticket[:2], ticket.address.hex()] for entry, ticket in entered]
+    told = [[entry.token.hex(), *reply[:2], reply.address.hex()] for entry, reply in entered]
     print(json.dumps(told), flush=True)
     for (entry, _), nonce in zip(entered, json.loads(orders.readline())):
         group.attach(entry.token, bytes.fromhex(nonce))
@@ -54,9 +54,11 @@ for point in _failpoints.COORDINATOR:
 
 
 def test_members_of_a_killed_coordinator_are_told() -> None:
-    def call_till_the_end(rank: int, token: bytes, ticket: Ticket, channel: MemberChannel) -> int:
-        coordinator = ChannelClient(None, Pass(token, "member"), channel, ticket.session)
-        member = Member("doomed", coordinator, ticket, coordinator.start(60.0))
+    def call_till_the_end(
+        rank: int, token: bytes, join_reply: JoinReply, channel: MemberChannel
+    ) -> int:
+        coordinator = ChannelClient(None, Identity(token, "member"), channel, join_reply.session)
+        member = Member("doomed", coordinator, join_reply, coordinator.start(60.0))
         weights = {"w": np.full(500, float(rank))}
         calls = 0
         while True:
@@ -83,33 +85,38 @@ def test_members_of_a_killed_coordinator_are_told() -> None:
         for _ in _failpoints.COORDINATOR:
             told = json.loads(coordinator.stdout.readline())
             tokens = [bytes.fromhex(token) for token, *_ in told]
-            tickets = [Ticket(rank, session, bytes.fromhex(a)) for _, rank, session, a in told]
+            join_replies = [
+                JoinReply(rank, session, bytes.fromhex(a)) for _, rank, session, a in told
+            ]
             channels = [
-                MemberChannel(t.address or b"", k) for t, k in zip(tickets, tokens, strict=True)
+                MemberChannel(t.address or b"", k)
+                for t, k in zip(join_replies, tokens, strict=True)
             ]
             coordinator.stdin.write(
                 json.dumps([channel.mailbox.nonce.hex() for channel in channels]) + "\n"
             )
             coordinator.stdin.flush()
-            calls = list(threads.map(call_till_the_end, range(2), tokens, tickets, channels))
+            calls = list(threads.map(call_till_the_end, range(2), tokens, join_replies, channels))
             assert min(calls) >= 2
         coordinator.stdin.close()
     assert coordinator.returncode == 0
 
 
 def test_members_agree_on_the_terms() -> None:
-    group = ProcessGroup("agreed", Terms.of(2, "float32", 1, 9.0), "here", None)
+    group = ProcessGroup("agreed", GroupConfig.of(2, "float32", 1, 9.0), "here", None)
     refused = {
-        Terms.of(3, "float32", 1, 9.0): "size: expected 2, as the others, got 3",
-        Terms.of(2, "float64", 1, 9.0): "sums: expected 'float32', as the others, got 'float64'",
-        Terms.of(2, "float32"): "min_size: expected 1, as the others, got 2",
-        Terms.of(2, "float32", 1, 8.0): "grace: expected 9.0, as the others, got 8.0",
+        GroupConfig.of(3, "float32", 1, 9.0): "size: expected 2, as the others, got 3",
+        GroupConfig.of(
+            2, "float64", 1, 9.0
+        ): "sums: expected 'float32', as the others, got 'float64'",
+        GroupConfig.of(2, "float32"): "min_size: expected 1, as the others, got 2",
+        GroupConfig.of(2, "float32", 1, 8.0): "grace: expected 9.0, as the others, got 8.0",
     }
-    for terms, said in refused.items():
-        entry = entry_of(0, terms)
-        group.door.enter(entry)
-        group.door.admit()
-        assert str(entry.ticket.exception()) == said
+    for config, said in refused.items():
+        entry = entry_of(0, config)
+        group.rendezvous.enter(entry)
+        group.rendezvous.admit()
+        assert str(entry.join_reply.exception()) == said
         assert entry.over.done()
     group._channels.close()
     with pytest.raises(ValueError, match="sums: expected 'float64' or 'float32', got 'f4'"):
@@ -117,9 +124,9 @@ def test_members_agree_on_the_terms() -> None:
 
 
 def test_a_coordinator_sleeps_while_members_are_still_to_join() -> None:
-    group = ProcessGroup("quiet", Terms.of(2), "here", None)
-    [(entry, ticket)] = with_sessions(group, 0)
-    channel = MemberChannel(ticket.address or b"", entry.token)
+    group = ProcessGroup("quiet", GroupConfig.of(2), "here", None)
+    [(entry, join_reply)] = with_sessions(group, 0)
+    channel = MemberChannel(join_reply.address or b"", entry.token)
     group.attach(entry.token, channel.mailbox.nonce)
     sleeps, poll = [], group._channels._poll
 
@@ -141,9 +148,9 @@ def test_a_coordinator_does_not_wait_once_the_last_member_has_died(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may learn of that when it posts a state, at the beginning of a step."""
-    group = ProcessGroup("over", Terms.of(1), "here", None)
+    group = ProcessGroup("over", GroupConfig.of(1), "here", None)
     [(entry, _)] = with_sessions(group, 0)
-    session, waits = group.door.present[entry.token], list[Any]()
+    session, waits = group.rendezvous.present[entry.token], list[Any]()
     died = MemberDiedError("it died")
     monkeypatch.setattr(group, "_welcome", lambda: group._lose(session, died))
     monkeypatch.setattr(group._channels, "wait", lambda *args: waits.append(args))

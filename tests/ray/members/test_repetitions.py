@@ -37,8 +37,8 @@ class Watched(LocalProcessGroup):
 
     all: ClassVar[list["Watched"]] = []
 
-    def __init__(self, size: int, **terms: Any) -> None:
-        super().__init__(size, **terms)
+    def __init__(self, size: int, **config: Any) -> None:
+        super().__init__(size, **config)
         self._made = 0
         self.endings: set[str] = set()
         self.watch_series(self._note)
@@ -423,7 +423,7 @@ def test_time_begins_with_the_first_request_after_a_death(threads: ThreadPoolExe
     all_of(threads, group.members, average)
     assert group.made >= 5
     kill(group.members[3])
-    group.wait_until(lambda group: len(group.door.present) == 3)
+    group.wait_until(lambda group: len(group.rendezvous.present) == 3)
 
     def call(member: Member) -> Round:
         if member.rank:

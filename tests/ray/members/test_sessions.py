@@ -33,8 +33,8 @@ from flatweights.ray.channels._segments import Segments
 from flatweights.ray.core._peer import State
 from flatweights.ray.core._requests import Request, Response
 from flatweights.ray.members import _sessions
-from flatweights.ray.members._branch import Branch, BranchAgent, BranchResponse
 from flatweights.ray.members._member import Member
+from flatweights.ray.members._node_agent import NodeAgent, NodeAgentActor, NodeAgentResponse
 from flatweights.ray.members._sessions import Letter, Session
 from flatweights.ray.peers._by_channel import GroupChannels
 
@@ -121,7 +121,7 @@ def test_a_member_that_joins_again_between_two_kinds_of_call_gets_the_latest_of_
         calls = [threads.submit(average, one, kind, 100.0) for one in (first, second)]
         assert [call.result(PATIENCE)[0] for call in calls] == [100.0, 100.0]
     kill(second)
-    local.wait_until(lambda group: group.door.sessions[1].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is State.DEAD)
     average(first, "critic", 101.0)
     again = local.join(1)
     value, result = average(again, "critic", 0.0)
@@ -144,7 +144,7 @@ def test_members_that_all_wait_for_another_kind_of_call_get_its_last_response(
     local = LocalProcessGroup(2)
     first, second = local.join_all()
     kill(second)
-    local.wait_until(lambda group: group.door.sessions[1].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is State.DEAD)
     for kind in ("actor", "critic"):
         first.average({kind: np.full(2, 100.0)}, min_results=1)
     again = local.join(1)
@@ -168,7 +168,7 @@ def test_a_root_that_joins_again_sends_its_weights_in_time_for_any_broadcast(
             threads.submit(one.broadcast if k else one.average, {f"{k}": np.ones(2)})
     local.wait_until(lambda group: group.calls.number == 2)
     kill(first)
-    local.wait_until(lambda group: group.door.sessions[0].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[0].state is State.DEAD)
     second.average({"0": np.ones(2)}, min_results=1)
     again = local.join(0)
     assert again.average({"0": np.zeros(2)}, min_results=1).late == (0,)
@@ -204,7 +204,7 @@ def test_a_call_whose_only_askers_have_died_is_not_closed(threads: ThreadPoolExe
     kill(first)
     with pytest.raises(MemberError):
         asked.result(PATIENCE)
-    local.wait_until(lambda group: group.door.sessions[0].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[0].state is State.DEAD)
     value, result = mean_of(second, 2.0, min_results=1)
     assert (value, result.number, list(result.failed)) == (2.0, 1, [0])
     finish(local, second)
@@ -249,7 +249,7 @@ def test_an_entry_that_is_given_up_leaves_nothing(threads: ThreadPoolExecutor) -
         channel = local.channel(entry) if steps > 1 else None
         waits = local.enter(0) if steps == 3 else None
         if steps:
-            entry.ticket.result(PATIENCE)
+            entry.join_reply.result(PATIENCE)
         local.lose(entry, gone)
         assert entry.over.result(PATIENCE) is None
         if steps == 1:
@@ -272,7 +272,7 @@ def test_a_group_ends_when_all_that_were_joining_have_given_up() -> None:
         local = LocalProcessGroup(2)
         entry = local.enter(0)
         if steps:
-            entry.ticket.result(PATIENCE)
+            entry.join_reply.result(PATIENCE)
         channel = local.channel(entry) if steps == 2 else None
         if channel is None:
             local.lose(entry, MemberDiedError("it was killed"))
@@ -294,7 +294,7 @@ def in_state(
     channels = [local.channel(entry) for entry in others]
     if state is State.ENTERING:
         entry = local.enter(0)
-        entry.ticket.result(PATIENCE)
+        entry.join_reply.result(PATIENCE)
 
         def die() -> None:
             local.lose(entry, MemberDiedError("it was killed"))
@@ -368,10 +368,10 @@ def test_a_process_that_dies_while_it_joins_is_no_member(
         mean_of(second, 1.0)  # the last response
         call_all(threads, [first, second], [1.0, 3.0])
         (second.leave if before == "has left" else lambda: kill(second))()
-        local.wait_until(lambda group: not group.door.sessions[1].is_present)
+        local.wait_until(lambda group: not group.rendezvous.sessions[1].is_present)
     entry = local.enter(1)
     channel = local.channel(entry) if state is State.READY else None
-    entry.ticket.result(PATIENCE)
+    entry.join_reply.result(PATIENCE)
     if before != "has died":
         value, result = mean_of(first, 5.0)  # waits for nobody
         assert (value, result.late) == (5.0, ())
@@ -579,7 +579,7 @@ def test_a_root_whose_broadcast_is_no_longer_kept_takes_part_in_the_next(
     for call in [threads.submit(one.broadcast, model) for one in members]:
         call.result(PATIENCE)
     kill(members[0])
-    local.wait_until(lambda group: group.door.sessions[0].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[0].state is State.DEAD)
     for k in range(12):
         layer_of(members[1], k, float(k))
     again = local.join(0)
@@ -598,7 +598,7 @@ def test_a_root_takes_part_in_a_broadcast_that_waits_for_it(threads: ThreadPoolE
     for call in [threads.submit(one.broadcast, model) for one in members]:
         call.result(PATIENCE)
     kill(members[0])
-    local.wait_until(lambda group: group.door.sessions[0].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[0].state is State.DEAD)
     for k in range(12):  # the response of the broadcast is no longer kept
         layer_of(members[1], k, float(k))
     again = local.join(0)
@@ -628,7 +628,7 @@ def test_the_others_learn_why_a_root_takes_no_part(threads: ThreadPoolExecutor) 
     mean_of(other, 1.0, state=state, min_results=1)
     asked.result(PATIENCE)
     root.leave()
-    local.wait_until(lambda group: not group.door.sessions[0].is_present)
+    local.wait_until(lambda group: not group.rendezvous.sessions[0].is_present)
     with pytest.raises(WorkerError, match=r"^rank 0: RuntimeError: it has left"):
         other.broadcast(np.ones(1))
     finish(local, other)
@@ -668,7 +668,7 @@ def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     second._coordinator._channel.response = interrupt  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         second.average(np.ones(1))
-    local.wait_until(lambda group: group.door.sessions[1].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is State.DEAD)
     with pytest.raises(WorkerError, match=r"^rank 1 left with KeyboardInterrupt"):
         first.average(np.ones(1))
     finish(local, first)
@@ -733,7 +733,7 @@ def test_a_member_that_cannot_apply_an_response_lacks_the_state(
     assert before[0].exception() is None
     assert before[1].exception() is error
     assert second.lacks_state
-    local.wait_until(lambda group: group.door.sessions[1].state is State.WORKING)
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is State.WORKING)
     states[0].value[:] = 8.0
     asked = threads.submit(second.average_variables, gradients[1], state=states[1], min_results=1)
     local.wait_until(lambda group: group.calls.waiting.lacking)
@@ -756,7 +756,7 @@ def test_a_member_whose_leave_is_interrupted_is_waited_for_no_longer(
     second._coordinator.leave = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         second.leave()
-    local.wait_until(lambda group: group.door.sessions[1].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is State.DEAD)
     finish(local, first)
 
 
@@ -779,7 +779,7 @@ def test_a_signal_handler_in_a_call_is_told_to_leave_later(threads: ThreadPoolEx
         sent.result(PATIENCE)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    local.wait_until(lambda group: group.door.sessions[0].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[0].state is State.DEAD)
     finish(local, second)
 
 
@@ -857,7 +857,7 @@ def test_a_member_whose_response_cannot_be_put_into_the_store_is_told(
     entries = [local.enter(rank) for rank in range(2)]
     tell, expect = local.group.news.tell, local.group.expect
     started: Future[Any] = Future()  # of a member without a channel
-    assert entries[1].ticket.result(PATIENCE).rank == 1
+    assert entries[1].join_reply.result(PATIENCE).rank == 1
     tell(expect, entries[1].token, started)
     other = local.member(entries[0], local.channel(entries[0]))
     started.result(PATIENCE)
@@ -877,7 +877,7 @@ def test_a_member_whose_response_cannot_be_put_into_the_store_is_told(
 
 
 class TheCoordinator:
-    """The coordinator of a branch: it notes the calls of methods that the branch makes."""
+    """The coordinator of a node agent: it notes the calls of methods that the node agent makes."""
 
     def __init__(self) -> None:
         self.calls: Queue[tuple[str, tuple[Any, ...]]] = Queue()
@@ -924,39 +924,39 @@ def test_an_response_that_a_member_has_still_to_fetch_is_kept(
 
 
 @pytest.fixture
-def branch() -> Iterator[tuple[Branch, TheCoordinator]]:
+def node_agent() -> Iterator[tuple[NodeAgent, TheCoordinator]]:
     coordinator = TheCoordinator()
     end: Any = SimpleNamespace(models={})
-    made = Branch(cast("Any", coordinator), coordinator.channels, end, threading.Lock())
+    made = NodeAgent(cast("Any", coordinator), coordinator.channels, end, threading.Lock())
     yield made, coordinator
     made.news.tell(sys.exit)  # its thread ends
     for thread in threading.enumerate():
-        if thread.name == "flatweights-branch":
+        if thread.name == "flatweights-node-agent":
             thread.join(PATIENCE)
 
 
-def channel_of(branch: Branch, coordinator: TheCoordinator, rank: int) -> MemberChannel:
-    """Return the channel of a member of the branch."""
+def channel_of(node_agent: NodeAgent, coordinator: TheCoordinator, rank: int) -> MemberChannel:
+    """Return the channel of a member of the node agent."""
     token = b"%016d" % rank
     channel = MemberChannel(
-        branch.news.call(branch.enter, rank, f"process of rank {rank}", token), token
+        node_agent.news.call(node_agent.enter, rank, f"process of rank {rank}", token), token
     )
-    branch.news.call(branch.attach, token, channel.mailbox.nonce)
+    node_agent.news.call(node_agent.attach, token, channel.mailbox.nonce)
     assert coordinator.next("hand")[0] == token
     return channel
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `exit`
-def test_members_of_a_branch_that_cannot_get_an_response_are_told(
-    branch: tuple[Branch, TheCoordinator], monkeypatch: pytest.MonkeyPatch
+def test_members_of_a_node_agent_that_cannot_get_an_response_are_told(
+    node_agent: tuple[NodeAgent, TheCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def get(_: Any) -> None:
         raise ray.exceptions.ObjectLostError("11", "the coordinator", "")
 
-    made, coordinator = branch
+    made, coordinator = node_agent
     channel = channel_of(made, coordinator, 1)
     monkeypatch.setattr(ray, "get", get)
-    response = BranchResponse(3, b"response", [None], [b"%016d" % 1])
+    response = NodeAgentResponse(3, b"response", [None], [b"%016d" % 1])
     made.news.tell(made.post, response)
     token, why = coordinator.next("lose")
     assert token == b"%016d" % 1
@@ -967,24 +967,24 @@ def test_members_of_a_branch_that_cannot_get_an_response_are_told(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `exit`
-def test_an_answer_of_a_branch_replaces_no_response_that_another_has_still_to_fetch(
-    branch: tuple[Branch, TheCoordinator], monkeypatch: pytest.MonkeyPatch
+def test_an_answer_of_a_node_agent_replaces_no_response_that_another_has_still_to_fetch(
+    node_agent: tuple[NodeAgent, TheCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, coordinator = branch
+    made, coordinator = node_agent
     channels = [channel_of(made, coordinator, rank) for rank in range(2)]
     buffer = np.arange(5000, dtype=np.uint8)
     monkeypatch.setattr(ray, "get", lambda _: buffer)
     tokens = [b"%016d" % rank for rank in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(Segments, "copy_in", lambda *_: None)  # no segment is free
-        made.news.call(made.post, BranchResponse(3, b"average", [None], tokens))
+        made.news.call(made.post, NodeAgentResponse(3, b"average", [None], tokens))
     numbers = [NUMBER.unpack(channel.response(PATIENCE)[0])[0] for channel in channels]
     for number in numbers:
         assert made.news.call(made.fetch, number) == (b"average", buffer)
     for k in range(9):
         channels[0].request(pickle.dumps((tuple(Request("give")), None)), None, is_urgent=True)
         coordinator.next("hand")
-        made.news.call(made.post, BranchResponse(3 + k, b"another one", [None], tokens[:1]))
+        made.news.call(made.post, NodeAgentResponse(3 + k, b"another one", [None], tokens[:1]))
         assert channels[0].response(PATIENCE)[0] == b"another one"
     assert made.news.call(made.fetch, numbers[1]) == (b"average", buffer)
     for channel in channels:
@@ -992,13 +992,13 @@ def test_an_answer_of_a_branch_replaces_no_response_that_another_has_still_to_fe
 
 
 def test_a_request_with_the_wrong_number_of_bytes_ends_its_member_alone(
-    branch: tuple[Branch, TheCoordinator],
+    node_agent: tuple[NodeAgent, TheCoordinator],
 ) -> None:
     """It would otherwise be averaged, or end the thread that all members of the node wait for."""
-    made, coordinator = branch
+    made, coordinator = node_agent
     channels = [channel_of(made, coordinator, rank) for rank in range(2)]
     tokens = [b"%016d" % rank for rank in range(2)]
-    made.news.call(made.post, BranchResponse(1, b"first", None, tokens))
+    made.news.call(made.post, NodeAgentResponse(1, b"first", None, tokens))
     weights = FlatWeights({"w": np.ones(100_000)})
     body = pickle.dumps((tuple(Request("average", weights.layout.digest)), weights.layout.pickled))
     for channel, more in zip(channels, (64, 0), strict=True):
@@ -1013,12 +1013,12 @@ def test_a_request_with_the_wrong_number_of_bytes_ends_its_member_alone(
 
 
 @pytest.mark.parametrize("said", [{"operation": "heal"}, {"operation": "average", "lacks": True}])
-def test_a_request_without_weights_passes_a_branch(
-    branch: tuple[Branch, TheCoordinator], said: dict[str, Any]
+def test_a_request_without_weights_passes_a_node_agent(
+    node_agent: tuple[NodeAgent, TheCoordinator], said: dict[str, Any]
 ) -> None:
-    made, coordinator = branch
+    made, coordinator = node_agent
     channel = channel_of(made, coordinator, 1)
-    made.news.call(made.post, BranchResponse(1, b"first", None, [b"%016d" % 1]))
+    made.news.call(made.post, NodeAgentResponse(1, b"first", None, [b"%016d" % 1]))
     assert channel.response(PATIENCE)[0] == b"first"
     layout = Layout.of({"w": np.ones(100_000)})
     channel.request(
@@ -1034,16 +1034,16 @@ def test_a_request_without_weights_passes_a_branch(
     channel.close()
 
 
-def test_the_coordinator_learns_why_a_branch_has_failed(
-    branch: tuple[Branch, TheCoordinator], caplog: pytest.LogCaptureFixture
+def test_the_coordinator_learns_why_a_node_agent_has_failed(
+    node_agent: tuple[NodeAgent, TheCoordinator], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made, _ = branch
+    made, _ = node_agent
 
     def fail() -> None:
         raise MemoryError("no room")
 
-    stays = SimpleNamespace(_branch=made)
+    stays = SimpleNamespace(_node_agent=made)
     made.news.tell(fail)
     with pytest.raises(MemoryError, match="no room"):
-        BranchAgent.stay(cast("Any", stays))
+        NodeAgentActor.stay(cast("Any", stays))
     assert "the agent of a node of a process group has failed" in caplog.text

@@ -5,7 +5,7 @@ and a request belongs to the peer that made it. The states of a peer:
 
 | state | the member | what ends it |
 | --- | --- | --- |
-| `ENTERING` | has a ticket, and is making its channel | `ready`: `READY` |
+| `ENTERING` | has a join reply, and is making its channel | `ready`: `READY` |
 | `READY` | waits for its first response | `told`: `WORKING` |
 | `WORKING` | has the response `has`, and has not asked again | `requests`: `ASKING` |
 | `ASKING` | has asked, and waits for the response | `told`: `WORKING` |

@@ -153,8 +153,8 @@ class Request(NamedTuple):
         return tuple(self) if is_whole else self[:-4]
 
     @property
-    def terms(self) -> tuple[Any, ...]:
-        """Everything but the weight: a request of the same terms repeats this one."""
+    def signature(self) -> tuple[Any, ...]:
+        """Everything but the weight: a request of the same signature repeats this one."""
         return self[:3] + self[4:]
 
     @property

@@ -39,12 +39,12 @@ from flatweights.ray.core._requests import (
     remember,
 )
 from flatweights.ray.members._again import Repeatable, response_again
+from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._coordinator import Coordinator
-from flatweights.ray.members._door import Ticket
 from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
 from flatweights.ray.members._platform import PLATFORM, Platform
+from flatweights.ray.members._rendezvous import JoinReply
 from flatweights.ray.members._sessions import as_array
-from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._wait import seconds_left
 
 Sent: TypeAlias = NDArray[np.uint8] | OwnSegment | None
@@ -56,7 +56,7 @@ _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits f
 _LEAVE = pickle.dumps((Request("leave").fields, None))
 
 
-class Pass(NamedTuple):
+class Identity(NamedTuple):
     """The identity of a process for its coordinator, from its entry on.
 
     Attributes:
@@ -71,7 +71,7 @@ class Pass(NamedTuple):
     stays: ray.ObjectRef | None = None
 
     @classmethod
-    def of(cls, coordinator: ray.actor.ActorHandle, platform: Platform = PLATFORM) -> Pass:
+    def of(cls, coordinator: ray.actor.ActorHandle, platform: Platform = PLATFORM) -> Identity:
         """Introduce this process to a coordinator."""
         token, who = platform.introduce()
         return cls(token, who, coordinator.stay.remote(token))
@@ -86,13 +86,13 @@ class CoordinatorClient(ABC):
     """
 
     def __init__(
-        self, actor: ray.actor.ActorHandle, pass_: Pass, platform: Platform = PLATFORM
+        self, actor: ray.actor.ActorHandle, identity: Identity, platform: Platform = PLATFORM
     ) -> None:
         """Take the actor, which is the coordinator or the agent of this node, and the identity."""
         self.is_asking = self.is_told = False
         self._platform = platform
         self._actor = actor
-        self._pass = pass_
+        self._identity = identity
         self._known: dict[str, None] = {}  # digests of layouts that the coordinator has been sent
 
     def offer(self, nbytes: int) -> None:  # noqa: B027 - through Ray there is no such memory
@@ -216,18 +216,18 @@ class ChannelClient(CoordinatorClient):
     def __init__(
         self,
         actor: ray.actor.ActorHandle,
-        pass_: Pass,
+        identity: Identity,
         channel: MemberChannel,
         session: int,
         platform: Platform = PLATFORM,
     ) -> None:
         """Take the channel, which is attached, and the number of the session."""
-        super().__init__(actor, pass_, platform)
+        super().__init__(actor, identity, platform)
         self._channel = channel
         self._gpu = GpuEnd(channel, session)
         self._session = session
         self._may_stay: set[Kind] = set()  # kinds of call whose weights may stay on their GPU
-        self._prepared: dict[tuple[Any, ...], Repeatable] = {}  # by terms, what may be repeated
+        self._prepared: dict[tuple[Any, ...], Repeatable] = {}  # by signature, what may be repeated
 
     def offer(self, nbytes: int) -> None:
         """Offer a segment."""
@@ -267,7 +267,7 @@ class ChannelClient(CoordinatorClient):
 
     def again(self, request: Request, buffer: Sent) -> tuple[Shortcut, Repeatable] | None:
         """Return the way to ask again, if the coordinator has just repeated the call."""
-        known = self._prepared.get(request.terms)
+        known = self._prepared.get(request.signature)
         if known is None or not known.was_repeated or not isinstance(buffer, np.ndarray):
             return None
         shortcut = self._channel.shortcut(known.response.prepared, buffer)
@@ -275,7 +275,8 @@ class ChannelClient(CoordinatorClient):
 
     def was_asked(self, request: Request, known: Repeatable, has_come: bool) -> None:
         """See the base class."""
-        remember(self._prepared, request.terms, known)  # other kinds of calls may have displaced it
+        # other kinds of calls may have displaced it
+        remember(self._prepared, request.signature, known)
         self._channel.pending = has_come
 
     def _swap(self, request: Request, layout: Layout, sent: Sent, patience: float | None) -> Told:
@@ -288,7 +289,7 @@ class ChannelClient(CoordinatorClient):
                 buffer = None
             else:
                 buffer = sent
-            known = self._prepared.get(request.terms)
+            known = self._prepared.get(request.signature)
             is_sent = self._channel.pending is not None
             if not is_sent and (known is None or not self._repeat(request, known, buffer)):
                 self._send(self._body(request, layout), buffer, request.is_urgent)
@@ -297,7 +298,7 @@ class ChannelClient(CoordinatorClient):
                 return told
             # The coordinator wants the same again: the whole request, with weights in its own
             # memory.
-            self._prepared.pop(request.terms, None)
+            self._prepared.pop(request.signature, None)
             if isinstance(sent, OwnSegment):
                 self._may_stay.discard(request.kind)
                 request = request.through_host()
@@ -318,16 +319,16 @@ class ChannelClient(CoordinatorClient):
         if not self._channel.request(body, buffer, is_urgent=is_urgent):
             # There is no segment, or the request is too long for a mailbox.
             self._platform.check_connected()
-            self._platform.get(self._actor.deliver.remote(self._pass.token, body, buffer))
+            self._platform.get(self._actor.deliver.remote(self._identity.token, body, buffer))
             self._channel.request(b"", None, is_urgent=is_urgent)
 
     def _learn(self, response: Response, request: Request) -> None:
         if self._session in response.sessions:
-            terms = request.terms
+            signature = request.signature
             if not response.prepared:
-                self._prepared.pop(terms, None)
-            elif not (terms in self._prepared and self._prepared[terms].was_repeated):
-                remember(self._prepared, terms, Repeatable(response._replace(layout=None)))
+                self._prepared.pop(signature, None)
+            elif not (signature in self._prepared and self._prepared[signature].was_repeated):
+                remember(self._prepared, signature, Repeatable(response._replace(layout=None)))
         if response.may_stay:
             self._may_stay.add(request.kind)
         else:
@@ -366,10 +367,10 @@ class StoreClient(CoordinatorClient):
     """An end that uses Ray's calls and its object store, for members without a channel."""
 
     def __init__(
-        self, coordinator: ray.actor.ActorHandle, pass_: Pass, platform: Platform = PLATFORM
+        self, coordinator: ray.actor.ActorHandle, identity: Identity, platform: Platform = PLATFORM
     ) -> None:
         """Take the coordinator."""
-        super().__init__(coordinator, pass_, platform)
+        super().__init__(coordinator, identity, platform)
         # The references of the last response. If one thread drops its reference when another has
         # just received the same, Ray never finds the object. So references are dropped one response
         # later.
@@ -377,24 +378,24 @@ class StoreClient(CoordinatorClient):
 
     def start(self, timeout: float | None) -> Response:
         """Call without a body."""
-        call = self._actor.exchange.remote(self._pass.token)
+        call = self._actor.exchange.remote(self._identity.token)
         return _response_in(self._take(call, timeout)[0])
 
     def leave(self) -> None:
         """Deliver a request without waiting for the response."""
         self._platform.check_connected()
-        self._platform.get(self._actor.deliver.remote(self._pass.token, _LEAVE, None))
+        self._platform.get(self._actor.deliver.remote(self._identity.token, _LEAVE, None))
 
     def close(self, raised: str = "") -> None:
         """Tell the coordinator, unless it has seen that the member left."""
         with contextlib.suppress(Exception):  # Ray may be shut down
             self._platform.check_connected()
-            self._actor.lose.remote(self._pass.token, end_of(self._pass.who, raised))
+            self._actor.lose.remote(self._identity.token, end_of(self._identity.who, raised))
 
     def _swap(self, request: Request, layout: Layout, sent: Sent, patience: float | None) -> Told:
         self._platform.check_connected()
         body = self._body(request, layout)
-        call = self._actor.exchange.remote(self._pass.token, body, sent)
+        call = self._actor.exchange.remote(self._identity.token, body, sent)
         return self._take(call, patience)
 
     def _take(self, call: ray.ObjectRef, patience: float | None) -> Told:
@@ -415,17 +416,17 @@ def _response_in(told: bytes | Response) -> Response:
 
 
 class Entered(NamedTuple):
-    """The result of joining: the coordinator, a ticket, and the first response."""
+    """The result of joining: the coordinator, a join reply, and the first response."""
 
     client: CoordinatorClient
-    ticket: Ticket
+    join_reply: JoinReply
     response: Response
 
 
 def enter(
     name: str,
     rank: int | None,
-    terms: Terms,
+    config: GroupConfig,
     timeout: float | None,
     end: float | None,
     platform: Platform = PLATFORM,
@@ -435,7 +436,7 @@ def enter(
     Args:
         name: See `flatweights.ray.join`.
         rank: See `flatweights.ray.join`.
-        terms: The terms of the process group.
+        config: The configuration of the process group.
         timeout: See `flatweights.ray.join`; for errors.
         end: The time at which it is over, by `time.monotonic`.
         platform: What the member uses of Ray and channels.
@@ -444,31 +445,31 @@ def enter(
         CoordinatorDiedError: If the coordinator has ended meanwhile.
         ray.exceptions.RayActorError: The same.
         TimeoutError: If not all have joined in time.
-        ValueError: If the coordinator refuses ``rank`` or ``terms``.
+        ValueError: If the coordinator refuses ``rank`` or ``config``.
     """
     node = platform.node()
-    concurrency = _CALLS * terms.size + 64  # coroutines, not threads
-    coordinator = platform.find_coordinator(Coordinator, name, node, concurrency, name, terms)
+    concurrency = _CALLS * config.size + 64  # coroutines, not threads
+    coordinator = platform.find_coordinator(Coordinator, name, node, concurrency, name, config)
     wants_channel = platform.setting() != "store"
-    pass_ = Pass.of(coordinator, platform)
-    ticket: Ticket | None = None
+    identity = Identity.of(coordinator, platform)
+    join_reply: JoinReply | None = None
     client: CoordinatorClient | None = None
     try:
         entering = coordinator.enter.remote(
-            pass_.token, [pass_.stays], rank, terms, pass_.who, node, wants_channel
+            identity.token, [identity.stays], rank, config, identity.who, node, wants_channel
         )
         reach("entering")
-        ticket = platform.get(entering, seconds_left(end))
-        assert ticket is not None
+        join_reply = platform.get(entering, seconds_left(end))
+        assert join_reply is not None
         reach("entered")
-        client = _end_of(coordinator, ticket, pass_, end, platform)
+        client = _end_of(coordinator, join_reply, identity, end, platform)
         reach("attached")
-        return Entered(client, ticket, client.start(seconds_left(end)))
+        return Entered(client, join_reply, client.start(seconds_left(end)))
     except BaseException as error:
         is_late, why = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError)), ""
         try:
             if is_late:  # the coordinator ends with its last member
-                own = rank if ticket is None else ticket.rank
+                own = rank if join_reply is None else join_reply.rank
                 why = _who_is_missing(coordinator, own, platform)
                 ended = platform.seconds_since_end(name)
                 if ended is not None:
@@ -476,12 +477,12 @@ def enter(
         finally:
             with contextlib.suppress(ray.exceptions.RayError):
                 coordinator.lose.remote(
-                    pass_.token, MemberDiedError(f"{pass_.who} has given up to join")
+                    identity.token, MemberDiedError(f"{identity.who} has given up to join")
                 )
             if client is not None:
                 client.close()
         if is_late:
-            expected = f"expected {terms} in {timeout} s"
+            expected = f"expected {config} in {timeout} s"
             raise TimeoutError(f"process group {name!r}: {expected}; {why}") from None
         if isinstance(error, ray.exceptions.RayTaskError):
             if isinstance(error.cause, ValueError):
@@ -504,12 +505,12 @@ def _who_is_missing(coordinator: ray.actor.ActorHandle, own: int | None, platfor
 
 def _end_of(
     coordinator: ray.actor.ActorHandle,
-    ticket: Ticket,
-    pass_: Pass,
+    join_reply: JoinReply,
+    identity: Identity,
     end: float | None,
     platform: Platform,
 ) -> CoordinatorClient:
-    """Make the channel that a ticket allows; otherwise return an end that uses Ray's store.
+    """Make the channel that a join reply allows; otherwise return an end that uses Ray's store.
 
     Raises:
         OSError: If the channel cannot be made, and ``FLATWEIGHTS_RAY=shm`` requires it.
@@ -518,28 +519,28 @@ def _end_of(
         ray.exceptions.RayError: If the coordinator, or the agent of this node, has died, or does
             not answer by ``end``.
     """
-    address, actor = ticket.address, coordinator
-    if ticket.branch is not None:
-        actor = ticket.branch
+    address, actor = join_reply.address, coordinator
+    if join_reply.node_agent is not None:
+        actor = join_reply.node_agent
         try:
-            entering = actor.enter.remote(ticket.rank, pass_.who, pass_.token)
+            entering = actor.enter.remote(join_reply.rank, identity.who, identity.token)
             address = platform.get(entering, seconds_left(end))
         except ray.exceptions.GetTimeoutError:
             raise
         except ray.exceptions.RayError:
             address = None
     if address is None:
-        return StoreClient(coordinator, pass_, platform)
+        return StoreClient(coordinator, identity, platform)
     try:
-        channel = platform.member_channel(address, pass_.token)
+        channel = platform.member_channel(address, identity.token)
     except (OSError, ChannelError, MemoryError):
         if platform.setting() == "shm":
             raise
-        return StoreClient(coordinator, pass_, platform)
+        return StoreClient(coordinator, identity, platform)
     try:
-        attaching = actor.attach.remote(pass_.token, channel.mailbox.nonce)
+        attaching = actor.attach.remote(identity.token, channel.mailbox.nonce)
         platform.get(attaching, seconds_left(end))
     except BaseException:
         channel.close()
         raise
-    return ChannelClient(actor, pass_, channel, ticket.session, platform)
+    return ChannelClient(actor, identity, channel, join_reply.session, platform)

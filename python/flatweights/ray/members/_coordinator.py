@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.core._requests import MemberDiedError
-from flatweights.ray.members._door import Entry, Ticket
+from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._news import Result
 from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._process_group import ProcessGroup
+from flatweights.ray.members._rendezvous import Entry, JoinReply
 from flatweights.ray.members._sessions import Away, Letter, Reply
-from flatweights.ray.members._terms import Terms
 
 _LAST_REPLIES = 1.0  # seconds in which finished calls return their results
 
@@ -37,7 +37,7 @@ class Coordinator:
     def __init__(
         self,
         name: str,
-        terms: Terms,
+        config: GroupConfig,
         platform: Platform = PLATFORM,
         group: type[ProcessGroup] = ProcessGroup,
     ) -> None:
@@ -45,13 +45,13 @@ class Coordinator:
 
         Args:
             name: Its name.
-            terms: Its terms.
+            config: Its configuration.
             platform: What it uses of Ray, channels and threads.
             group: The class of the process group; a simulator has one that shows what it does.
         """
         self._platform = platform
         place = platform.begin_coordinator()
-        self._group = group(name, terms, *place, platform)
+        self._group = group(name, config, *place, platform)
         # By member, a future that is done at its end. Ray may begin its first calls in any order.
         self._ends: dict[bytes, Future[None]] = defaultdict(Future)
         self._entered: set[bytes] = set()  # members whose end the process group decides
@@ -68,11 +68,11 @@ class Coordinator:
         token: bytes,
         stays: Sequence[ray.ObjectRef],
         rank: int | None,
-        terms: Terms,
+        config: GroupConfig,
         who: str,
         node: str,
         wants_channel: bool,
-    ) -> Ticket:
+    ) -> JoinReply:
         """Take a session; wait while a process that may have ended has it.
 
         Args:
@@ -80,14 +80,14 @@ class Coordinator:
                 `stay`.
             stays: The reference to the result of that call, which shows its death from now on.
             rank: See `Entry`, also for the following.
-            terms: See `Entry`.
+            config: See `Entry`.
             who: See `Entry`.
             node: See `Entry`.
             wants_channel: See `Entry`.
 
         Raises:
-            ValueError: If ``terms`` differ from those of the process group, or ``rank`` is taken or
-                too large.
+            ValueError: If ``config`` differ from those of the process group, or ``rank`` is taken
+                or too large.
             MemberDiedError: If the process has already given up.
         """
         over = self._ends[token]
@@ -97,11 +97,11 @@ class Coordinator:
         watch = self._platform.start(self._watch(token, who, stays[0]))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
-        ticket: Future[Ticket] = Future()
+        join_reply: Future[JoinReply] = Future()
         now = _clock.now()
-        entry = Entry(token, rank, terms, who, node, wants_channel, now, ticket, over)
-        self._group.news.tell(self._group.door.enter, entry)
-        return await self._platform.until(ticket)
+        entry = Entry(token, rank, config, who, node, wants_channel, now, join_reply, over)
+        self._group.news.tell(self._group.rendezvous.enter, entry)
+        return await self._platform.until(join_reply)
 
     async def attach(self, token: bytes, nonce: bytes) -> None:
         """Make the channel to a member that has connected.
@@ -158,7 +158,7 @@ class Coordinator:
 
     async def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
-        return await self._request(self._group.door.absent)
+        return await self._request(self._group.rendezvous.absent)
 
     async def _request(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the group's thread; return its result, or raise its exception."""

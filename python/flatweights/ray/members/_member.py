@@ -45,9 +45,9 @@ from flatweights.ray.core._requests import (
 )
 from flatweights.ray.members._again import Again
 from flatweights.ray.members._client import CoordinatorClient, Sent, enter
-from flatweights.ray.members._door import Ticket
+from flatweights.ray.members._config import GRACE, GroupConfig
 from flatweights.ray.members._platform import PLATFORM, Platform
-from flatweights.ray.members._terms import GRACE, Terms
+from flatweights.ray.members._rendezvous import JoinReply
 from flatweights.ray.members._train import train_worker
 from flatweights.ray.members._turns import Turns
 from flatweights.ray.nodes._plan import Sums
@@ -131,21 +131,21 @@ def join(
         raise NotInTrainError(
             "outside of Ray Train expected join(name, rank=..., size=...), got no size"
         )
-    terms = Terms.of(size, sums, min_size, grace)
+    config = GroupConfig.of(size, sums, min_size, grace)
     if rank is not None:
-        rank = _check_rank(rank, terms.size, "rank")
-    if terms.grace is not None and end is not None and terms.grace >= (timeout or 0.0):
+        rank = _check_rank(rank, config.size, "rank")
+    if config.grace is not None and end is not None and config.grace >= (timeout or 0.0):
         raise ValueError(f"grace: expected less than timeout ({timeout} s), got {grace} s")
     name = "default" if name is None else name
     if not isinstance(name, str):
         raise TypeError(f"name: expected a text, got {name!r}")
-    return joined(name, rank, terms, timeout, end)
+    return joined(name, rank, config, timeout, end)
 
 
 def joined(
     name: str,
     rank: int | None,
-    terms: Terms,
+    config: GroupConfig,
     timeout: float | None,
     end: float | None,
     platform: Platform = PLATFORM,
@@ -159,7 +159,7 @@ def joined(
     give_up = _clock.now() + _RESTART
     while True:
         try:
-            return Member(name, *enter(name, rank, terms, timeout, end, platform))
+            return Member(name, *enter(name, rank, config, timeout, end, platform))
         except (ray.exceptions.RayActorError, CoordinatorDiedError) as error:
             # It may have been the coordinator of an earlier process group of this name, which was
             # about to end.
@@ -203,14 +203,14 @@ class Member:
     """
 
     def __init__(
-        self, name: str, coordinator: CoordinatorClient, ticket: Ticket, response: Response
+        self, name: str, coordinator: CoordinatorClient, join_reply: JoinReply, response: Response
     ) -> None:
         """Take the results of `join`; not for users."""
         self.name = name
-        self.rank = ticket.rank
+        self.rank = join_reply.rank
         self.size = response.size
         self._ranks = response.ranks
-        self._session = ticket.session
+        self._session = join_reply.session
         self.lacks_state = response.number > 0
         self.raise_if_out_of_sync = False
         self._coordinator = coordinator

@@ -1,4 +1,4 @@
-"""Calls from other threads to the one thread that owns a process group, or a branch of it."""
+"""Calls from other threads to the one thread that owns a process group, or a node agent of it."""
 
 from __future__ import annotations
 

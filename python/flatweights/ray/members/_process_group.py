@@ -3,7 +3,7 @@
 One thread (`ProcessGroup.run`) owns all state; other threads send it calls to make
 (`ProcessGroup.news`). It waits for members' requests, and tells `Calls`, which decides what each
 member gets. It averages, as in every round (`DriverAverage`), and posts one response for all. The
-process group ends when no member is left. Its `Door` lets members in.
+process group ends when no member is left. Its `Rendezvous` lets members in.
 """
 
 from __future__ import annotations
@@ -74,11 +74,12 @@ from flatweights.ray.core._requests import (
     Request,
     Response,
 )
-from flatweights.ray.members._branch import BranchAgent, BranchResponse, SentWeights
-from flatweights.ray.members._door import Door
+from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._gpu_rounds import GpuRounds, RequestAgainError, Stayed
 from flatweights.ray.members._news import News
+from flatweights.ray.members._node_agent import NodeAgentActor, NodeAgentResponse, SentWeights
 from flatweights.ray.members._platform import PLATFORM, Platform
+from flatweights.ray.members._rendezvous import Rendezvous
 from flatweights.ray.members._repetitions import Ending, Repetitions
 from flatweights.ray.members._sessions import (
     Letter,
@@ -88,7 +89,6 @@ from flatweights.ray.members._sessions import (
     fetched,
     wait_for,
 )
-from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._agent import AverageOf
 from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._summary import Exchanged
@@ -114,14 +114,14 @@ class ProcessGroup:
 
     Attributes:
         news: The calls that other threads want the process group's thread to make.
-        door: The members, and those that come in.
+        rendezvous: The members, and those that come in.
         calls: What their calls come to.
     """
 
     def __init__(
         self,
         name: str,
-        terms: Terms,
+        config: GroupConfig,
         node: str,
         coordinator: ray.actor.ActorHandle,
         platform: Platform = PLATFORM,
@@ -130,7 +130,7 @@ class ProcessGroup:
 
         Args:
             name: The name.
-            terms: The terms: the number of members, and others.
+            config: The configuration: the number of members, and others.
             node: This node.
             coordinator: The actor of this process.
             platform: What it uses of Ray and channels.
@@ -139,12 +139,12 @@ class ProcessGroup:
             OSError: If there can be no channels on this system.
         """
         self._name = name
-        self._terms = terms
-        self._size = terms.size
+        self._config = config
+        self._size = config.size
         self._node = node
         self._channels = platform.channels()
         offer = self._channels.segments.offer
-        self._agents = platform.agents(offer, terms.sums, BranchAgent, (coordinator,), _CALLS)
+        self._agents = platform.agents(offer, config.sums, NodeAgentActor, (coordinator,), _CALLS)
         self._put = platform.put
         self._gpu = GpuRounds(self._channels)
         self._repetitions = Repetitions(name, self._channels)
@@ -153,48 +153,48 @@ class ProcessGroup:
         self._given: Packed | None = None  # a state that has just come
         self._states: dict[int, Packed] = {}  # states that heal members, by number of the response
         self.news = News(self._channels)
-        self.door = Door(
-            name, terms, node, self._channels, self._agents, self.news, self._hear, self._lose
+        self.rendezvous = Rendezvous(
+            name, config, node, self._channels, self._agents, self.news, self._hear, self._lose
         )
-        self.calls = Calls(name, self.door.peers)
+        self.calls = Calls(name, self.rendezvous.peers)
         self._posts = 0
 
     def run(self) -> None:
         """Run the process group until no member is left."""
         try:
-            while self.door.is_in_use:
+            while self.rendezvous.is_in_use:
                 self._step()
         except Exception as error:
             _log.exception("the coordinator of process group %r has failed", self._name)
             self._tell_failure(error)
         self._agents.shut_down()
-        self.door.close()
+        self.rendezvous.close()
         self._channels.close()
 
     def _step(self) -> None:
         """Do everything that is due, or wait until something happens."""
-        self.door.admit()
+        self.rendezvous.admit()
         self._welcome()
         if self._tell(Tick()):
             return
-        if not self.door.is_in_use:  # the last member has died meanwhile
+        if not self.rendezvous.is_in_use:  # the last member has died meanwhile
             return
-        may_repeat = self._repetitions.are_ready(self.door.present) and self.calls.may_repeat
+        may_repeat = self._repetitions.are_ready(self.rendezvous.present) and self.calls.may_repeat
         if may_repeat and self._repeat() in (Ending.NEWS, Ending.PAUSE):
             self.news.read()
             return
         begin = _clock.now()
         awaited = self.calls.awaited()
         patience = self._patience(awaited.end)
-        heard = wait_for([*self.door.present.values()], self.news, patience, awaited.requests)
+        heard = wait_for([*self.rendezvous.present.values()], self.news, patience, awaited.requests)
         self._seconds_waited += _clock.now() - begin
         for session in heard:
             self._hear(session)
         self.news.read()
 
     def _patience(self, end: float | None) -> float | None:
-        """Return the seconds until something is due at the door, or by ``end``; None if never."""
-        ends = [*self.door.ends(), *([] if end is None else [end])]
+        """Return the seconds until something is due in the rendezvous, or by ``end``, or None."""
+        ends = [*self.rendezvous.ends(), *([] if end is None else [end])]
         return max(0.0, min(ends) - _clock.now()) if ends else None
 
     def _repeat(self) -> Ending:
@@ -241,7 +241,7 @@ class ProcessGroup:
         elif isinstance(action, CopyState):
             self._copy_state(action.number)
         elif isinstance(action, SendState):
-            response = Response(action.number, self._size, self.door.peers.ranks())
+            response = Response(action.number, self._size, self.rendezvous.peers.ranks())
             state = self._states[action.number]
             self._post(
                 -action.number, pickle.dumps(response.fields), state, _sessions(action.peers)
@@ -260,7 +260,9 @@ class ProcessGroup:
 
     def _tell_failure(self, error: Exception) -> None:
         """Tell members that wait why the process group ends; others see that it has."""
-        asking = [session for session in self.door.present.values() if session.answer is not None]
+        asking = [
+            session for session in self.rendezvous.present.values() if session.answer is not None
+        ]
         with contextlib.suppress(Exception):  # memory may be short
             self._answer(
                 asking,
@@ -311,7 +313,7 @@ class ProcessGroup:
     def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
         """Answer requests that are part of no call."""
         for session in _sessions(peers):
-            response = Response(session.has, self._size, self.door.peers.ranks(), error=error)
+            response = Response(session.has, self._size, self.rendezvous.peers.ranks(), error=error)
             self._post(session.has, ray.cloudpickle.dumps(response.fields), None, [session])
 
     def _keep(self, changes: Changes) -> None:
@@ -415,7 +417,7 @@ class ProcessGroup:
         response = Response(
             send.number,
             self._size,
-            self.door.peers.ranks(),
+            self.rendezvous.peers.ranks(),
             send.took_part,
             send.giver,
             tuple(peer.number for peer in send.lacking),
@@ -435,7 +437,7 @@ class ProcessGroup:
         reach("sending")
         exchanged = None if result is None else result._exchanged
         self._post(send.number, body, weights, _sessions(send.peers), exchanged)
-        self._gpu.let_go(self._is_kept, self.door.present.values())
+        self._gpu.let_go(self._is_kept, self.rendezvous.present.values())
         if result is not None and first.operation != "broadcast":
             report(result, already_named=send.named)
             nbytes = self._agents.nbytes if is_average else result.nbytes
@@ -587,7 +589,7 @@ class ProcessGroup:
     def _absence(self, first: Request) -> Exception:
         """Return the reason for which the root of a broadcast does not take part."""
         assert first.root is not None
-        session = self.door.sessions.get(first.root)
+        session = self.rendezvous.sessions.get(first.root)
         if session is None:
             return RuntimeError("it has not joined the process group")
         if session in self.calls.waiting.out_of_sync:
@@ -608,21 +610,24 @@ class ProcessGroup:
     def _transports(self, requests: dict[int, Request]) -> dict[int, str]:
         """Return, by rank, the way by which its request came."""
         return {
-            k: "store" if self.door.sessions[k].channel is None else "shm" for k in sorted(requests)
+            k: "store" if self.rendezvous.sessions[k].channel is None else "shm"
+            for k in sorted(requests)
         }
 
     def _welcome(self) -> None:
         """Give members that are ready their first response, once the process group is open."""
-        ready = [session for session in self.door.present.values() if session.state is State.READY]
-        was_open = self.door.is_open
-        self.door.open_for(len(ready))
-        self.calls.is_open = self.door.is_open
-        if ready and self.door.is_open:
+        ready = [
+            session for session in self.rendezvous.present.values() if session.state is State.READY
+        ]
+        was_open = self.rendezvous.is_open
+        self.rendezvous.open_for(len(ready))
+        self.calls.is_open = self.rendezvous.is_open
+        if ready and self.rendezvous.is_open:
             for session in ready:
                 session.told(0)
                 if not was_open:  # others join with their first request
                     session.join()
-            first = Response(self.calls.number, self._size, self.door.peers.ranks())
+            first = Response(self.calls.number, self._size, self.rendezvous.peers.ranks())
             self._post(0, pickle.dumps(first.fields), None, ready)
 
     def _post(
@@ -681,7 +686,7 @@ class ProcessGroup:
                     ref = self._put(buffer) if ref is None else ref
                     sent = [ref]
                 tokens = [session.token for session in there]
-                agent.handle.post.remote(BranchResponse(number, body, sent, tokens))
+                agent.handle.post.remote(NodeAgentResponse(number, body, sent, tokens))
             except Exception as error:  # Ray's store is full
                 fault = f"its response was not sent: {reason_in_a_line(error)}"
                 for session in there:
@@ -694,7 +699,7 @@ class ProcessGroup:
     def _forget(self, session: Session) -> None:
         """Let go of a member that has left or is dead."""
         session.close()
-        del self.door.present[session.token]
+        del self.rendezvous.present[session.token]
         self._gpu.forget(session)
         self._forget_channel(session)
 
@@ -715,14 +720,14 @@ class ProcessGroup:
         Raises:
             ChannelError: If it has not connected.
         """
-        session = self.door.present.get(token)
+        session = self.rendezvous.present.get(token)
         if session is None or session.state is not State.ENTERING:
             raise ChannelError("no such member")
         session.attach(self._channels.connect(token, nonce))
 
     def expect(self, token: bytes, caller: Future[Reply] | None) -> None:
-        """Note that a member waits for its first response, in a call through Ray or at a branch."""
-        session = self.door.present.get(token)
+        """Note that a member waits for its first response, in a call or at a node agent."""
+        session = self.rendezvous.present.get(token)
         if session is not None:
             if caller is not None:  # it has made no channel
                 self._forget_channel(session)
@@ -732,7 +737,7 @@ class ProcessGroup:
 
     def put(self, token: bytes, letter: Letter) -> None:
         """Take a request that came through Ray."""
-        session = self.door.present.get(token)
+        session = self.rendezvous.present.get(token)
         if session is not None:
             session.receive(letter)
         elif letter.caller is not None:
@@ -740,8 +745,8 @@ class ProcessGroup:
 
     def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead, or drop a process that no longer wants to be a member."""
-        self.door.drop(token, why)
-        session = self.door.present.get(token)
+        self.rendezvous.drop(token, why)
+        session = self.rendezvous.present.get(token)
         if session is not None and session.look():  # it may have left before
             self._hear(session)
         if session is not None:
@@ -753,11 +758,11 @@ class ProcessGroup:
         Raises:
             KeyError: If no member has to fetch it.
         """
-        return fetched(self.door.present.values(), number)
+        return fetched(self.rendezvous.present.values(), number)
 
 
 def _sessions(peers: Sequence[Peer]) -> list[Session]:
-    """Return ``peers`` of this process group, which its door has made."""
+    """Return ``peers`` of this process group, which its rendezvous has made."""
     return cast("list[Session]", [*peers])
 
 

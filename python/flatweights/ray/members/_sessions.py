@@ -1,7 +1,7 @@
 """The record of one member, from its entry to its end, and its requests.
 
 A session is a `Peer`, with what the process at the other end is reached by. One thread, that of the
-process group or of the branch, calls these methods; no other thread reads a session.
+process group or of the node agent, calls these methods; no other thread reads a session.
 
 Until a member has left or died, its end becomes known: the socket of its channel closes, and Ray
 reports the death of the process that owns the result of its call of `Coordinator.stay`. Until then
@@ -87,7 +87,7 @@ class Prepared(NamedTuple):
 
 @dataclass(eq=False)
 class Session(Peer):
-    """The record of one member, at a coordinator or a branch.
+    """The record of one member, at a coordinator or a node agent.
 
     Attributes:
         agent: The agent of its node, if that has the channel to it.
@@ -120,7 +120,7 @@ class Session(Peer):
         self.ready()
 
     def expect(self, caller: Future[Reply] | None) -> None:
-        """Note that it waits for its first response: in a call through Ray, or at its branch."""
+        """Note that it waits for its first response: in a call through Ray or at its node agent."""
         self._caller = caller
         self.ready()
         if caller is not None:

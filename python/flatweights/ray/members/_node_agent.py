@@ -1,9 +1,9 @@
-"""A branch: the agent of a process group on another node than its coordinator's.
+"""A node agent: the agent of a process group on another node than its coordinator's.
 
 The members of its node make channels to it, as other members do to the coordinator. Large weights
 stay
-here: the coordinator gets only the requests, and lets branches exchange pieces. Small weights go to
-the coordinator with the request.
+here: the coordinator gets only the requests, and lets node agents exchange pieces. Small weights go
+to the coordinator with the request.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ SentWeights: TypeAlias = AverageOf | Sequence[ray.ObjectRef] | None
 """The weights of a response, or a list with a reference to them; None without weights."""
 
 
-class BranchResponse(NamedTuple):
-    """A response for members of one branch.
+class NodeAgentResponse(NamedTuple):
+    """A response for members of one node agent.
 
     Attributes:
         number: Its number.
@@ -62,7 +62,7 @@ class BranchResponse(NamedTuple):
     tokens: Sequence[bytes]
 
 
-class Branch:
+class NodeAgent:
     """The members of one node. One thread owns their sessions, as in a process group.
 
     Attributes:
@@ -100,10 +100,10 @@ class Branch:
         self._posts = 0
         self.news = News(made)
         self.failure: Future[NoReturn] = Future()
-        threading.Thread(target=self._run, name="flatweights-branch", daemon=True).start()
+        threading.Thread(target=self._run, name="flatweights-node-agent", daemon=True).start()
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
-        """Admit a member with a ticket of the coordinator; return the address for its channel."""
+        """Admit a member that the coordinator has; return the address for its channel."""
         self._channels.expect(token)
         self._sessions[token] = Session(rank, who, token)
         return self._channels.address
@@ -142,7 +142,7 @@ class Branch:
         """
         return fetched(self._sessions.values(), number)
 
-    def post(self, response: BranchResponse) -> None:
+    def post(self, response: NodeAgentResponse) -> None:
         """Give members a response."""
         told = [self._sessions[token] for token in response.tokens if token in self._sessions]
         self._posts += 1
@@ -225,41 +225,41 @@ class Branch:
         self.forget(session.token)
 
 
-class BranchAgent(Agent):
-    """The actor; see `Branch`."""
+class NodeAgentActor(Agent):
+    """The actor; see `NodeAgent`."""
 
     def __init__(self, coordinator: ray.actor.ActorHandle) -> None:
         """Start, for the process group of ``coordinator``."""
         super().__init__()
-        self._branch = Branch(coordinator, self.channels, self.end, self.turn)
+        self._node_agent = NodeAgent(coordinator, self.channels, self.end, self.turn)
 
     def stay(self) -> None:
-        """Never return: the error tells the coordinator when the branch has failed, or died."""
-        self._branch.failure.result()
+        """Never return: the error tells the coordinator when the node agent has failed, or died."""
+        self._node_agent.failure.result()
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
-        """See `Branch.enter`."""
-        return self._branch.news.call(self._branch.enter, rank, who, token)
+        """See `NodeAgent.enter`."""
+        return self._node_agent.news.call(self._node_agent.enter, rank, who, token)
 
     def attach(self, token: bytes, nonce: bytes) -> None:
-        """See `Branch.attach`."""
-        self._branch.news.call(self._branch.attach, token, nonce)
+        """See `NodeAgent.attach`."""
+        self._node_agent.news.call(self._node_agent.attach, token, nonce)
 
     def forget(self, token: bytes) -> None:
-        """See `Branch.forget`."""
-        self._branch.news.tell(self._branch.forget, token)
+        """See `NodeAgent.forget`."""
+        self._node_agent.news.tell(self._node_agent.forget, token)
 
     def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
-        """See `Branch.deliver`."""
-        self._branch.news.call(self._branch.deliver, token, body, buffer)
+        """See `NodeAgent.deliver`."""
+        self._node_agent.news.call(self._node_agent.deliver, token, body, buffer)
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
-        """See `Branch.fetch`."""
-        return self._branch.news.call(self._branch.fetch, number)
+        """See `NodeAgent.fetch`."""
+        return self._node_agent.news.call(self._node_agent.fetch, number)
 
-    def post(self, response: BranchResponse) -> None:
-        """See `Branch.post`."""
-        self._branch.news.call(self._branch.post, response)
+    def post(self, response: NodeAgentResponse) -> None:
+        """See `NodeAgent.post`."""
+        self._node_agent.news.call(self._node_agent.post, response)
 
     def _result(self, rank: int) -> NDArray[np.uint8]:
         """Return the weights of a member."""

@@ -1,4 +1,4 @@
-"""The door of a process group: processes come in, and get a rank in the order of their arrival.
+"""The rendezvous: processes join a group, and get a rank in the order of their arrival.
 
 A rank is free once its old process has left or died. The process group opens when all members are
 ready, or enough of them, and the grace is over. A process that is coming in counts as a member; if
@@ -20,9 +20,9 @@ from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.core._peer import Peers, State
 from flatweights.ray.core._requests import MemberDiedError
+from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._news import News
 from flatweights.ray.members._sessions import Session
-from flatweights.ray.members._terms import Terms
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
 from flatweights.ray.peers._store import end_actor
 from flatweights.ray.peers._wait import seconds_left
@@ -33,20 +33,20 @@ _EMPTY = 60.0  # seconds for which a process group without members waits for the
 _log = logging.getLogger("flatweights")
 
 
-class Ticket(NamedTuple):
+class JoinReply(NamedTuple):
     """The result of entering, for a member.
 
     Attributes:
         rank: Its rank.
         session: The number of its session.
         address: The address to make a channel to; None, if the member calls through Ray.
-        branch: On another node, the agent of that node, to which it makes a channel instead.
+        node_agent: On another node, the agent of that node, to which it makes a channel instead.
     """
 
     rank: int
     session: int
     address: bytes | None
-    branch: ray.actor.ActorHandle | None = None
+    node_agent: ray.actor.ActorHandle | None = None
 
 
 class Entry(NamedTuple):
@@ -55,32 +55,32 @@ class Entry(NamedTuple):
     Attributes:
         token: The token by which it is recognised.
         rank: The rank that it wants; any, if None.
-        terms: The terms that it expects of the process group.
+        config: The configuration that it expects of the process group.
         who: The name of the process in errors.
         node: Its node.
         wants_channel: Whether it can use a channel.
         since: The time of its arrival, by `time.monotonic`.
-        ticket: The ticket that it waits for.
+        join_reply: The join reply that it waits for.
         over: A future that is done once it is not, and will not be, a member.
     """
 
     token: bytes
     rank: int | None
-    terms: Terms
+    config: GroupConfig
     who: str
     node: str
     wants_channel: bool
     since: float
-    ticket: Future[Ticket]
+    join_reply: Future[JoinReply]
     over: Future[None]
 
     def end(self, error: Exception) -> None:
-        """Refuse it a ticket."""
-        self.ticket.set_exception(error)
+        """Refuse it a join reply."""
+        self.join_reply.set_exception(error)
         self.over.set_result(None)
 
 
-class Door:
+class Rendezvous:
     """The members of a process group, and those that are coming in.
 
     Attributes:
@@ -92,7 +92,7 @@ class Door:
     def __init__(
         self,
         name: str,
-        terms: Terms,
+        config: GroupConfig,
         node: str,
         channels: Channels,
         agents: Agents,
@@ -104,7 +104,7 @@ class Door:
 
         Args:
             name: The name of the process group.
-            terms: The terms that all members expect.
+            config: The configuration that all members expect.
             node: The node of the process group.
             channels: The channels to members on this node.
             agents: The agents of other nodes.
@@ -112,7 +112,7 @@ class Door:
             hear: A function that handles the request, or the end, of a member.
             lose: A function that counts a member as dead.
         """
-        self._name, self._terms, self._node = name, terms, node
+        self._name, self._config, self._node = name, config, node
         self._channels, self._agents, self._news = channels, agents, news
         self._hear, self._lose = hear, lose
         self.peers = Peers()
@@ -144,7 +144,7 @@ class Door:
         joined = {
             session.rank for session in self.present.values() if session.state is not State.ENTERING
         }
-        return [rank for rank in range(self._terms.size) if rank not in joined]
+        return [rank for rank in range(self._config.size) if rank not in joined]
 
     def ends(self) -> list[float]:
         """Return the times, by `time.monotonic`, at which something is due here."""
@@ -155,24 +155,24 @@ class Door:
         return [*ends, grace] if grace is not None and seconds_left(grace) else ends
 
     def enter(self, entry: Entry) -> None:
-        """Queue ``entry``, to get a ticket or an error."""
+        """Queue ``entry``, to get a join reply or an error."""
         self._has_begun = True
         self._entries.append(entry)
 
     def admit(self) -> None:
-        """Give tickets to processes that want to be members."""
+        """Give join replies to processes that want to be members."""
         now = _clock.now()
         entries, self._entries = self._entries, []
         for entry in entries:
             try:
-                ticket = self._session(entry, now)
+                join_reply = self._session(entry, now)
             except ValueError as error:
                 entry.end(error)
                 continue
-            if ticket is None:
+            if join_reply is None:
                 self._entries.append(entry)
             else:
-                entry.ticket.set_result(ticket)
+                entry.join_reply.set_result(join_reply)
 
     def drop(self, token: bytes, why: Exception) -> None:
         """Drop a process that no longer wants to be a member."""
@@ -190,23 +190,23 @@ class Door:
         """Open if the process group can, with ``ready`` members that wait."""
         self.is_open = self.is_open or self._may_open(ready)
 
-    def _session(self, entry: Entry, now: float) -> Ticket | None:
-        """Return the ticket for a process; None while the old process of its rank may be ending.
+    def _session(self, entry: Entry, now: float) -> JoinReply | None:
+        """Return the reply to a process; None while the old process of its rank may be ending.
 
         Raises:
-            ValueError: If it cannot get a ticket.
+            ValueError: If it cannot get a join reply.
         """
-        self._terms.check_same(entry.terms)
-        if entry.rank is not None and not 0 <= entry.rank < self._terms.size:
-            raise ValueError(f"rank: expected 0 to {self._terms.size - 1}, got {entry.rank}")
-        wanted = range(self._terms.size) if entry.rank is None else [entry.rank]
+        self._config.check_same(entry.config)
+        if entry.rank is not None and not 0 <= entry.rank < self._config.size:
+            raise ValueError(f"rank: expected 0 to {self._config.size - 1}, got {entry.rank}")
+        wanted = range(self._config.size) if entry.rank is None else [entry.rank]
         rank = next((rank for rank in wanted if self._is_free(rank)), None)
         if rank is None:
             if now - entry.since < _GRACE:
                 return None
             if entry.rank is None:
                 raise ValueError(
-                    f"process group {self._name!r}: all {self._terms.size} ranks are taken"
+                    f"process group {self._name!r}: all {self._config.size} ranks are taken"
                 )
             taken = f"{entry.rank}, which is {self.sessions[entry.rank].who}'s"
             raise ValueError(f"rank: expected one that is free, got {taken}")
@@ -216,16 +216,16 @@ class Door:
         self.present[entry.token] = session
         self.peers.add(session)
         if not entry.wants_channel:
-            return Ticket(rank, session.number, None)
+            return JoinReply(rank, session.number, None)
         if entry.node == self._node:
             self._channels.expect(entry.token)
-            return Ticket(rank, session.number, self._channels.address)
+            return JoinReply(rank, session.number, self._channels.address)
         agent = session.agent = self._agents.at(entry.node, starts=True)
         assert agent is not None
         if agent.token not in self._watched:
             self._watched.add(agent.token)
             self._news.watch(agent.handle.stay.remote(), functools.partial(self._lose_all, agent))
-        return Ticket(rank, session.number, None, agent.handle)
+        return JoinReply(rank, session.number, None, agent.handle)
 
     def _is_free(self, rank: int) -> bool:
         """Whether no live process has ``rank``."""
@@ -247,12 +247,12 @@ class Door:
 
     def _may_open(self, ready: int) -> bool:
         if ready and self._grace is None:
-            self._grace = Deadline.after(self._terms.grace, _clock.now())
-        if self._grace is None or ready < self._terms.min_size:
+            self._grace = Deadline.after(self._config.grace, _clock.now())
+        if self._grace is None or ready < self._config.min_size:
             return False
-        if ready < self._terms.size and seconds_left(self._grace.end) != 0.0:
+        if ready < self._config.size and seconds_left(self._grace.end) != 0.0:
             return False
-        if ready < self._terms.size:
+        if ready < self._config.size:
             missing = ", ".join(map(str, self.absent()))
             _log.info("process group %r opens without ranks %s", self._name, missing)
         return True

@@ -1,4 +1,4 @@
-"""The terms on which the members of a process group have to agree before it can open."""
+"""The configuration on which the members of a process group have to agree before it can open."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flatweights.ray.peers._wait import check_timeout
 GRACE = 30.0  # seconds
 
 
-class Terms(NamedTuple):
-    """The terms of a process group.
+class GroupConfig(NamedTuple):
+    """The configuration of a process group.
 
     Attributes:
         size: The largest number of members.
@@ -34,8 +34,8 @@ class Terms(NamedTuple):
         sums: Sums = "float64",
         min_size: int | None = None,
         grace: float | None = GRACE,
-    ) -> Terms:
-        """Return the checked terms; ``min_size`` is ``size``, if it is None.
+    ) -> GroupConfig:
+        """Return the checked configuration; ``min_size`` is ``size``, if it is None.
 
         Raises:
             ValueError: If one is out of range.
@@ -49,8 +49,8 @@ class Terms(NamedTuple):
             size, sums, check_count(min_size, "min_size", size), check_timeout(grace, "grace")
         )
 
-    def check_same(self, other: Terms) -> None:
-        """Raise `ValueError`, naming the first difference, if a newcomer's terms differ."""
+    def check_same(self, other: GroupConfig) -> None:
+        """Raise `ValueError`, naming the first difference, if a newcomer's configuration differ."""
         for name, ours, theirs in zip(self._fields, self, other, strict=True):
             if ours != theirs:
                 raise ValueError(f"{name}: expected {ours!r}, as the others, got {theirs!r}")
