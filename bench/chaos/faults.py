@@ -26,7 +26,7 @@ NAN, EXCEPTION, LATE, LAYOUT = "NaN", "exception", "late", "another layout"
 STORE = "object store full"
 ACTORS = {
     "coordinator killed": ("Coordinator",),
-    "agent killed": ("Agent", "BranchAgent"),
+    "agent killed": ("Agent", "NodeAgentActor"),
     "relay killed": ("Relay", "Outlet"),
 }
 """Faults of processes without a rank: the names of their classes."""

@@ -23,7 +23,7 @@ from pathlib import Path
 import keras, numpy as np
 from flatweights.keras import average_gradients
 from flatweights.ray.channels._member_channel import MemberChannel
-from flatweights.ray.members._client import ChannelClient, Pass
+from flatweights.ray.members._client import ChannelClient, Identity
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._rendezvous import JoinReply
 
@@ -31,7 +31,7 @@ rank, session, address, token, has_timeout, stalled = json.loads(sys.argv[1])
 stalled, token = Path(stalled), bytes.fromhex(token)
 channel = MemberChannel(bytes.fromhex(address), token)
 print(channel.mailbox.nonce.hex(), flush=True)
-client = ChannelClient(None, Pass(token, "member"), channel, session)
+client = ChannelClient(None, Identity(token, "member"), channel, session)
 member = Member("interrupted", client, JoinReply(rank, session, None), client.start(300.0))
 
 def batches():

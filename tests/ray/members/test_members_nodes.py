@@ -229,7 +229,7 @@ def meet_on_nodes() -> None:
     ray.get(puppets[0].run.remote(lambda m: m.leave()))
     deadline = time.monotonic() + 30
     names = {"Coordinator"}
-    while names & {"Coordinator", "BranchAgent"} and time.monotonic() < deadline:
+    while names & {"Coordinator", "NodeAgentActor"} and time.monotonic() < deadline:
         time.sleep(0.2)
         names = {kind for kind, _ in alive().values()}
     said = [large.transports, small_ways, spoiled[0], sorted(died), lost, sorted(names), broken]

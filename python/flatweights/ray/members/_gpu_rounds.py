@@ -132,7 +132,7 @@ class GpuRounds:
             weights: The weights of the members, in that order.
 
         Raises:
-            AskAgainError: If it cannot be done there.
+            RequestAgainError: If it cannot be done there.
         """
         self._check(first, sessions, [*sessions, *others])
         reducer = sessions[0]
@@ -162,7 +162,7 @@ class GpuRounds:
             layout: The layout of the weights.
 
         Raises:
-            AskAgainError: If some cannot.
+            RequestAgainError: If some cannot.
         """
         self._check(first, [root], sessions)
         return self._kept(root, layout, _placed(root))

@@ -472,7 +472,7 @@ class ProcessGroup:
         """Average, or relay, weights that are in segments of a GPU.
 
         Raises:
-            AskAgainError: If they have to come through memory of the host.
+            RequestAgainError: If they have to come through memory of the host.
             WorkerError: If fewer ranks than needed take part.
         """
         requests, first = call.requests, call.first
