@@ -157,13 +157,13 @@ class BoundRepeatedCalls {
   py::tuple run(std::int64_t number, double seconds, const BoundDoorbell& bell, int poll,
                 std::vector<double> seen_before) {
     know_segments();
-    const Sleep sleep{&bell.door(), bell.bell.number(), poll, bell.news.get()};
+    const Sleep sleep{&bell.door(), bell.bell.number(), poll, bell.queued.get()};
     RepeatedCalls::Ended ended;
     {
       const WithoutGil nogil;
       ended = calls_.run(number, seconds, sleep, std::move(seen_before));
     }
-    if (ended == RepeatedCalls::Ended::kNews) bell.news->store(false);
+    if (ended == RepeatedCalls::Ended::kQueue) bell.queued->store(false);
     py::list made;
     for (const RepeatedCalls::Prepared& call : calls_.prepared())
       if (call.count != 0)

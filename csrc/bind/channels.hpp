@@ -69,7 +69,7 @@ struct BoundDoorbell {
   std::shared_ptr<MemoryFile> file;
   Descriptor bell;
   // Whether a thread of this process has rung since `RepeatedCalls.run` last ended for that.
-  std::shared_ptr<std::atomic<bool>> news = std::make_shared<std::atomic<bool>>(false);
+  std::shared_ptr<std::atomic<bool>> queued = std::make_shared<std::atomic<bool>>(false);
 
   [[nodiscard]] Doorbell& door() const { return *reinterpret_cast<Doorbell*>(file->data()); }
 
@@ -90,7 +90,7 @@ struct BoundDoorbell {
 
   // A write fails only if the driver is gone, or the eventfd is full: then the bell has rung.
   void ring() const {
-    news->store(true);
+    queued->store(true);
     ring_bell();
   }
 

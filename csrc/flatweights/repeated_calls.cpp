@@ -115,7 +115,7 @@ std::optional<RepeatedCalls::Ended> RepeatedCalls::wait(double begin, double end
   for (;;) {
     const Found found = look(now);
     if (found == Found::kOther) return Ended::kOther;
-    if (sleep.news->load()) return Ended::kNews;
+    if (sleep.queued->load()) return Ended::kQueue;
     if (found == Found::kAll) return std::nullopt;
     if (now >= deadline()) return Ended::kLate;
     if (now >= end) return Ended::kPause;

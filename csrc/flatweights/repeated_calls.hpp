@@ -46,10 +46,10 @@ struct Repeated {
 
 // The bell that members ring, and the descriptors at which the coordinator sleeps.
 struct Sleep {
-  Doorbell* rendezvous;
+  Doorbell* door;
   int bell;                       // the eventfd that the doorbell rings
   int poll;                       // an epoll of the bell, and of the members' sockets
-  const std::atomic<bool>* news;  // whether another thread wants the coordinator to stop
+  const std::atomic<bool>* queued;  // whether another thread wants the coordinator to stop
 };
 
 class RepeatedCalls {
@@ -84,7 +84,7 @@ class RepeatedCalls {
   // Why a series has ended. kOther: with a message that is no repetition, or a repetition that
   // cannot be made here. kLate: the time of a call is up. kSocket: a member has died, or has sent a
   // segment. kPause: the seconds are over.
-  enum class Ended { kOther, kNews, kSocket, kLate, kPause };
+  enum class Ended { kOther, kQueue, kSocket, kLate, kPause };
 
   // The mailboxes of all members, in the order of their ranks.
   explicit RepeatedCalls(std::vector<Mailbox*> boxes);

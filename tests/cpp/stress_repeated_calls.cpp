@@ -119,7 +119,7 @@ int main() {
   for (std::size_t rank = 0; rank < kMembers; ++rank)
     threads.emplace_back(be_member, rank, std::ref(members[rank]), std::cref(bell),
                          std::span<const std::shared_ptr<MemoryFile>>(results));
-  std::atomic<bool> news{false}, is_over{false};
+  std::atomic<bool> queued{false}, is_over{false};
   threads.emplace_back([&] {
     while (!is_over) {
       news = true;
@@ -128,11 +128,11 @@ int main() {
     }
   });
   for (Mailbox* const box : boxes) box->post({}, 0);
-  const Sleep sleep{bell.door.get(), bell.bell, bell.poll, &news};
+  const Sleep sleep{bell.door.get(), bell.bell, bell.poll, &queued};
   std::vector<double> seen(kMembers, 0.0);
   for (std::int64_t number = 0; number < kCalls;) {
     const RepeatedCalls::Ended ended = calls.run(number, 10.0, sleep, seen);
-    expect(ended == RepeatedCalls::Ended::kNews || number + calls.count() == kCalls,
+    expect(ended == RepeatedCalls::Ended::kQueue || number + calls.count() == kCalls,
            "a series has ended without news");
     if (failed) return 1;
     news = false;

@@ -119,7 +119,7 @@ class Members:
                 f"place = {rank}, {join_reply.session}, {join_reply.address!r}, {entry.token!r}\n"
                 "channel = attach(*place)\nresult = channel.mailbox.nonce"
             )
-            self.group.group.news.call(self.group.group.attach, entry.token, nonce)
+            self.group.group.queue.call(self.group.group.attach, entry.token, nonce)
         self.run("member = member_of(channel, place[0], place[1], place[3])", *ranks)
 
     def begin(self, program: str, *ranks: int) -> dict[int, Future[Any]]:

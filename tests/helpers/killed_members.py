@@ -112,7 +112,7 @@ class Run:
                 continue
             with contextlib.suppress(Exception):  # it was killed meanwhile
                 token, nonce = bytes.fromhex(said["token"]), bytes.fromhex(said["nonce"])
-                group.news.call(group.attach, token, nonce)
+                group.queue.call(group.attach, token, nonce)
 
     def start(self, rank: int) -> None:
         """Start a member."""
@@ -130,7 +130,7 @@ class Run:
         group = self.group.group
         for session in [*group.rendezvous.present.values()]:
             if session.rank == rank and session.channel is None:  # it had not connected
-                group.news.tell(group.lose, session.token, None)
+                group.queue.tell(group.lose, session.token, None)
         self.start(rank)
 
     def stop(self, rank: int, seconds: float) -> None:
@@ -141,7 +141,7 @@ class Run:
 
     def number(self) -> int:
         """Return the number of calls so far."""
-        return self.group.group.news.called(lambda: self.group.group.calls.number).result(STUCK)
+        return self.group.group.queue.called(lambda: self.group.group.calls.number).result(STUCK)
 
 
 def main(faults: int, seed: int) -> None:

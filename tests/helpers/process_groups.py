@@ -47,7 +47,7 @@ class LocalProcessGroup:
     def enter(self, rank: int | None) -> Entry:
         """Ask for a join reply."""
         entry = entry_of(rank, self.config)
-        self.group.news.tell(self.group.rendezvous.enter, entry)
+        self.group.queue.tell(self.group.rendezvous.enter, entry)
         return entry
 
     def channel(self, entry: Entry) -> MemberChannel:
@@ -56,7 +56,7 @@ class LocalProcessGroup:
         assert join_reply.address is not None
         channel = MemberChannel(join_reply.address, entry.token)
         try:
-            self.group.news.call(self.group.attach, entry.token, channel.mailbox.nonce)
+            self.group.queue.call(self.group.attach, entry.token, channel.mailbox.nonce)
         except BaseException:
             channel.close()
             raise
@@ -97,7 +97,7 @@ class LocalProcessGroup:
 
     def lose(self, entry: Entry, why: Any) -> None:
         """Count a process as lost, as the coordinator does when it gives up."""
-        self.group.news.tell(self.group.lose, entry.token, why)
+        self.group.queue.tell(self.group.lose, entry.token, why)
 
     def wait_until(self, is_true: Any) -> None:
         """Wait until ``is_true(group)`` holds in the thread of the process group.
@@ -106,7 +106,7 @@ class LocalProcessGroup:
         and on a busy machine they get it back late.
         """
         pause = 0.001
-        while not self.group.news.call(is_true, self.group):
+        while not self.group.queue.call(is_true, self.group):
             time.sleep(pause)
             pause = min(1.2 * pause, 0.05)
 

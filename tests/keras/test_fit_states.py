@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the group answers; the giver's epoch, batches, version and count, if it heals."""
+    """What the group answers; the donor's epoch, batches, version and count, if it heals."""
 
     number: int
     version: int
@@ -178,8 +178,8 @@ class Member:
             for action in actions:
                 assert following is None, "a meeting is the last action"
                 match action:
-                    case Action.MEET | Action.MEET_LACKING:
-                        self.lacks = self.lacks or action is Action.MEET_LACKING
+                    case Action.MEET | Action.MEET_RECOVERING:
+                        self.lacks = self.lacks or action is Action.MEET_RECOVERING
                         reply = yield Call("meeting", self.now.phase is Phase.ENDING)
                         if reply.healed is not None:
                             self.heal(reply)
@@ -281,7 +281,7 @@ class Group:
         assert len(places) == 1, f"they average at several places: {used}"
         assert {one.version for one in used} == {self.version}, f"states differ: {used}"
         ((epoch, batches),) = places
-        giver = (epoch, batches, self.version, used[0].count)
+        donor = (epoch, batches, self.version, used[0].count)
         self.number += 1
         self.version += calls[0].kind == "step"
         there = [one for one in waiting if one.call is not None and one.call.kind == calls[0].kind]
@@ -294,7 +294,7 @@ class Group:
             if not one.lacks:
                 self.answer(one, reply)
             elif one.call.kind == calls[0].kind:
-                self.answer(one, reply._replace(healed=giver))
+                self.answer(one, reply._replace(healed=donor))
             elif one.call.kind != "meeting":
                 self.answer(one, reply._replace(is_out_of_sync=True))
 
@@ -479,4 +479,4 @@ def test_conditions_and_actions_are_all_used() -> None:
     assert {rule.when for rule in RULES} == {*CONDITIONS}
     assert {action for rule in RULES for action in rule.actions} == {*Action}
     for rule in RULES:  # what follows a meeting is said by its event
-        assert not {Action.MEET, Action.MEET_LACKING} & {*rule.actions[:-1]}
+        assert not {Action.MEET, Action.MEET_RECOVERING} & {*rule.actions[:-1]}

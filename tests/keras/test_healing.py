@@ -170,7 +170,7 @@ def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
     if swaps:
         swap(new)
     new.start(pool)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new, last)]
     epochs = [history.epoch for history, _ in ended]
@@ -202,7 +202,7 @@ def test_a_replaced_member_keeps_no_weights_that_a_callback_restores(
     new = replacement(group, dead)
     new.more = [Restores()]
     new.start(pool)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     assert epoch or ended[1][0].epoch == [*range(2, EPOCHS)]
@@ -227,7 +227,7 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     for fit in (first, last):  # they take their time once it has overslept
         fit.at[2, 16] = lambda: slept.wait(LIMIT)
         fit.at[2, 18] = lambda: group.wait_until(
-            lambda inside: inside.calls.healings or inside.calls.waiting.lacking
+            lambda inside: inside.calls.healings or inside.calls.waiting.recovering
         )
     for fit in (first, late, last):
         fit.start(pool)
@@ -255,7 +255,7 @@ def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_o
     first.goes_on_without(2, 4)
     first.at[2, 16] = lambda: slept.wait(LIMIT)
     first.at[2, 18] = lambda: group.wait_until(
-        lambda inside: inside.calls.healings or inside.calls.waiting.lacking
+        lambda inside: inside.calls.healings or inside.calls.waiting.recovering
     )
     for fit in (first, late):
         fit.start(pool)
@@ -276,7 +276,7 @@ def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
 
     def hold(fit: Fit, number: int) -> None:
         group.wait_until(lambda inside: len(woken) >= number)
-        group.wait_until(lambda inside: fit.member.lacks_state and inside.calls.waiting.lacking)
+        group.wait_until(lambda inside: fit.member.lacks_state and inside.calls.waiting.recovering)
 
     first.at[2, 1] = lambda: sleep(first, 2)
     second.goes_on_without(2, 1)
@@ -340,7 +340,7 @@ def test_the_others_go_on_without_a_member_in_the_middle_of_a_synchronized_step(
         for fit in (first, last):  # they take their time once it has overslept
             fit.at[2, 16] = lambda: slept.wait(LIMIT)
             fit.at[2, 18] = lambda: group.wait_until(
-                lambda inside: inside.calls.healings or inside.calls.waiting.lacking
+                lambda inside: inside.calls.healings or inside.calls.waiting.recovering
             )
     for fit in (first, late, last):
         fit.start(pool)
@@ -351,7 +351,7 @@ def test_the_others_go_on_without_a_member_in_the_middle_of_a_synchronized_step(
         new = Fit(group.join(late.member.rank))
         new.model = model(lambda: None)
         new.start(pool)
-        group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+        group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
         go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new, last)]
     check_alike([state for _, state in ended])
@@ -380,7 +380,7 @@ def test_a_py_dataset_goes_on_after_epochs_that_were_cut_short(pool: ThreadPoolE
 
     def wake() -> None:
         slept.set()
-        group.wait_until(lambda inside: inside.calls.waiting.lacking)
+        group.wait_until(lambda inside: inside.calls.waiting.recovering)
 
     first.at[3, 2] = wake
     for fit in (first, late):
@@ -405,10 +405,10 @@ def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]
     def wake() -> None:
         slept.set()
         # It is healed in this epoch.
-        group.wait_until(lambda inside: inside.calls.waiting.lacking)
+        group.wait_until(lambda inside: inside.calls.waiting.recovering)
 
     first.at[4, 2] = wake
-    first.at[4, 19] = lambda: group.wait_until(lambda inside: inside.calls.waiting.lacking)
+    first.at[4, 19] = lambda: group.wait_until(lambda inside: inside.calls.waiting.recovering)
     whole: list[int] = []  # the epochs of which the late one has more than a first batch
     for epoch in range(2, MORE):
         late.at[epoch, 1] = functools.partial(whole.append, epoch)
@@ -430,7 +430,7 @@ def test_a_member_that_is_late_for_the_start_is_healed_and_the_others_go_on(
     first.patience = 0.2
     first.at[0, -1] = lambda: first._wait_for_others(PATIENCE)
     first.at[0, 3] = has_begun.set
-    first.at[1, -1] = lambda: group.wait_until(lambda inside: inside.calls.waiting.lacking)
+    first.at[1, -1] = lambda: group.wait_until(lambda inside: inside.calls.waiting.recovering)
     first.start(pool)
     assert has_begun.wait(LIMIT) or first.done.result(0)
     late.start(pool)
@@ -500,7 +500,7 @@ def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
     new.more = [best_of_first(kind)]
     assert there.wait(LIMIT)
     new.start(pool)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT)[1] for fit in (first, new)]
     check_alike(ended)
@@ -532,7 +532,7 @@ def test_epochs_that_a_late_member_passes_by_stop_no_training(pool: ThreadPoolEx
     late.at[1, 4] = lambda: slept.wait(LIMIT)
     first.goes_on_without(1, 4)
     first.at[3, 2] = slept.set
-    first.at[3, 19] = lambda: group.wait_until(lambda inside: inside.calls.waiting.lacking)
+    first.at[3, 19] = lambda: group.wait_until(lambda inside: inside.calls.waiting.recovering)
     for fit in (first, late):
         fit.start(pool)
     (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
@@ -550,7 +550,7 @@ def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> Non
     first.at[1, END] = lambda: first._wait_for_others(1.0)
     first.at[3, -1] = lambda: first._wait_for_others(PATIENCE)
     first.at[3, 2] = slept.set
-    first.at[3, 19] = lambda: group.wait_until(lambda inside: inside.calls.waiting.lacking)
+    first.at[3, 19] = lambda: group.wait_until(lambda inside: inside.calls.waiting.recovering)
     for fit in (first, late):
         fit.start(pool)
     (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
@@ -577,7 +577,7 @@ def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
     new = replacement(group, dead, kind="dense", epochs=3)
     new.at[2, 3] = dies(new)
     new.start(pool)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     go_on.set()
     with pytest.raises(KilledError):
         new.done.result(LIMIT)
@@ -626,7 +626,7 @@ def test_a_replaced_member_counts_as_the_others_do(
     new = replacement(group, dead, kind="dense", epochs=MORE)
     new.more = callbacks("the replaced")
     new.start(pool)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state for _, state in ended])
@@ -648,7 +648,7 @@ def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) 
     new = replacement(group, dead, kind="dense")
     new.more = [AverageWeights(every=2)]
     new.start(pool)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state for _, state in ended])
@@ -672,7 +672,7 @@ def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
     first.goes_on_without(2, 4)
     first.at[2, 16] = lambda: slept.wait(LIMIT)
     first.at[2, 18] = lambda: group.wait_until(
-        lambda inside: inside.calls.healings or inside.calls.waiting.lacking
+        lambda inside: inside.calls.healings or inside.calls.waiting.recovering
     )
     for fit in (first, late):
         fit.start(pool)
@@ -709,7 +709,9 @@ def test_ways_to_fit(
     new = replacement(group, dead, **fitted)
     new.compile = compiled
     new.start(pool)
-    group.wait_until(lambda inside: 1 in [session.rank for session in inside.calls.waiting.lacking])
+    group.wait_until(
+        lambda inside: 1 in [session.rank for session in inside.calls.waiting.recovering]
+    )
     go_on.set()
     check_alike([fit.done.result(LIMIT)[1] for fit in (first, new, late)])
 
@@ -739,7 +741,7 @@ def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> No
                 raise KilledError
             if done == 10 and dies_at < 0:
                 group.wait_until(
-                    lambda inside: inside.calls.waiting.lacking or inside.calls.healings
+                    lambda inside: inside.calls.waiting.recovering or inside.calls.healings
                 )
             step(data[member.rank, done])
         member.average({"the end": np.zeros(1)}, min_results=1)
@@ -774,7 +776,7 @@ def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
                 raise KilledError
             if done == 10 and dies_at < 0:
                 group.wait_until(
-                    lambda inside: inside.calls.waiting.lacking or inside.calls.healings
+                    lambda inside: inside.calls.waiting.recovering or inside.calls.healings
                 )
             for target, (optimizer, one) in enumerate(zip(optimizers, weights, strict=True)):
                 optimizer.apply([2 * (one.value - float(target))], [one])
@@ -877,7 +879,7 @@ def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
     new = prepared(replacement(group, dead, kind="dense", epochs=MORE), arrays[2])
     assert there.wait(LIMIT)
     new.start(pool)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     go_on.set()
     (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state, other])
@@ -906,7 +908,7 @@ def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor
                 raise KilledError
             if number == 20 and member.rank == 0:  # the other has come
                 group.wait_until(
-                    lambda inside: inside.calls.waiting.lacking or inside.calls.healings
+                    lambda inside: inside.calls.waiting.recovering or inside.calls.healings
                 )
             with tf.GradientTape() as tape:
                 rows = slice(2 * number, 2 * number + 2)

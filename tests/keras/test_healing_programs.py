@@ -141,8 +141,8 @@ class Run:
         while True:
             with self._lock:
                 away = {*self.away} - {rank}
-            lacking = group.news.call(lambda: [*group.calls.waiting.lacking])
-            if away <= {session.rank for session in lacking}:
+            recovering = group.queue.call(lambda: [*group.calls.waiting.recovering])
+            if away <= {session.rank for session in recovering}:
                 return
             time.sleep(0.005)
 

@@ -4,17 +4,17 @@ FIT = {
     # The table of states.
     "a member that told others more batches goes on with fewer": (
         "_fit_states.py",
-        "giver.epoch == now.epoch and giver.batches - now.done >= now.ahead",
-        "giver.epoch == now.epoch",
+        "donor.epoch == now.epoch and donor.batches - now.done >= now.ahead",
+        "donor.epoch == now.epoch",
     ),
     "a member that is healed in another epoch goes on in its own": (
         "_fit_states.py",
-        "giver.epoch == now.epoch and giver.batches - now.done >= now.ahead",
-        "giver.batches - now.done >= now.ahead",
+        "donor.epoch == now.epoch and donor.batches - now.done >= now.ahead",
+        "donor.batches - now.done >= now.ahead",
     ),
     "members that are ahead have the state": (
         "_fit_states.py",
-        'Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET_LACKING,))',
+        'Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET_RECOVERING,))',
         'Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET,))',
     ),
     "a member skips epochs with the weights that it makes there": (
@@ -34,7 +34,7 @@ FIT = {
     ),
     "a member that ends late keeps its own weights": (
         "_fit_states.py",
-        'Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET_LACKING,))',
+        'Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET_RECOVERING,))',
         'Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET,))',
     ),
     "the batches by which others are ahead are forgotten": (
@@ -43,7 +43,7 @@ FIT = {
         "        pass\n",
     ),
     # What is done then.
-    "a giver does not tell the batches by which others are ahead": (
+    "a donor does not tell the batches by which others are ahead": (
         "_progress.py",
         "Place(self._now.epoch, self._now.done + self._now.ahead, counts)",
         "Place(self._now.epoch, self._now.done, counts)",
@@ -80,7 +80,7 @@ FIT = {
     ),
     "a healed member has no counts": (
         "_progress.py",
-        "        self._take_counts(giver)\n",
+        "        self._take_counts(donor)\n",
         "        pass\n",
     ),
     "the best weights are not healed": (

@@ -171,9 +171,9 @@ MUTANTS = {
         "    return session.answer.request.is_urgent\n",
         "    return False\n",
     ),
-    "news wait for requests": Mutant(
+    "queue wait for requests": Mutant(
         "members/_sessions.py",
-        "if len(heard) >= enough or left <= 0 or news or any",
+        "if len(heard) >= enough or left <= 0 or queue or any",
         "if len(heard) >= enough or left <= 0 or any",
     ),
     "the first response comes too soon": Mutant(
@@ -198,22 +198,22 @@ MUTANTS = {
     ),
     # Late members.
     "one number per session": Mutant(
-        "core/_past.py",
+        "core/_response_cache.py",
         "return session.number not in made.sessions",
         "return made.number > session.has",
     ),
     "late by one takes part": Mutant(
-        "core/_past.py",
+        "core/_response_cache.py",
         "kept.number <= session.has:",
         "kept.number <= session.has + 1:",
     ),
     "nobody waits for the newest": Mutant(
-        "core/_past.py",
+        "core/_response_cache.py",
         "            kept = None  # it takes part in the open call, or waits for it\n",
         "            pass\n",
     ),
     "a response that was got late is not noted": Mutant(
-        "core/_past.py",
+        "core/_response_cache.py",
         "            made.sessions.add(session.number)\n",
         "",
     ),
@@ -248,7 +248,7 @@ MUTANTS = {
         "            if False:\n",
     ),
     "a response is not kept": Mutant(
-        "core/_past.py",
+        "core/_response_cache.py",
         "        oldest = _put_last(self._kept, kind, made, _KEPT)\n",
         "        oldest = _put_last(self._kept, kind, made, _KEPT) if made.number % 3 else None\n",
     ),
@@ -259,47 +259,47 @@ MUTANTS = {
     ),
     # Twins.
     "a twin's response is not noted": Mutant(
-        "core/_past.py",
+        "core/_response_cache.py",
         "            made.late.add(session.number)\n",
         "",
     ),
     "members at the other twin go on": Mutant(
         "core/_calls.py",
-        "            for other, why in self._past.astray(self.waiting.asking):\n",
+        "            for other, why in self._cache.astray(self.waiting.asking):\n",
         "            for other, why in ():\n",
     ),
     # Healing.
     "the highest rank gives": Mutant(
         "core/_calls.py",
-        "giver = min((peer for peer",
-        "giver = max((peer for peer",
+        "donor = min((peer for peer",
+        "donor = max((peer for peer",
     ),
     "states are not noted": Mutant(
-        "core/_past.py",
+        "core/_response_cache.py",
         "                session.states[request.state] = made.number\n",
         "                pass\n",
     ),
     "a missed state does not count": Mutant(
-        "core/_past.py",
+        "core/_response_cache.py",
         "            if session.states.get(request.state, 0) < before:\n",
         "            if False:\n",
     ),
     "a lost state is not forgotten": Mutant(
         "core/_calls.py",
-        "            self._do(Keep(self._past.forget(peer.request.state)))\n",
+        "            self._do(Keep(self._cache.forget(peer.request.state)))\n",
         "            pass\n",
     ),
     "healed by any call": Mutant(
         "core/_waiting.py",
-        "return [session for session in self.lacking if session.request.kind == first.kind]",
-        "return [*self.lacking]",
+        "return [session for session in self.recovering if session.request.kind == first.kind]",
+        "return [*self.recovering]",
     ),
-    "a lost giver is not noticed": Mutant(
+    "a lost donor is not noticed": Mutant(
         "core/_healing.py",
         '            self._fail("is gone")\n',
         "            pass\n",
     ),
-    "a late giver is waited for": Mutant(
+    "a late donor is waited for": Mutant(
         "core/_healing.py",
         '            self._fail("is late")\n',
         "            pass\n",
@@ -316,7 +316,7 @@ MUTANTS = {
     ),
     "a state that nobody has is waited for": Mutant(
         "core/_calls.py",
-        "        elif waiting.lacking and not self._count_of_whole():\n",
+        "        elif waiting.recovering and not self._count_of_whole():\n",
         "        elif False:\n",
     ),
     "a healed member keeps its own state": Mutant(
@@ -332,8 +332,8 @@ MUTANTS = {
     ),
     "a request beside the channel is not read": Mutant(
         "members/_sessions.py",
-        '        if self._letters and (channel is None or body == b""):\n',
-        "        if self._letters and channel is None:\n",
+        '        if self._store_requests and (channel is None or body == b""):\n',
+        "        if self._store_requests and channel is None:\n",
     ),
     # Interrupted members.
     "an interrupted member may stay": Mutant(
@@ -359,7 +359,7 @@ MUTANTS = {
     ),
     "calls without some are repeated": Mutant(
         "members/_repetitions.py",
-        "        if send.late or send.lacking or call.lost or result.failed or ",
+        "        if send.late or send.recovering or call.lost or result.failed or ",
         "        if ",
     ),
     "a series does not count": Mutant(
@@ -372,15 +372,15 @@ MUTANTS = {
         "        for peer in peers:\n            peer.told(self.number)\n",
         "",
     ),
-    "the past does not know of a series": Mutant(
+    "the cache does not know of a series": Mutant(
         "core/_calls.py",
-        "            self._do(Keep(self._past.keep(request, kept, peers)))\n",
+        "            self._do(Keep(self._cache.keep(request, kept, peers)))\n",
         "            pass\n",
     ),
     "a series takes late members along": Mutant(
         "core/_calls.py",
-        "        return not self._past.has_twins and all(on_time)\n",
-        "        return not self._past.has_twins\n",
+        "        return not self._cache.has_twins and all(on_time)\n",
+        "        return not self._cache.has_twins\n",
     ),
     "the responses of a series are not kept": Mutant(
         "members/_process_group.py",
@@ -423,7 +423,7 @@ MUTANTS = {
         "        if missed:\n",
         "        if False:\n",
     ),
-    "the giver is not asked for": Mutant(
+    "the donor is not asked for": Mutant(
         "core/_calls.py",
         "            self._do(CopyState(healing.number))\n",
         "            pass\n",

@@ -7,7 +7,7 @@ weights are small powers of two, so exactly one average is right, bit by bit. In
 - an average consists of the models that its ranks had sent for that call, each with its weight, and
   no member takes part whose model is older than the last average of this kind of call;
 - members that get responses of one number get equal bytes and facts;
-- a healed member gets the state of the giver before the step, and equal steps give equal states;
+- a healed member gets the state of the donor before the step, and equal steps give equal states;
 - late, failed, quarantined and healed ranks are what they are called, and a rank that is alive and
   on time is none of these;
 - a call ends within its timeout, unless the coordinator or the member was stopped;
@@ -118,12 +118,12 @@ class Noted:
 
 
 class Known:
-    """A response of a call: what it is, its bytes, and the state of its giver."""
+    """A response of a call: what it is, its bytes, and the state of its donor."""
 
     def __init__(self, response: Response, content: bytes | None, kind: Any) -> None:
         self.response, self.content, self.kind = response, content, kind
         self.state: Any = None
-        self.is_given = False  # whether the giver has sent its state
+        self.is_given = False  # whether the donor has sent its state
         self.model = 0
 
 
@@ -174,11 +174,11 @@ class Record:
 
     def is_unsure(self) -> bool:
         """Whether a process is about to join, or has died when its leave may not have arrived."""
-        news = [one for entered in self.entered.values() for one in entered[-1:]]
+        queue = [one for entered in self.entered.values() for one in entered[-1:]]
         return any(
             (one.is_there and not one.has_joined)
             or (one.has_left and one.process.notes.get("broke"))
-            for one in news
+            for one in queue
         )
 
 
@@ -354,7 +354,7 @@ class Oracle:
             if known is None:
                 self._fail(f"{name} was healed by no response")
             elif known.state != self._state_in(content):
-                self._fail(f"{name} was healed with another state than the giver's")
+                self._fail(f"{name} was healed with another state than the donor's")
             self.counts["healed"] += 1
         elif not is_call:
             if isinstance(response.error, OutOfSyncError):
@@ -369,7 +369,7 @@ class Oracle:
                 record.known[member.has].is_given = True
             return
         else:
-            if session.number not in (*response.sessions, *response.lacking):
+            if session.number not in (*response.sessions, *response.recovering):
                 self._check_late(record, number, member, sent)
             member.has = max(member.has, number)
             if response.error is None:
@@ -473,10 +473,10 @@ class Oracle:
         record.by_kind[kind] = number
         if first.request.state is not None:
             record.by_state[first.request.state].append((number, kind))
-        if response.giver:
+        if response.donor:
             self._check_healing(record, response, result, parts, known)
-        elif result.healed or response.lacking:
-            self._fail(f"{number}: healed without a giver")
+        elif result.healed or response.recovering:
+            self._fail(f"{number}: healed without a donor")
 
     def _parts(self, record: Record, response: Response) -> dict[int, Sent] | None:
         """Return the requests that a response says it is of, by rank; None after a violation."""
@@ -580,7 +580,7 @@ class Oracle:
                 )
                 if not (sent.request.lacks or self._plan["keeps_few"] or is_behind):
                     self._fail(f"{response.number}: {name} has asked, and is left out")
-                is_healed = response.error is not None or member.number in response.lacking
+                is_healed = response.error is not None or member.number in response.recovering
                 if sent.request.lacks and not is_healed:
                     self._fail(f"{response.number}: {name} is not healed")
 
@@ -731,21 +731,21 @@ class Oracle:
         known: Known,
     ) -> None:
         number = response.number
-        giver = record.by_session[response.giver]
-        if giver.rank != min(result.used):
-            self._fail(f"{number}: the giver is rank {giver.rank} of {result.used}")
-        assert giver.rank is not None
-        known.state = parts[giver.rank].call.state
+        donor = record.by_session[response.donor]
+        if donor.rank != min(result.used):
+            self._fail(f"{number}: the donor is rank {donor.rank} of {result.used}")
+        assert donor.rank is not None
+        known.state = parts[donor.rank].call.state
         ranks = []
-        for session_number in response.lacking:
-            lacking = record.by_session.get(session_number)
-            if lacking is None or lacking.rank is None:
+        for session_number in response.recovering:
+            recovering = record.by_session.get(session_number)
+            if recovering is None or recovering.rank is None:
                 continue
-            ranks.append(lacking.rank)
-            if lacking.open is None or not lacking.open.request.lacks:
-                self._fail(f"{number}: {lacking.process.name} is to be healed without a request")
-            elif lacking.open.request.kind != known.kind:
-                self._fail(f"{number}: {lacking.process.name} has asked for another call")
+            ranks.append(recovering.rank)
+            if recovering.open is None or not recovering.open.request.lacks:
+                self._fail(f"{number}: {recovering.process.name} is to be healed without a request")
+            elif recovering.open.request.kind != known.kind:
+                self._fail(f"{number}: {recovering.process.name} has asked for another call")
         if tuple(sorted(ranks)) != result.healed:
             self._fail(f"{number}: healed {result.healed}, and sessions of {ranks}")
 
@@ -805,11 +805,11 @@ class Oracle:
         told = Round(None, *response.facts)
         if result.used != told.used or result.quarantined != told.quarantined:
             self._fail(f"{name}: used {result.used}, and was told {told.used}")
-        took_part = noted.number in (*response.sessions, *response.lacking)
+        took_part = noted.number in (*response.sessions, *response.recovering)
         if took_part == (member.rank in result.late):
             part = "took part" if took_part else "took no part"
             self._fail(f"{name} {part} in {number}, whose late ranks are {result.late}")
-        if noted.number in response.lacking and member.rank not in result.healed:
+        if noted.number in response.recovering and member.rank not in result.healed:
             self._fail(f"{name} is healed, and not in {result.healed}")
         known = self._record_of(noted).known[number]
         content = known.content

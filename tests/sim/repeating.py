@@ -77,7 +77,7 @@ class SimulatedCalls:
             last = self._last[call]
             made[call] = call, told[0], last, count + 1, *told[1:], in_all + pending, 0.0
             calls += 1
-        if ending is Ending.NEWS:
+        if ending is Ending.QUEUE:
             self._channels.has_news = False
         return ending.value, calls, pending, self._seen, [*made.values()]
 
@@ -99,7 +99,7 @@ class SimulatedCalls:
                     if kind != REPEAT or ASKED_AGAIN.unpack(body)[0] not in self._prepared:
                         return Ending.OTHER
             if channels.has_news:
-                return Ending.NEWS
+                return Ending.QUEUE
             if all(self._seen):
                 return None
             ends = [

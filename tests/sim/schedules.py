@@ -20,7 +20,7 @@ from tests.sim.programs import STATE, Program
 from tests.sim.world import BEGIN, Fault, Process, World
 
 from flatweights.ray import _clock, _failpoints, _report
-from flatweights.ray.core import _past
+from flatweights.ray.core import _response_cache
 
 _MOST_STEPS = 60_000
 _TRIES = 8  # seeds with which a smaller plan is tried
@@ -148,7 +148,7 @@ def _installed(world: World, keeps_few: bool) -> Iterator[None]:
     handler = _Log(world)
     before = log.level, log.propagate, log.handlers
     clock = _clock.now, _clock.sleep, _clock.wall
-    kept = _past._KEPT, _past._KEPT_SMALL
+    kept = _response_cache._KEPT, _response_cache._KEPT_SMALL
     hook, works = _failpoints.hook, _report.METRICS.works
     drawn = random.getstate()
     thread = threading.get_ident()  # others, as that of the metrics, have the real clock
@@ -168,7 +168,7 @@ def _installed(world: World, keeps_few: bool) -> Iterator[None]:
     _failpoints.hook = point
     _report.METRICS.works = False
     if keeps_few:
-        _past._KEPT, _past._KEPT_SMALL = 1, 0
+        _response_cache._KEPT, _response_cache._KEPT_SMALL = 1, 0
     log.propagate, log.handlers = False, [handler]
     log.setLevel(logging.ERROR if world.transcript is None else logging.INFO)
     random.seed(0)
@@ -178,7 +178,7 @@ def _installed(world: World, keeps_few: bool) -> Iterator[None]:
         random.setstate(drawn)
         log.propagate, log.handlers = before[1:]
         log.setLevel(before[0])
-        _past._KEPT, _past._KEPT_SMALL = kept
+        _response_cache._KEPT, _response_cache._KEPT_SMALL = kept
         _failpoints.hook, _report.METRICS.works = hook, works
         _clock.now, _clock.sleep, _clock.wall = clock
 

@@ -74,7 +74,7 @@ class AverageWeights(MemberCallback):
             saves the state needed to resume.
     """
 
-    counted = ("_steps", "_trained")  # the giver's values replace those of a healed member
+    counted = ("_steps", "_trained")  # the donor's values replace those of a healed member
     round: Round | None
     outer: ServerOptimizer[FlatWeights] | None
 

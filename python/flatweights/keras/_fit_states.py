@@ -42,7 +42,7 @@ class Action(enum.Enum):
     """What a member does after an event; the state after it has the numbers."""
 
     MEET = "meet"
-    MEET_LACKING = "meet, lacking the state"
+    MEET_RECOVERING = "meet, lacking the state"
     KEEP = "keep a copy of the state"
     RESTORE = "take the copy"
     BEGIN_THERE = "begin `fit` with their epoch"
@@ -50,8 +50,8 @@ class Action(enum.Enum):
     END_EPOCH = "end the epoch"
     GO_ON = "go on after it"
     HIDE = "hide the epoch from deciding callbacks"
-    TAKE_COUNTS = "all callbacks take the giver's counts"
-    TAKE_DECIDING = "deciding callbacks take the giver's counts"
+    TAKE_COUNTS = "all callbacks take the donor's counts"
+    TAKE_DECIDING = "deciding callbacks take the donor's counts"
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ class Rule(NamedTuple):
     actions: tuple[Action, ...] = ()
 
 
-def _is_further(now: FitState, giver: Healed) -> bool:
+def _is_further(now: FitState, donor: Healed) -> bool:
     # If they ended the epoch later than this member has told others, one may have ended it already.
-    return giver.epoch == now.epoch and giver.batches - now.done >= now.ahead
+    return donor.epoch == now.epoch and donor.batches - now.done >= now.ahead
 
 
 # By the state that has the event's numbers already, and the event.
@@ -176,11 +176,11 @@ CONDITIONS: dict[str, Callable[[FitState, Any], bool]] = {
     "one may come": lambda now, met: met.may_come,
     "healed, in an earlier epoch": lambda now, met: met.is_healed and met.epoch < now.epoch,
     "healed, in a later epoch": lambda now, met: met.is_healed and met.epoch > now.epoch,
-    "at the same batch of the epoch, or at a later one": lambda now, giver: (
-        now.steps is not None and _is_further(now, giver)
+    "at the same batch of the epoch, or at a later one": lambda now, donor: (
+        now.steps is not None and _is_further(now, donor)
     ),
-    "between steps, at the same batch of the epoch": lambda now, giver: (
-        not giver.in_step and giver[:2] == (now.epoch, now.done + now.ahead)
+    "between steps, at the same batch of the epoch": lambda now, donor: (
+        not donor.in_step and donor[:2] == (now.epoch, now.done + now.ahead)
     ),
 }
 
@@ -192,16 +192,16 @@ RULES = (
     Rule((_P.JOINING,), Met, "one has ended", _P.LATE, (_A.KEEP, _A.BEGIN_NOWHERE)),
     Rule((_P.JOINING,), Met, "", _P.JOINED, (_A.KEEP, _A.BEGIN_THERE)),
     Rule((_P.JOINED,), EpochBegins, "they begin it", _P.TOGETHER, (_A.RESTORE, _A.TAKE_COUNTS)),
-    Rule((_P.JOINED,), EpochBegins, "", _P.MEETING, (_A.MEET_LACKING,)),
+    Rule((_P.JOINED,), EpochBegins, "", _P.MEETING, (_A.MEET_RECOVERING,)),
     Rule((_P.LATE,), EpochBegins, "", _P.OVER, (_A.RESTORE, _A.TAKE_COUNTS)),
     Rule((_P.NEW, _P.TOGETHER), EpochBegins, "", _P.MEETING, (_A.MEET,)),
     Rule((_P.OUT_OF_SYNC,), EpochBegins, "they are in it, or in a later one", None),
     Rule((_P.EARLY,), EpochBegins, "they begin a later one", None),
     Rule((_P.EARLY,), EpochBegins, "they begin it", _P.TOGETHER),
-    Rule((_P.OUT_OF_SYNC, _P.EARLY), EpochBegins, "", _P.MEETING, (_A.MEET_LACKING,)),
+    Rule((_P.OUT_OF_SYNC, _P.EARLY), EpochBegins, "", _P.MEETING, (_A.MEET_RECOVERING,)),
     Rule((_P.OVER,), EpochBegins, "", None),
     Rule((_P.MEETING,), Met, "one has ended", _P.OVER, (_A.KEEP,)),
-    Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET_LACKING,)),
+    Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET_RECOVERING,)),
     Rule((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY, (_A.KEEP,)),
     Rule((_P.MEETING,), Met, "", _P.TOGETHER),
     Rule((_P.TOGETHER,), OutOfSync, "", _P.OUT_OF_SYNC),
@@ -218,10 +218,10 @@ RULES = (
     Rule((_P.OUT_OF_SYNC, _P.EARLY), EpochEnds, "", None, (_A.HIDE,)),
     Rule((_P.OVER,), EpochEnds, "", None, (_A.HIDE,)),
     Rule((_P.NEW, _P.TOGETHER), FitEnds, "", _P.ENDING, (_A.MEET,)),
-    Rule((_P.JOINED, _P.OUT_OF_SYNC, _P.EARLY), FitEnds, "", _P.ENDING, (_A.MEET_LACKING,)),
+    Rule((_P.JOINED, _P.OUT_OF_SYNC, _P.EARLY), FitEnds, "", _P.ENDING, (_A.MEET_RECOVERING,)),
     Rule((_P.LATE,), FitEnds, "", _P.ENDED, (_A.RESTORE, _A.TAKE_COUNTS)),
     Rule((_P.OVER,), FitEnds, "", _P.ENDED),
-    Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET_LACKING,)),
+    Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET_RECOVERING,)),
     Rule((_P.ENDING,), Met, "one may come", None, (_A.MEET,)),
     Rule((_P.ENDING,), Met, "", _P.ENDED),
 )

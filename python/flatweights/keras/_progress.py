@@ -24,7 +24,7 @@ from flatweights.tensorflow import TensorFlowVariables
 
 _log = logging.getLogger("flatweights")
 
-_ROOM = 8192  # bytes for the giver's place and for the counts of its callbacks
+_ROOM = 8192  # bytes for the donor's place and for the counts of its callbacks
 _LAST = 10.0  # least seconds for which the end of a training waits for late members
 _REPLACED = 300.0  # seconds for which it waits for the workers that replace dead ones
 _PAUSE = 0.05  # seconds until it first looks for those workers
@@ -77,7 +77,7 @@ class State:
     Attributes:
         layout: The slots of the variables, then the slots of the weights that callbacks keep, then
             one for the place.
-        place: This member's place; after it was healed, the giver's.
+        place: This member's place; after it was healed, the donor's.
     """
 
     def __init__(
@@ -280,8 +280,8 @@ class Progress:
             self._tell(fit.OutOfSync())
             return None
         if member.rank in result.healed:
-            giver = self._take_over()
-            self._tell(fit.Healed(giver.epoch, giver.steps, in_step))
+            donor = self._take_over()
+            self._tell(fit.Healed(donor.epoch, donor.steps, in_step))
         return result
 
     def _tell(self, event: fit.Event) -> None:
@@ -298,7 +298,7 @@ class Progress:
         match action:
             case Action.MEET:
                 return self._meet()
-            case Action.MEET_LACKING:
+            case Action.MEET_RECOVERING:
                 self._lease.take().lacks_state = True
                 return self._meet()
             case Action.KEEP:
@@ -356,24 +356,24 @@ class Progress:
             self._list[:] = self._callbacks
 
     def _take_over(self) -> Place:
-        """Go on from the giver's counts, and return its place; warn about callbacks it lacks."""
-        giver = self._pending = self._state.place
-        self._take_counts(giver)
+        """Go on from the donor's counts, and return its place; warn about callbacks it lacks."""
+        donor = self._pending = self._state.place
+        self._take_counts(donor)
         for name, one in self._named.items():
-            if isinstance(one, _DECIDING) and name not in giver.counts:
+            if isinstance(one, _DECIDING) and name not in donor.counts:
                 _log.warning(
                     "%s begins anew: the member that gave the state has no such callback", name
                 )
-        return giver
+        return donor
 
     def _take_counts(
         self,
-        giver: Place,
+        donor: Place,
         kinds: type | tuple[type, ...] = object,
         but: type | tuple[type, ...] = (),
     ) -> None:
         """Take the counts of callbacks of some ``kinds``; members may have other callbacks."""
-        for name, counts in giver.counts.items():
+        for name, counts in donor.counts.items():
             one = self._named.get(name)
             if one is not None and isinstance(one, kinds) and not isinstance(one, but):
                 vars(one).update(counts)

@@ -111,12 +111,12 @@ def heal(group: Core, rank: int) -> None:
     others = sorted({*group.peers.ranks()} - {rank})
     group.request(rank, STEP, lacks=True)
     send = group.step(*others)
-    assert (send.giver, send.lacking) == (group[others[0]].number, [group[rank]])
+    assert (send.donor, send.recovering) == (group[others[0]].number, [group[rank]])
     number = send.number
-    giver = group[others[0]]
-    giver.requests(Request("give", "state"), group.now)
-    assert only(CopyState, group.tell(Gave(giver, True))) == [CopyState(number)]
-    assert only(Answer, group.done) == [Answer([giver], None)]
+    donor = group[others[0]]
+    donor.requests(Request("give", "state"), group.now)
+    assert only(CopyState, group.tell(Gave(donor, True))) == [CopyState(number)]
+    assert only(Answer, group.done) == [Answer([donor], None)]
     group.tell(StateCopied(number))
     group.request(rank, Request("heal", "state"))
     assert only(SendState, group.done) == [SendState(number, [group[rank]])]
@@ -133,7 +133,7 @@ def test_a_member_that_was_healed_is_awaited(group: Core) -> None:
     assert group.reduce().took_part == (1, 2, 3)
 
 
-def test_a_giver_that_dies_leaves_a_reason(group: Core) -> None:
+def test_a_donor_that_dies_leaves_a_reason(group: Core) -> None:
     group.step(0, 1, 2)
     group.request(2, STEP, lacks=True)
     group.step(0, 1)
@@ -183,9 +183,9 @@ def test_a_member_that_does_not_fetch_its_state_keeps_no_other_from_being_healed
 ) -> None:
     group.step(0, 1, 2)
     group.request(2, STEP, lacks=True)
-    giver, number = group[0], group.step(0, 1).number
-    giver.requests(Request("give", "state"), group.now)
-    assert only(CopyState, group.tell(Gave(giver, True))) == [CopyState(number)]
+    donor, number = group[0], group.step(0, 1).number
+    donor.requests(Request("give", "state"), group.now)
+    assert only(CopyState, group.tell(Gave(donor, True))) == [CopyState(number)]
     group.tell(StateCopied(number))
     # Rank 2 is stopped before it asks for the state; rank 1 has joined again.
     group.request(1, STEP, lacks=True)
@@ -193,6 +193,6 @@ def test_a_member_that_does_not_fetch_its_state_keeps_no_other_from_being_healed
     group.now += 2.0
     group.tell()
     send = group.reduce()
-    assert (send.giver, send.lacking, send.late) == (giver.number, [group[1]], (2,))
-    giver.requests(Request("give", "state"), group.now)
-    assert only(CopyState, group.tell(Gave(giver, True))) == [CopyState(send.number)]
+    assert (send.donor, send.recovering, send.late) == (donor.number, [group[1]], (2,))
+    donor.requests(Request("give", "state"), group.now)
+    assert only(CopyState, group.tell(Gave(donor, True))) == [CopyState(send.number)]

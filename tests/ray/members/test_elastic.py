@@ -54,7 +54,7 @@ def test_with_fewer_than_enough_it_waits_after_its_grace(pool: ThreadPoolExecuto
     group = LocalProcessGroup(3, 2, 0.0)
     first = pool.submit(group.join, 0)
     group.wait_until(lambda inside: inside.rendezvous._grace is not None)
-    assert not group.group.news.call(lambda: group.group.rendezvous.is_open)
+    assert not group.group.queue.call(lambda: group.group.rendezvous.is_open)
     second = pool.submit(group.join, 1)
     assert first.result(60).ranks == second.result(60).ranks == (0, 1)
 
@@ -85,7 +85,7 @@ def test_who_comes_later_gets_the_state(pool: ThreadPoolExecutor) -> None:
     third = group.join(2)
     assert third.lacks_state
     healed = pool.submit(average, third, 100.0, states[2])
-    group.wait_until(lambda inside: inside.calls.waiting.lacking)
+    group.wait_until(lambda inside: inside.calls.waiting.recovering)
     results = [*pool.map(average, members, [2.0, 4.0], states), healed.result(60)]
     for result in results:
         assert result.used == (0, 1)

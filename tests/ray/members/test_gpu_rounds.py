@@ -272,7 +272,7 @@ def test_segments_are_let_go(start: Start) -> None:
         for rank, descriptors in members.run(count).items():  # one for each segment of each member
             assert descriptors - before[rank] <= 3 * MOST + 1
     group = members.group.group
-    held: int = group.news.call(lambda group: len(group._gpu._stayed), group)
+    held: int = group.queue.call(lambda group: len(group._gpu._stayed), group)
     assert held <= 2
 
 

@@ -104,7 +104,7 @@ def test_a_new_process_is_healed_and_is_no_part_of_that_average(pool: Any) -> No
     assert [one.member.lacks_state for one in trainings] == [False, True, False]
     own = {k: one.gradient() for k, one in enumerate(trainings)}
     waiting = pool.submit(trainings[1].step)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     results = [*together(pool, [trainings[0], trainings[2]]), waiting.result(60)]
     expected = np.mean([own[0], own[2]], axis=0, dtype=np.float64).astype(np.float32)
     for result in results:
@@ -155,7 +155,7 @@ def test_one_that_missed_several_is_healed(pool: Any) -> None:
     for _ in range(5):
         together(pool, trainings[:2], timeout=0.01)
     late = pool.submit(trainings[2].step, timeout=0.01)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     together(pool, trainings[:2], timeout=5.0)
     assert late.result(60).healed == (2,)
     assert len({one.bits() for one in trainings}) == 1
@@ -163,13 +163,13 @@ def test_one_that_missed_several_is_healed(pool: Any) -> None:
     assert trainings[0].rounds[-1].used == (0, 1, 2)
 
 
-def test_the_next_one_gives_if_the_giver_is_gone(pool: Any) -> None:
+def test_the_next_one_gives_if_the_donor_is_gone(pool: Any) -> None:
     group = LocalProcessGroup(4)
     trainings = begin(group)
     together(pool, trainings)
     trainings[3] = replaced(group, trainings[3])
     healing = pool.submit(trainings[3].step)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
 
     def die() -> None:
         kill(trainings[0].member)
@@ -186,13 +186,13 @@ def test_the_next_one_gives_if_the_giver_is_gone(pool: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["raises", "is late"])
-def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> None:
+def test_a_donor_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> None:
     group = LocalProcessGroup(3)
     trainings = begin(group)
     together(pool, trainings)
     trainings[2] = replaced(group, trainings[2])
     healing = pool.submit(trainings[2].step, timeout=60.0)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     go_on = threading.Event()
 
     def do_not_give() -> None:
@@ -211,7 +211,7 @@ def test_a_giver_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> N
         # It has not applied that average, and asks to be healed.
         trainings[0].member.lacks_state = True
         again = pool.submit(trainings[0].step, timeout=0.2)
-        group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 2)
+        group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 2)
     waiting = [healing, again] if what == "raises" else [healing]
     while not all(call.done() for call in waiting):  # late requests are healed next time
         trainings[1].step(timeout=0.2)
@@ -235,14 +235,14 @@ def test_only_those_that_need_the_state_are_told_that_there_is_no_memory_for_it(
     together(pool, trainings)
     trainings[2] = replaced(group, trainings[2])
     healing = pool.submit(trainings[2].step)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     monkeypatch.setattr(group.group, "_copied", fail)
     together(pool, trainings[:2])
     with pytest.raises(RuntimeError, match="the state could not be copied: MemoryError: no room"):
         healing.result(60)
     monkeypatch.undo()
     healing = pool.submit(trainings[2].step)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     together(pool, trainings[:2])
     assert healing.result(60).healed == (2,)
     assert len({one.bits() for one in trainings}) == 1
@@ -266,7 +266,7 @@ def test_a_call_of_another_kind_goes_on_without_those_that_wait_for_the_state(po
     together(pool, trainings)
     trainings[1] = replaced(group, trainings[1])
     waiting: Future[Any] = pool.submit(trainings[1].step)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     other = trainings[0].member.average({"loss": np.ones(1)})
     assert (other.used, other.late, other.failed) == ((0,), (), {})
     assert not waiting.done()
@@ -319,7 +319,7 @@ def test_a_member_is_never_healed_with_another_model_of_the_same_layout(
         with pytest.raises(RuntimeError, match="several models of one layout take turns in this"):
             healing.result(60)
         return
-    group.wait_until(lambda inside: inside.calls.waiting.lacking)
+    group.wait_until(lambda inside: inside.calls.waiting.recovering)
     critics[0][1].step(members[0])
     assert not healing.done()
     critics[0][0].step(members[0])
@@ -428,7 +428,7 @@ def test_variables_are_set_after_the_state_that_they_are_part_of(pool: Any) -> N
         return training.member.average_variables(Weights(training), state=training)
 
     waiting = pool.submit(average, trainings[1])
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     average(trainings[0])
     assert waiting.result(60).healed == (1,)
     assert trainings[0].bits() == trainings[1].bits()
@@ -502,17 +502,17 @@ def test_a_state_in_parts_heals_all_of_them(order: str, pool: Any) -> None:
             group.wait_until(lambda inside, k=victim: inside.rendezvous.sessions[k].why is not None)
             trainings[victim] = InParts(group.join(victim), order)
             waiting = pool.submit(trainings[victim].step)
-            group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+            group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
             others = [one for k, one in enumerate(trainings) if k != victim]
             result, *_ = [*together(pool, others), waiting.result(60)]
             assert result.healed == (victim,)
-            giver, healed = trainings[0], trainings[victim]
+            donor, healed = trainings[0], trainings[victim]
             if "training" in order:
-                assert giver.bits() == healed.bits()
+                assert donor.bits() == healed.bits()
             if "half" in order:
-                assert giver.half.bits() == healed.half.bits()
+                assert donor.half.bits() == healed.half.bits()
             for name, one, other in zip(
-                ("first", "second"), giver.places, healed.places, strict=True
+                ("first", "second"), donor.places, healed.places, strict=True
             ):
                 is_part = name in order
                 assert other.restores == is_part, name
@@ -530,14 +530,14 @@ def test_a_part_that_cannot_be_restored_is_healed_by_the_next_call(pool: Any) ->
     trainings[1].member.lacks_state = True
     trainings[1].places[0].breaks = True
     waiting = pool.submit(trainings[1].step)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     trainings[0].step()
     with pytest.raises(OSError, match="the data are gone"):
         waiting.result(60)
     assert trainings[1].member.lacks_state
     trainings[1].places[0].breaks = False
     waiting = pool.submit(trainings[1].step)
-    group.wait_until(lambda inside: len(inside.calls.waiting.lacking) == 1)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     trainings[0].step()
     assert waiting.result(60).healed == (1,)
     assert trainings[0].places[0].drawn == trainings[1].places[0].drawn

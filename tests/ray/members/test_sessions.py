@@ -35,7 +35,7 @@ from flatweights.ray.core._requests import Request, Response
 from flatweights.ray.members import _sessions
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._node_agent import NodeAgent, NodeAgentActor, NodeAgentResponse
-from flatweights.ray.members._sessions import Letter, Session
+from flatweights.ray.members._sessions import Session, StoreRequest
 from flatweights.ray.peers._by_channel import GroupChannels
 
 PATIENCE = 60.0
@@ -448,7 +448,7 @@ def test_the_log_names_ranks_that_are_lost_and_those_that_are_back_once(
         third = local.join(2)
         old, new = TheState(7.0), TheState(0.0)
         asked = threads.submit(mean_of, third, 1.0, state=new, **options)
-        local.wait_until(lambda group: group.calls.waiting.lacking)
+        local.wait_until(lambda group: group.calls.waiting.recovering)
         call_all(threads, [first, second], [1.0, 2.0], state=old, **options)
         assert asked.result(PATIENCE)[1].healed == (2,)
         assert new.value == 7.0
@@ -502,7 +502,7 @@ def test_members_that_all_lack_the_state_go_on_from_a_checkpoint(
             call.result(PATIENCE)
     second.lacks_state = False  # its state is that of a checkpoint
     asked = threads.submit(mean_of, third, 100.0, state=states[1], **options)
-    local.wait_until(lambda group: group.calls.waiting.lacking)
+    local.wait_until(lambda group: group.calls.waiting.recovering)
     value, result = mean_of(second, 2.0, state=states[0], **options)
     assert (value, result.used, result.healed) == (2.0, (1,), (2,))
     assert asked.result(PATIENCE)[1].healed == (2,)
@@ -616,7 +616,7 @@ def test_the_others_learn_why_a_root_takes_no_part(threads: ThreadPoolExecutor) 
     root.lacks_state = True
     state = TheState(1.0)
     asked = threads.submit(mean_of, root, 1.0, state=state, min_results=1)
-    local.wait_until(lambda group: group.calls.waiting.lacking)
+    local.wait_until(lambda group: group.calls.waiting.recovering)
     with pytest.raises(
         WorkerError, match=r"^rank 0: RuntimeError: it waits for the others to call"
     ):
@@ -736,7 +736,7 @@ def test_a_member_that_cannot_apply_an_response_lacks_the_state(
     local.wait_until(lambda group: group.rendezvous.sessions[1].state is State.WORKING)
     states[0].value[:] = 8.0
     asked = threads.submit(second.average_variables, gradients[1], state=states[1], min_results=1)
-    local.wait_until(lambda group: group.calls.waiting.lacking)
+    local.wait_until(lambda group: group.calls.waiting.recovering)
     result = first.average_variables(gradients[0], state=states[0], min_results=1)
     assert asked.result(PATIENCE).healed == result.healed == (1,)
     assert states[1].value.tolist() == [8.0, 8.0]
@@ -855,7 +855,7 @@ def test_a_member_whose_response_cannot_be_put_into_the_store_is_told(
 
     local = LocalProcessGroup(2)
     entries = [local.enter(rank) for rank in range(2)]
-    tell, expect = local.group.news.tell, local.group.expect
+    tell, expect = local.group.queue.tell, local.group.expect
     started: Future[Any] = Future()  # of a member without a channel
     assert entries[1].join_reply.result(PATIENCE).rank == 1
     tell(expect, entries[1].token, started)
@@ -869,7 +869,7 @@ def test_a_member_whose_response_cannot_be_put_into_the_store_is_told(
     request = Request("average", template.layout.digest)
     body = pickle.dumps((tuple(request), template.layout.pickled))
     response: Future[Any] = Future()
-    tell(local.group.put, entries[1].token, Letter(body, weights.buffer, response))
+    tell(local.group.put, entries[1].token, StoreRequest(body, weights.buffer, response))
     assert average.result(PATIENCE).used == (0, 1)
     with pytest.raises(MemberDiedError, match="ObjectStoreFullError: no room"):
         response.result(PATIENCE)
@@ -914,7 +914,7 @@ def test_an_response_that_a_member_has_still_to_fetch_is_kept(
         [number] = NUMBER.unpack(channel.response(PATIENCE)[0])
     weights["w"][:] = 8.0
     assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
-    body, buffer = local.group.news.call(local.group.fetch, number)
+    body, buffer = local.group.queue.call(local.group.fetch, number)
     assert Response(*pickle.loads(body)).number == 1
     assert buffer is not None
     assert FlatWeights.wrap(buffer, weights.layout)["w"][0] == 7.0
@@ -929,7 +929,7 @@ def node_agent() -> Iterator[tuple[NodeAgent, TheCoordinator]]:
     end: Any = SimpleNamespace(models={})
     made = NodeAgent(cast("Any", coordinator), coordinator.channels, end, threading.Lock())
     yield made, coordinator
-    made.news.tell(sys.exit)  # its thread ends
+    made.queue.tell(sys.exit)  # its thread ends
     for thread in threading.enumerate():
         if thread.name == "flatweights-node-agent":
             thread.join(PATIENCE)
@@ -939,9 +939,9 @@ def channel_of(node_agent: NodeAgent, coordinator: TheCoordinator, rank: int) ->
     """Return the channel of a member of the node agent."""
     token = b"%016d" % rank
     channel = MemberChannel(
-        node_agent.news.call(node_agent.enter, rank, f"process of rank {rank}", token), token
+        node_agent.queue.call(node_agent.enter, rank, f"process of rank {rank}", token), token
     )
-    node_agent.news.call(node_agent.attach, token, channel.mailbox.nonce)
+    node_agent.queue.call(node_agent.attach, token, channel.mailbox.nonce)
     assert coordinator.next("hand")[0] == token
     return channel
 
@@ -957,7 +957,7 @@ def test_members_of_a_node_agent_that_cannot_get_an_response_are_told(
     channel = channel_of(made, coordinator, 1)
     monkeypatch.setattr(ray, "get", get)
     response = NodeAgentResponse(3, b"response", [None], [b"%016d" % 1])
-    made.news.tell(made.post, response)
+    made.queue.tell(made.post, response)
     token, why = coordinator.next("lose")
     assert token == b"%016d" % 1
     assert "process of rank 1: its response did not come: ObjectLostError" in str(why)
@@ -977,16 +977,16 @@ def test_an_answer_of_a_node_agent_replaces_no_response_that_another_has_still_t
     tokens = [b"%016d" % rank for rank in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(Segments, "copy_in", lambda *_: None)  # no segment is free
-        made.news.call(made.post, NodeAgentResponse(3, b"average", [None], tokens))
+        made.queue.call(made.post, NodeAgentResponse(3, b"average", [None], tokens))
     numbers = [NUMBER.unpack(channel.response(PATIENCE)[0])[0] for channel in channels]
     for number in numbers:
-        assert made.news.call(made.fetch, number) == (b"average", buffer)
+        assert made.queue.call(made.fetch, number) == (b"average", buffer)
     for k in range(9):
         channels[0].request(pickle.dumps((tuple(Request("give")), None)), None, is_urgent=True)
         coordinator.next("hand")
-        made.news.call(made.post, NodeAgentResponse(3 + k, b"another one", [None], tokens[:1]))
+        made.queue.call(made.post, NodeAgentResponse(3 + k, b"another one", [None], tokens[:1]))
         assert channels[0].response(PATIENCE)[0] == b"another one"
-    assert made.news.call(made.fetch, numbers[1]) == (b"average", buffer)
+    assert made.queue.call(made.fetch, numbers[1]) == (b"average", buffer)
     for channel in channels:
         channel.close()
 
@@ -998,7 +998,7 @@ def test_a_request_with_the_wrong_number_of_bytes_ends_its_member_alone(
     made, coordinator = node_agent
     channels = [channel_of(made, coordinator, rank) for rank in range(2)]
     tokens = [b"%016d" % rank for rank in range(2)]
-    made.news.call(made.post, NodeAgentResponse(1, b"first", None, tokens))
+    made.queue.call(made.post, NodeAgentResponse(1, b"first", None, tokens))
     weights = FlatWeights({"w": np.ones(100_000)})
     body = pickle.dumps((tuple(Request("average", weights.layout.digest)), weights.layout.pickled))
     for channel, more in zip(channels, (64, 0), strict=True):
@@ -1018,7 +1018,7 @@ def test_a_request_without_weights_passes_a_node_agent(
 ) -> None:
     made, coordinator = node_agent
     channel = channel_of(made, coordinator, 1)
-    made.news.call(made.post, NodeAgentResponse(1, b"first", None, [b"%016d" % 1]))
+    made.queue.call(made.post, NodeAgentResponse(1, b"first", None, [b"%016d" % 1]))
     assert channel.response(PATIENCE)[0] == b"first"
     layout = Layout.of({"w": np.ones(100_000)})
     channel.request(
@@ -1028,7 +1028,7 @@ def test_a_request_without_weights_passes_a_node_agent(
     )
     token, body, buffer = coordinator.next("hand")
     session = Session(1, "process of rank 1", token, state=State.WORKING)
-    session.receive(Letter(body, buffer, None))
+    session.receive(StoreRequest(body, buffer, None))
     assert session.look()
     assert session.fault is None
     channel.close()
@@ -1043,7 +1043,7 @@ def test_the_coordinator_learns_why_a_node_agent_has_failed(
         raise MemoryError("no room")
 
     stays = SimpleNamespace(_node_agent=made)
-    made.news.tell(fail)
+    made.queue.tell(fail)
     with pytest.raises(MemoryError, match="no room"):
         NodeAgentActor.stay(cast("Any", stays))
     assert "the agent of a node of a process group has failed" in caplog.text

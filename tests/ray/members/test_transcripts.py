@@ -57,8 +57,8 @@ def lines_of(action: Action) -> list[str]:
             parts += [f"lost {' '.join(map(str, action.lost))}"] if action.lost else []
         case Send():
             parts = [f"tell {ranks(action.peers)}: response {action.number}"]
-            parts += [f"process {action.giver} gives its state"] if action.giver else []
-            parts += [f"healed {ranks(action.lacking)}"] if action.lacking else []
+            parts += [f"process {action.donor} gives its state"] if action.donor else []
+            parts += [f"healed {ranks(action.recovering)}"] if action.recovering else []
             parts += [f"late {' '.join(map(str, action.late))}"] if action.late else []
         case SendKept():
             parts = [f"tell {ranks(action.peers)}: response {action.number}, which is kept"]

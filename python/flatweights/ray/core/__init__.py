@@ -7,6 +7,6 @@ events. Tests hold it to that: it imports neither Ray nor sockets, threads or th
 - `_requests` has the messages between members and coordinator, `_peer` the states of a member.
 - `_calls` decides about the members' calls: which one is due, who takes part in it, and what each
   member is told. `_events` has what it is told, and what it says is to be done. `_waiting` lists
-  the members that wait, `_past` knows the calls that were made, `_healing` the states that members
+  the members that wait, `_cache` knows the calls that were made, `_healing` the states that members
   wait for.
 """

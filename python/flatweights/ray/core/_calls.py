@@ -1,9 +1,9 @@
 """The calls of a process group's members: which one is due, who takes part, and what each is told.
 
 - Responses are numbered. A member whose response is older than the last is late, or has joined
-  again. Its request is answered at once by the last response of a call like it (`Past`), until none
-  is newer. It then takes part in a call if it has the last response of that kind. If it does not,
-  or if that response is no longer kept, it waits for the next one.
+  again. Its request is answered at once by the last response of a call like it (`ResponseCache`),
+  until none is newer. It then takes part in a call if it has the last response of that kind. If it
+  does not, or if that response is no longer kept, it waits for the next one.
 - The open call consists of the requests of members that wait for its response (`Waiting`). If one
   of them dies meanwhile, its request is dropped. A process that takes its rank is a peer of its
   own.
@@ -52,7 +52,6 @@ from flatweights.ray.core._events import (
     TimeIsUp,
 )
 from flatweights.ray.core._healing import Healing
-from flatweights.ray.core._past import Kept, Past
 from flatweights.ray.core._peer import Peer, Peers, State, ranks_of
 from flatweights.ray.core._requests import (
     LacksStateError,
@@ -60,6 +59,7 @@ from flatweights.ray.core._requests import (
     OutOfSyncError,
     Request,
 )
+from flatweights.ray.core._response_cache import Kept, ResponseCache
 from flatweights.ray.core._waiting import Waiting
 
 _AGAIN = 2.0  # seconds, at least, in which members send weights again that were on a GPU
@@ -102,7 +102,7 @@ class Calls:
         self.number = 0
         self.is_open = False
         self._name = name
-        self._past = Past()
+        self._cache = ResponseCache()
         self._again: Deadline | None = None  # of the open call, if its members were asked again
         self._untold: list[Peer] = []  # deaths that were not logged yet
         self._away: set[int] = set()  # ranks that the log calls dead or late, until they are back
@@ -153,15 +153,15 @@ class Calls:
     def may_repeat(self) -> bool:
         """Whether `Repeated` may be the next event: all members are on time, and none waits."""
         on_time = map(self._is_on_time, self.peers.present.values())
-        return not self._past.has_twins and all(on_time)
+        return not self._cache.has_twins and all(on_time)
 
     def _note_series(self, event: Repeated) -> None:
         """Note calls that were made without the core."""
         peers = [*self.peers.present.values()]
         self.number += event.calls
         for request, number, nbytes in event.made:
-            kept = Kept(number, nbytes, None, self._past.before(request))
-            self._do(Keep(self._past.keep(request, kept, peers)))
+            kept = Kept(number, nbytes, None, self._cache.before(request))
+            self._do(Keep(self._cache.keep(request, kept, peers)))
         for peer in peers:
             peer.told(self.number)
 
@@ -182,7 +182,7 @@ class Calls:
         self._give_up_waiting(now)
         if self._is_due(now):
             self._reduce()
-        elif waiting.lacking and not self._count_of_whole():
+        elif waiting.recovering and not self._count_of_whole():
             self._end_healing()
 
     def _is_on_time(self, peer: Peer) -> bool:
@@ -220,7 +220,7 @@ class Calls:
         If it is no longer kept, they make the call themselves.
         """
         for peer in self.waiting.open_late_call():
-            kept = self._past.last_for(peer)
+            kept = self._cache.last_for(peer)
             if kept is not None and kept.reaches(peer):
                 self.waiting.drop([peer])
                 self._send_kept(kept, peer)
@@ -238,9 +238,9 @@ class Calls:
 
         Members that set `Member.lacks_state` to False then begin anew, from a checkpoint.
         """
-        peers = [*self.waiting.lacking]
+        peers = [*self.waiting.recovering]
         for peer in peers:
-            self._do(Keep(self._past.forget(peer.request.state)))
+            self._do(Keep(self._cache.forget(peer.request.state)))
         self._settle(peers)
         self._do(NobodyHas(peers))
 
@@ -255,12 +255,12 @@ class Calls:
         for healing in self.healings:
             healing.lose(peer)  # it neither asks for the state nor gives it
         try:
-            kept = self._past.answer_for(peer)
+            kept = self._cache.answer_for(peer)
         except RuntimeError as error:
             self._answer([peer], error)
             return
         if request.twins:
-            for other, why in self._past.astray(self.waiting.asking):
+            for other, why in self._cache.astray(self.waiting.asking):
                 self._answer([other], why)
         if kept is not None and kept.reaches(peer):
             self._send_kept(kept, peer)
@@ -271,8 +271,8 @@ class Calls:
         elif request.only_next and peer.has != self.number:
             self._answer([peer], OutOfSyncError(f"the others have made other calls than {request}"))
         elif request.lacks:
-            self.waiting.lacking.append(peer)
-        elif self._past.is_behind(peer) and not self.waiting.needs(peer):
+            self.waiting.recovering.append(peer)
+        elif self._cache.is_behind(peer) and not self.waiting.needs(peer):
             self.waiting.behind.append(peer)
             text = "rank %d was late for %s, and waits for the next such call"
             self._warn(text, peer.rank, request)
@@ -295,7 +295,7 @@ class Calls:
         self._do(Answer(peers, error))
 
     def _send_kept(self, kept: Kept, peer: Peer) -> None:
-        self._past.give(kept, peer)
+        self._cache.give(kept, peer)
         self._settle([peer], kept.number)
         self._do(SendKept(kept.number, [peer]))
 
@@ -330,30 +330,30 @@ class Calls:
 
     def _close(self, result: Reduced | None, now: float) -> None:
         """Close the open call, which has a result or is an error."""
-        call, waiting, past = self._reducing, self.waiting, self._past
+        call, waiting, cache = self._reducing, self.waiting, self._cache
         assert call is not None
         self._reducing = self._again = None
         first, requests = call.first, call.requests
         self.number += 1
         number, asking = self.number, waiting.close_call()
-        lacking, missed, served = waiting.healed_by(first), waiting.missed_by(first), []
-        giver = 0
+        recovering, missed, served = waiting.healed_by(first), waiting.missed_by(first), []
+        donor = 0
         healed: list[Peer] = []
         late: tuple[int, ...] = ()
         readers: list[tuple[Peer, Request]] = []
         if result is not None:
             served = waiting.late_for(first)
-            if lacking:
-                giver = self._begin_healing(number, result.used, asking, lacking, call, now)
-                healed = lacking
+            if recovering:
+                donor = self._begin_healing(number, result.used, asking, recovering, call, now)
+                healed = recovering
             late = tuple(call.late)
             if missed or waiting.behind:
                 late = tuple(sorted({*late, *ranks_of([*missed, *waiting.behind])}))
-            made = Kept(number, result.nbytes, result.gpu, past.before(first))
-            changes = past.keep(first, made, [*asking, *lacking], served)
+            made = Kept(number, result.nbytes, result.gpu, cache.before(first))
+            changes = cache.keep(first, made, [*asking, *recovering], served)
             self._do(Keep(changes))
         if first.gpu is not None:
-            readers = [(peer, peer.request) for peer in (*asking, *lacking, *served)]
+            readers = [(peer, peer.request) for peer in (*asking, *recovering, *served)]
         took_part = tuple([peer.number for peer in asking])
         # The last member to ask may still be awake. It gets the response first, and goes on while
         # the others wake up.
@@ -367,7 +367,7 @@ class Calls:
         back = sorted(self._away & requests.keys()) if self._away else []
         self._away -= {*back}
         named = frozenset(self._away)
-        send = Send(number, told, took_part, giver, healed, readers, late, named)
+        send = Send(number, told, took_part, donor, healed, readers, late, named)
         self._do(send)
         for rank in back:  # no member waits for the log
             self._warn("rank %d is back", rank)
@@ -379,31 +379,31 @@ class Calls:
         number: int,
         used: Sequence[int],
         asking: Sequence[Peer],
-        lacking: Sequence[Peer],
+        recovering: Sequence[Peer],
         call: Reduce,
         now: float,
     ) -> int:
-        """Choose the giver among the averaged members; return its number."""
-        giver = min((peer for peer in asking if peer.rank in used), key=lambda peer: peer.rank)
+        """Choose the donor among the averaged members; return its number."""
+        donor = min((peer for peer in asking if peer.rank in used), key=lambda peer: peer.rank)
         self._end_healings()
         until = Deadline.after(call.timeout, now)
-        self.healings.append(Healing(number, giver, [*lacking], until))
-        return giver.number
+        self.healings.append(Healing(number, donor, [*recovering], until))
+        return donor.number
 
     # Healing.
 
     def _await_state(self, peer: Peer) -> None:
         """Note that a member waits for the state."""
-        healing = next((one for one in self.healings if peer in one.lacking), None)
+        healing = next((one for one in self.healings if peer in one.recovering), None)
         if healing is None:
             self._answer([peer], LacksStateError("nobody gives the state"))
         else:
             healing.waiting.append(peer)
 
     def _take_state(self, peer: Peer, has_state: bool) -> None:
-        """Have the state of a giver copied, if members wait for it; the giver goes on meanwhile."""
+        """Have the state of a donor copied, if members wait for it; the donor goes on meanwhile."""
         # It may have given the state before, to members that have yet to ask for it.
-        due = (one for one in self.healings if one.giver is peer and one.is_waited_for)
+        due = (one for one in self.healings if one.donor is peer and one.is_waited_for)
         healing = next(due, None)
         self._answer([peer])
         if healing is not None and has_state:
@@ -419,13 +419,13 @@ class Calls:
                 healing.fail(event.why)
 
     def _heal(self, now: float) -> None:
-        """Answer members that wait for a state, if it is known; give up on late givers."""
+        """Answer members that wait for a state, if it is known; give up on late donors."""
         for healing in self.healings:
             healing.give_up_in_time(now)
             if not healing.is_known:
                 continue
             peers, healing.waiting = healing.waiting, []
-            healing.lacking = [peer for peer in healing.lacking if peer not in peers]
+            healing.recovering = [peer for peer in healing.recovering if peer not in peers]
             if not healing.is_given:
                 self._answer(peers, healing.why)
                 continue
@@ -434,14 +434,14 @@ class Calls:
             for peer in peers:
                 self._away.discard(peer.rank)
                 text = "rank %d is healed, with the state of rank %d"
-                self._warn(text, peer.rank, healing.giver.rank)
+                self._warn(text, peer.rank, healing.donor.rank)
 
     def _end_healings(self) -> None:
         """Forget healings that nobody needs any more."""
         for healing in self.healings:
-            if not healing.lacking:
+            if not healing.recovering:
                 self._do(Release(healing.number))
-        self.healings = [healing for healing in self.healings if healing.lacking]
+        self.healings = [healing for healing in self.healings if healing.recovering]
 
     # Ends.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from flatweights.ray.core._past import Changes
 from flatweights.ray.core._peer import Peer
 from flatweights.ray.core._requests import MemberDiedError, Request
+from flatweights.ray.core._response_cache import Changes
 
 # Events.
 
@@ -19,7 +19,7 @@ class Requested(NamedTuple):
 
 
 class Gave(NamedTuple):
-    """A giver has sent its state, or has none any more."""
+    """A donor has sent its state, or has none any more."""
 
     peer: Peer
     has_state: bool
@@ -128,8 +128,8 @@ class Send(NamedTuple):
         number: Its number.
         peers: The members, in the order in which they get it.
         took_part: The numbers of those whose requests it answers.
-        giver: The number of the member that gives its state; 0 without one.
-        lacking: The members that get that state.
+        donor: The number of the member that gives its state; 0 without one.
+        recovering: The members that get that state.
         readers: If the weights of the first are on a GPU, all members that read the response, with
             their requests.
         late: The ranks that were late.
@@ -139,8 +139,8 @@ class Send(NamedTuple):
     number: int
     peers: Sequence[Peer]
     took_part: tuple[int, ...]
-    giver: int
-    lacking: Sequence[Peer]
+    donor: int
+    recovering: Sequence[Peer]
     readers: Sequence[tuple[Peer, Request]]
     late: tuple[int, ...]
     named: frozenset[int]

@@ -1,10 +1,10 @@
 """Healing: members that lack the state of a training get it from one that has it.
 
 The response of an average with a `state` (`Member.average`) names the members that lack the state,
-and the giver: the lowest rank that was averaged. The giver then sends its state, as it was before
-that average is applied. The members that lack it ask for it; the others go on. If the giver is
+and the donor: the lowest rank that was averaged. The donor then sends its state, as it was before
+that average is applied. The members that lack it ask for it; the others go on. If the donor is
 lost, the members that still lack the state ask again as part of the next average, which has another
-giver.
+donor.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Healing:
 
     Attributes:
         number: The number of the response.
-        giver: The member that gives its state.
-        lacking: The members that have not got it yet.
-        deadline: The time after which the giver is too late.
+        donor: The member that gives its state.
+        recovering: The members that have not got it yet.
+        deadline: The time after which the donor is too late.
         is_given: Whether the state has arrived.
         why: The reason for which there will be no state.
-        waiting: The members in `lacking` that have asked for it.
+        waiting: The members in `recovering` that have asked for it.
     """
 
     number: int
-    giver: Peer
-    lacking: list[Peer]
+    donor: Peer
+    recovering: list[Peer]
     deadline: Deadline
     is_given: bool = False
     why: Exception | None = None
@@ -40,20 +40,20 @@ class Healing:
 
     def lose(self, peer: Peer) -> None:
         """Note that a member has gone, or asks for something else."""
-        for peers in (self.lacking, self.waiting):
+        for peers in (self.recovering, self.waiting):
             if peer in peers:
                 peers.remove(peer)
-        if peer is self.giver and not self.is_given:
+        if peer is self.donor and not self.is_given:
             self._fail("is gone")
 
     def give_up_in_time(self, now: float) -> None:
-        """Give up if the giver is too late."""
+        """Give up if the donor is too late."""
         if self.is_waited_for and self.deadline.is_over(now):
             self._fail("is late")
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the giver has yet to send the state."""
+        """Whether the donor has yet to send the state."""
         return not self.is_given and self.why is None
 
     @property
@@ -66,4 +66,4 @@ class Healing:
         self.why = self.why or why
 
     def _fail(self, fault: str) -> None:
-        self.fail(LacksStateError(f"rank {self.giver.rank}, which gives it, {fault}"))
+        self.fail(LacksStateError(f"rank {self.donor.rank}, which gives it, {fault}"))

@@ -204,8 +204,8 @@ class Response(NamedTuple):
         ranks: The ranks that take part at present.
         sessions: The numbers of the sessions whose requests it answers: a rank may have had several
             sessions.
-        giver: The session that gives its state to `lacking`; 0 without a giver.
-        lacking: The sessions that lack the state.
+        donor: The session that gives its state to `recovering`; 0 without a donor.
+        recovering: The sessions that lack the state.
         error: The error that all members raise.
         layout: The layout of the weights, pickled; None, if the requests contain it.
         facts: The arguments of `Round` after the weights; empty with an error.
@@ -220,8 +220,8 @@ class Response(NamedTuple):
     size: int
     ranks: tuple[int, ...]
     sessions: tuple[int, ...] = ()
-    giver: int = 0
-    lacking: tuple[int, ...] = ()
+    donor: int = 0
+    recovering: tuple[int, ...] = ()
     error: Exception | None = None
     layout: bytes | None = None
     facts: tuple[Any, ...] = ()

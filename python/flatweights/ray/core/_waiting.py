@@ -3,8 +3,8 @@
 | list | the member | waits for |
 | --- | --- | --- |
 | `asking` | takes part in the open call | its response |
-| `lacking` | lacks the state of a training (`Request.lacks`) | the next call of its kind |
-| `behind` | lacks the last response of its kind (`Past.is_behind`) | the next of that kind |
+| `recovering` | lacks the state of a training (`Request.lacks`) | the next call of its kind |
+| `behind` | lacks its kind's last response (`ResponseCache.is_behind`) | the next of that kind |
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class Waiting:
 
     Attributes:
         asking: The members of the open call, in the order of their requests.
-        lacking: The members that lack the state.
+        recovering: The members that lack the state.
         behind: The late members.
     """
 
     def __init__(self) -> None:
         """Begin without members."""
         self.asking: list[Peer] = []
-        self.lacking: list[Peer] = []
+        self.recovering: list[Peer] = []
         self.behind: list[Peer] = []
 
     @property
     def out_of_sync(self) -> list[Peer]:
         """The members that wait for another call than the open one."""
-        return self.lacking + self.behind
+        return self.recovering + self.behind
 
     def request(self, session: Peer) -> None:
         """Add a member to the open call, and the root of its broadcast, if that waits for one.
@@ -84,11 +84,11 @@ class Waiting:
 
     def healed_by(self, first: Request) -> list[Peer]:
         """Return the members that get the state that they lack from the call of ``first``."""
-        return [session for session in self.lacking if session.request.kind == first.kind]
+        return [session for session in self.recovering if session.request.kind == first.kind]
 
     def missed_by(self, first: Request) -> list[Peer]:
         """Return the members that wait for another call with the state of ``first``."""
-        requests = [(session, session.request) for session in self.lacking]
+        requests = [(session, session.request) for session in self.recovering]
         return [
             session
             for session, request in requests
@@ -108,6 +108,6 @@ class Waiting:
     def drop(self, sessions: Iterable[Peer]) -> None:
         """Take out ``sessions``, as far as they wait."""
         for session in sessions:
-            for waiting in (self.asking, self.lacking, self.behind):
+            for waiting in (self.asking, self.recovering, self.behind):
                 if session in waiting:
                     waiting.remove(session)

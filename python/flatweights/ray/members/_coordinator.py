@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from flatweights.ray import _clock
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.core._requests import MemberDiedError
+from flatweights.ray.members._call_queue import Result
 from flatweights.ray.members._config import GroupConfig
-from flatweights.ray.members._news import Result
 from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._rendezvous import Entry, JoinReply
-from flatweights.ray.members._sessions import Away, Letter, Reply
+from flatweights.ray.members._sessions import RemoteWeights, Reply, StoreRequest
 
 _LAST_REPLIES = 1.0  # seconds in which finished calls return their results
 
@@ -100,7 +100,7 @@ class Coordinator:
         join_reply: Future[JoinReply] = Future()
         now = _clock.now()
         entry = Entry(token, rank, config, who, node, wants_channel, now, join_reply, over)
-        self._group.news.tell(self._group.rendezvous.enter, entry)
+        self._group.queue.tell(self._group.rendezvous.enter, entry)
         return await self._platform.until(join_reply)
 
     async def attach(self, token: bytes, nonce: bytes) -> None:
@@ -122,25 +122,25 @@ class Coordinator:
         self._running += 1
         try:
             if body is None:
-                self._group.news.tell(self._group.expect, token, caller)
+                self._group.queue.tell(self._group.expect, token, caller)
             else:
-                self._group.news.tell(self._group.put, token, Letter(body, buffer, caller))
+                self._group.queue.tell(self._group.put, token, StoreRequest(body, buffer, caller))
             return await self._platform.until(caller)
         finally:
             self._running -= 1
 
     async def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """Take a request that does not fit into a channel; the channel then announces it."""
-        await self._request(self._group.put, token, Letter(body, buffer, None))
+        await self._request(self._group.put, token, StoreRequest(body, buffer, None))
 
     async def hand(
-        self, token: bytes, body: bytes | None, buffer: NDArray[np.uint8] | Away | None
+        self, token: bytes, body: bytes | None, buffer: NDArray[np.uint8] | RemoteWeights | None
     ) -> None:
         """Take a request from the agent of a node; without a body, the member is ready."""
         if body is None:
-            self._group.news.tell(self._group.expect, token, None)
+            self._group.queue.tell(self._group.expect, token, None)
         else:
-            self._group.news.tell(self._group.put, token, Letter(body, buffer, None))
+            self._group.queue.tell(self._group.put, token, StoreRequest(body, buffer, None))
 
     async def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return a response that did not fit into a channel: its body and its buffer.
@@ -154,7 +154,7 @@ class Coordinator:
         """Count a member as dead that has dropped its end, or has given up to enter."""
         if token not in self._entered and not self._ends[token].done():
             self._ends[token].set_result(None)
-        self._group.news.tell(self._group.lose, token, why)
+        self._group.queue.tell(self._group.lose, token, why)
 
     async def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
@@ -162,7 +162,7 @@ class Coordinator:
 
     async def _request(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the group's thread; return its result, or raise its exception."""
-        return await self._platform.until(self._group.news.called(method, *args))
+        return await self._platform.until(self._group.queue.called(method, *args))
 
     async def _watch(self, token: bytes, who: str, stays: ray.ObjectRef) -> None:
         """Tell the process group if the process that owns the result of `stay` dies."""

@@ -250,7 +250,7 @@ class Member:
         the average, and it waits for the next average of the others. Then its ``state`` is set to
         that of the lowest rank in `Round.used`, as it was before this call, and the call returns
         the average to all. So all members are equal again if they do the same with the average.
-        `Round.healed` lists the healed ranks. The others wait for the giver only while it copies
+        `Round.healed` lists the healed ranks. The others wait for the donor only while it copies
         its state.
 
         Args:
@@ -642,17 +642,17 @@ class Member:
                     response, mean = coordinator.exchange(sent.through_host(), layout, None)
                 else:
                     response, mean = coordinator.exchange(sent, layout, weights)
-                if state is not None and response.giver == self._session:
+                if state is not None and response.donor == self._session:
                     given = state.copy() if isinstance(state, WholeState) else state
                     coordinator.exchange(
                         _state_request("give", given), given.layout, _gathered(coordinator, given)
                     )
-                if state is not None and self._session in response.lacking:
+                if state is not None and self._session in response.recovering:
                     _, got = coordinator.exchange(_state_request("heal", state), state.layout, None)
                     state.scatter(got)
                     self.lacks_state = False
                 return response, mean
-            except LacksStateError as error:  # also if the giver died: the next has another
+            except LacksStateError as error:  # also if the donor died: the next has another
                 self.lacks_state = True
                 if self.raise_if_out_of_sync and isinstance(error, OutOfSyncError):
                     raise
@@ -731,7 +731,7 @@ class Member:
         result = Round(weights, *response.facts)
         if self._session not in (
             *response.sessions,
-            *response.lacking,
+            *response.recovering,
         ):  # the response of a call in which this member took no part
             result.failed.pop(self.rank, None)
             result.late = tuple(sorted({*result.late, self.rank}))

@@ -24,13 +24,13 @@ from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.core._peer import State
 from flatweights.ray.core._requests import MemberDiedError
-from flatweights.ray.members._news import News
+from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._sessions import (
     SLICE,
-    Away,
-    Letter,
     Post,
+    RemoteWeights,
     Session,
+    StoreRequest,
     fetched,
     wait_for,
 )
@@ -66,7 +66,7 @@ class NodeAgent:
     """The members of one node. One thread owns their sessions, as in a process group.
 
     Attributes:
-        news: The calls that other threads want that thread to make.
+        queue: The calls that other threads want that thread to make.
         failure: A future for the error that has ended that thread.
     """
 
@@ -98,7 +98,7 @@ class NodeAgent:
         self._sessions: dict[bytes, Session] = {}
         self._senders: dict[int, Session] = {}  # by rank, the member that a model here belongs to
         self._posts = 0
-        self.news = News(made)
+        self.queue = CallQueue(made)
         self.failure: Future[NoReturn] = Future()
         threading.Thread(target=self._run, name="flatweights-node-agent", daemon=True).start()
 
@@ -132,7 +132,7 @@ class NodeAgent:
 
     def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """Take a request that does not fit into a channel."""
-        self._sessions[token].receive(Letter(body, buffer, None))
+        self._sessions[token].receive(StoreRequest(body, buffer, None))
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return a response that did not fit into a channel: its body and its buffer.
@@ -185,12 +185,12 @@ class NodeAgent:
     def _run(self) -> None:
         try:
             while True:
-                for session in wait_for([*self._sessions.values()], self.news, SLICE, 1):
+                for session in wait_for([*self._sessions.values()], self.queue, SLICE, 1):
                     if session.fault is not None:
                         self._lose(session, session.fault)
                     else:
                         self._hand_on(session)
-                self.news.read()
+                self.queue.read()
         except BaseException as error:  # else the members would wait for ever
             _log.exception("the agent of a node of a process group has failed")
             self.failure.set_exception(error)
@@ -215,7 +215,7 @@ class NodeAgent:
         if request.nonfinite != "propagate" and request.rule is None:
             template = Template(Kind.FLAT_WEIGHTS, packed.layout)
             spoiled = template.find_nonfinite([packed.buffer], f"rank {session.rank}")
-        self._coordinator.hand.remote(session.token, answer.body, Away(spoiled))
+        self._coordinator.hand.remote(session.token, answer.body, RemoteWeights(spoiled))
 
     def _lose(self, session: Session, why: MemberDiedError) -> None:
         """Count a member as dead, and tell the coordinator."""
@@ -239,27 +239,27 @@ class NodeAgentActor(Agent):
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
         """See `NodeAgent.enter`."""
-        return self._node_agent.news.call(self._node_agent.enter, rank, who, token)
+        return self._node_agent.queue.call(self._node_agent.enter, rank, who, token)
 
     def attach(self, token: bytes, nonce: bytes) -> None:
         """See `NodeAgent.attach`."""
-        self._node_agent.news.call(self._node_agent.attach, token, nonce)
+        self._node_agent.queue.call(self._node_agent.attach, token, nonce)
 
     def forget(self, token: bytes) -> None:
         """See `NodeAgent.forget`."""
-        self._node_agent.news.tell(self._node_agent.forget, token)
+        self._node_agent.queue.tell(self._node_agent.forget, token)
 
     def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """See `NodeAgent.deliver`."""
-        self._node_agent.news.call(self._node_agent.deliver, token, body, buffer)
+        self._node_agent.queue.call(self._node_agent.deliver, token, body, buffer)
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """See `NodeAgent.fetch`."""
-        return self._node_agent.news.call(self._node_agent.fetch, number)
+        return self._node_agent.queue.call(self._node_agent.fetch, number)
 
     def post(self, response: NodeAgentResponse) -> None:
         """See `NodeAgent.post`."""
-        self._node_agent.news.call(self._node_agent.post, response)
+        self._node_agent.queue.call(self._node_agent.post, response)
 
     def _result(self, rank: int) -> NDArray[np.uint8]:
         """Return the weights of a member."""

@@ -1,7 +1,7 @@
 """A process group: it averages for members as a driver does for workers, but members call it.
 
 One thread (`ProcessGroup.run`) owns all state; other threads send it calls to make
-(`ProcessGroup.news`). It waits for members' requests, and tells `Calls`, which decides what each
+(`ProcessGroup.queue`). It waits for members' requests, and tells `Calls`, which decides what each
 member gets. It averages, as in every round (`DriverAverage`), and posts one response for all. The
 process group ends when no member is left. Its `Rendezvous` lets members in.
 """
@@ -66,7 +66,6 @@ from flatweights.ray.core._events import (
     Tick,
     TimeIsUp,
 )
-from flatweights.ray.core._past import Changes
 from flatweights.ray.core._peer import Peer, State, ranks_of
 from flatweights.ray.core._requests import (
     CallsDifferError,
@@ -74,18 +73,19 @@ from flatweights.ray.core._requests import (
     Request,
     Response,
 )
+from flatweights.ray.core._response_cache import Changes
+from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._gpu_rounds import GpuRounds, RequestAgainError, Stayed
-from flatweights.ray.members._news import News
 from flatweights.ray.members._node_agent import NodeAgentActor, NodeAgentResponse, SentWeights
 from flatweights.ray.members._platform import PLATFORM, Platform
 from flatweights.ray.members._rendezvous import Rendezvous
 from flatweights.ray.members._repetitions import Ending, Repetitions
 from flatweights.ray.members._sessions import (
-    Letter,
     Post,
     Reply,
     Session,
+    StoreRequest,
     fetched,
     wait_for,
 )
@@ -113,7 +113,7 @@ class ProcessGroup:
     """The members, by rank, and their calls.
 
     Attributes:
-        news: The calls that other threads want the process group's thread to make.
+        queue: The calls that other threads want the process group's thread to make.
         rendezvous: The members, and those that come in.
         calls: What their calls come to.
     """
@@ -152,9 +152,9 @@ class ProcessGroup:
         self._kept: dict[int, _Kept] = {}  # responses for members that are late, by number
         self._given: Packed | None = None  # a state that has just come
         self._states: dict[int, Packed] = {}  # states that heal members, by number of the response
-        self.news = News(self._channels)
+        self.queue = CallQueue(self._channels)
         self.rendezvous = Rendezvous(
-            name, config, node, self._channels, self._agents, self.news, self._hear, self._lose
+            name, config, node, self._channels, self._agents, self.queue, self._hear, self._lose
         )
         self.calls = Calls(name, self.rendezvous.peers)
         self._posts = 0
@@ -180,17 +180,19 @@ class ProcessGroup:
         if not self.rendezvous.is_in_use:  # the last member has died meanwhile
             return
         may_repeat = self._repetitions.are_ready(self.rendezvous.present) and self.calls.may_repeat
-        if may_repeat and self._repeat() in (Ending.NEWS, Ending.PAUSE):
-            self.news.read()
+        if may_repeat and self._repeat() in (Ending.QUEUE, Ending.PAUSE):
+            self.queue.read()
             return
         begin = _clock.now()
         awaited = self.calls.awaited()
         patience = self._patience(awaited.end)
-        heard = wait_for([*self.rendezvous.present.values()], self.news, patience, awaited.requests)
+        heard = wait_for(
+            [*self.rendezvous.present.values()], self.queue, patience, awaited.requests
+        )
         self._seconds_waited += _clock.now() - begin
         for session in heard:
             self._hear(session)
-        self.news.read()
+        self.queue.read()
 
     def _patience(self, end: float | None) -> float | None:
         """Return the seconds until something is due in the rendezvous, or by ``end``, or None."""
@@ -285,7 +287,7 @@ class ProcessGroup:
             self._tell(Requested(session))
 
     def _hear_of_state(self, session: Session) -> None:
-        """Take the state from a giver."""
+        """Take the state from a donor."""
         assert session.answer is not None
         try:
             session.answer.bring()
@@ -405,7 +407,7 @@ class ProcessGroup:
                 send.number,
                 self._transports(requests) | result.transports,
             )
-            result.healed = tuple(ranks_of(send.lacking))
+            result.healed = tuple(ranks_of(send.recovering))
             result.late = send.late
             if result.failed:
                 result.failed = {rank: portable(why) for rank, why in result.failed.items()}
@@ -419,8 +421,8 @@ class ProcessGroup:
             self._size,
             self.rendezvous.peers.ranks(),
             send.took_part,
-            send.giver,
-            tuple(peer.number for peer in send.lacking),
+            send.donor,
+            tuple(peer.number for peer in send.recovering),
             error,
             layout,
             facts,
@@ -735,13 +737,13 @@ class ProcessGroup:
         elif caller is not None:
             caller.set_exception(_not_here())
 
-    def put(self, token: bytes, letter: Letter) -> None:
+    def put(self, token: bytes, store_request: StoreRequest) -> None:
         """Take a request that came through Ray."""
         session = self.rendezvous.present.get(token)
         if session is not None:
-            session.receive(letter)
-        elif letter.caller is not None:
-            letter.caller.set_exception(_not_here())
+            session.receive(store_request)
+        elif store_request.caller is not None:
+            store_request.caller.set_exception(_not_here())
 
     def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead, or drop a process that no longer wants to be a member."""

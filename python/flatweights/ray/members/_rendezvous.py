@@ -20,8 +20,8 @@ from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.core._peer import Peers, State
 from flatweights.ray.core._requests import MemberDiedError
+from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._config import GroupConfig
-from flatweights.ray.members._news import News
 from flatweights.ray.members._sessions import Session
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
 from flatweights.ray.peers._store import end_actor
@@ -96,7 +96,7 @@ class Rendezvous:
         node: str,
         channels: Channels,
         agents: Agents,
-        news: News,
+        queue: CallQueue,
         hear: Callable[[Session], object],
         lose: Callable[[Session, MemberDiedError], object],
     ) -> None:
@@ -108,12 +108,12 @@ class Rendezvous:
             node: The node of the process group.
             channels: The channels to members on this node.
             agents: The agents of other nodes.
-            news: The calls that the process group's thread makes.
+            queue: The calls that the process group's thread makes.
             hear: A function that handles the request, or the end, of a member.
             lose: A function that counts a member as dead.
         """
         self._name, self._config, self._node = name, config, node
-        self._channels, self._agents, self._news = channels, agents, news
+        self._channels, self._agents, self._queue = channels, agents, queue
         self._hear, self._lose = hear, lose
         self.peers = Peers()
         self.present: dict[bytes, Session] = {}
@@ -224,7 +224,7 @@ class Rendezvous:
         assert agent is not None
         if agent.token not in self._watched:
             self._watched.add(agent.token)
-            self._news.watch(agent.handle.stay.remote(), functools.partial(self._lose_all, agent))
+            self._queue.watch(agent.handle.stay.remote(), functools.partial(self._lose_all, agent))
         return JoinReply(rank, session.number, None, agent.handle)
 
     def _is_free(self, rank: int) -> bool:

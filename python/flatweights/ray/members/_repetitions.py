@@ -43,7 +43,7 @@ class Ending(enum.Enum):
     """Why a series of calls has ended; see `RepeatedCalls::Ended` in csrc."""
 
     OTHER = 0
-    NEWS = 1
+    QUEUE = 1
     SOCKET = 2
     LATE = 3
     PAUSE = 4
@@ -158,7 +158,7 @@ class Repetitions:
         """
         if result is None or not isinstance(weights, Packed):
             return 0
-        if send.late or send.lacking or call.lost or result.failed or not weights.buffer.nbytes:
+        if send.late or send.recovering or call.lost or result.failed or not weights.buffer.nbytes:
             return 0
         known = set()
         for session in sessions:

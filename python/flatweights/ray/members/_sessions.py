@@ -34,7 +34,7 @@ from flatweights.ray.channels._protocol import ASKED_AGAIN, COMMAND, NUMBER, RED
 from flatweights.ray.channels._segments import Segments
 from flatweights.ray.core._peer import Peer, State
 from flatweights.ray.core._requests import MemberDiedError, Request, end_of, remember
-from flatweights.ray.members._news import News
+from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._store import RayAnswer
 from flatweights.ray.peers._summary import Summary
@@ -47,11 +47,11 @@ Reply: TypeAlias = tuple[bytes, list[ray.ObjectRef] | None]
 """The result of a member's call through Ray: the response, and a reference to its weights."""
 
 
-class Letter(NamedTuple):
+class StoreRequest(NamedTuple):
     """A request that came through Ray: its body, its buffer, and the future of its caller."""
 
     body: bytes
-    buffer: NDArray[np.uint8] | Away | None
+    buffer: NDArray[np.uint8] | RemoteWeights | None
     caller: Future[Reply] | None
 
 
@@ -63,7 +63,7 @@ class Announced(NamedTuple):
     buffer: NDArray[np.uint8] | None
 
 
-class Away(NamedTuple):
+class RemoteWeights(NamedTuple):
     """A placeholder for weights that stay on the member's node.
 
     Attributes:
@@ -110,7 +110,7 @@ class Session(Peer):
     prepared: dict[int, Prepared] = field(default_factory=dict)
     seen: float = 0.0
     is_quiet: bool = False
-    _letters: deque[Letter] = field(default_factory=deque)
+    _store_requests: deque[StoreRequest] = field(default_factory=deque)
     _caller: Future[Reply] | None = None  # of its call through Ray, which waits
     _layouts: dict[str, Layout] = field(default_factory=dict)  # layouts that it has sent, by digest
 
@@ -126,9 +126,9 @@ class Session(Peer):
         if caller is not None:
             self.agent = None
 
-    def receive(self, letter: Letter) -> None:
+    def receive(self, store_request: StoreRequest) -> None:
         """Take a request that came through Ray; `look` reads it."""
-        self._letters.append(letter)
+        self._store_requests.append(store_request)
 
     def look(self) -> bool:
         """Read from the member; return whether there is a request, or the member has ended."""
@@ -155,7 +155,7 @@ class Session(Peer):
         """Drop what belongs to a member that has left or died."""
         self.announced = None
         self._drop_request()
-        self._letters.clear()
+        self._store_requests.clear()
         if self._caller is not None and not self._caller.done():
             self._caller.set_exception(self.why or MemberDiedError("this member has left"))
         self._caller = None
@@ -171,7 +171,7 @@ class Session(Peer):
         """Read the request, if it has arrived."""
         channel = self.channel
         body: bytes | None = None
-        buffer: NDArray[np.uint8] | Away | None = None
+        buffer: NDArray[np.uint8] | RemoteWeights | None = None
         kind, since = 0, 0.0
         if channel is not None and channel.is_answered:
             kind, (body, buffers) = channel.take()
@@ -192,8 +192,8 @@ class Session(Peer):
             request, layout = known.request._replace(weight=weight), known.layout
             self._take(SessionAnswer(self, request, body, layout, buffer, number), since)
             return
-        if self._letters and (channel is None or body == b""):
-            body, buffer, self._caller = self._letters.popleft()
+        if self._store_requests and (channel is None or body == b""):
+            body, buffer, self._caller = self._store_requests.popleft()
         if body is None:
             return
         read = _request_in if len(body) <= _REPEATED else _request_in.__wrapped__
@@ -210,13 +210,13 @@ class Session(Peer):
 
 
 def wait_for(
-    sessions: Sequence[Session], news: News, timeout: float | None, enough: int
+    sessions: Sequence[Session], queue: CallQueue, timeout: float | None, enough: int
 ) -> list[Session]:
     """Return the members in ``sessions`` that have asked or ended; return early if there is news.
 
     Args:
         sessions: The present members.
-        news: The calls from other threads to this one.
+        queue: The calls from other threads to this one.
         timeout: Seconds to wait; for ever, if None.
         enough: The number of requests to wait for. Urgent requests, and ends, are returned at once.
     """
@@ -227,7 +227,7 @@ def wait_for(
             if session.look():  # also one that has asked, and has died since
                 heard[session] = None
         left = SLICE if end is None else min(SLICE, end - _clock.now())
-        if len(heard) >= enough or left <= 0 or news or any(map(_is_urgent, heard)):
+        if len(heard) >= enough or left <= 0 or queue or any(map(_is_urgent, heard)):
             return [*heard]
         # Before its first response a member asks for nothing, but its mailbox looks answered.
         channels = [
@@ -238,7 +238,7 @@ def wait_for(
         # All requests but the last are read while that member still works. The first one may begin
         # the time of a call, even if it does not ring.
         is_quiet = any(session.is_quiet for session in sessions)
-        news.channels.wait(channels, left, 1 if is_quiet else max(1, enough - len(heard) - 1))
+        queue.channels.wait(channels, left, 1 if is_quiet else max(1, enough - len(heard) - 1))
 
 
 def _is_urgent(session: Session) -> bool:
@@ -266,7 +266,7 @@ class SessionAnswer(RayAnswer):
         request: Request,
         body: bytes,
         layout: Layout | None,
-        buffer: NDArray[np.uint8] | Away | None,
+        buffer: NDArray[np.uint8] | RemoteWeights | None,
         prepared: int = 0,
     ) -> None:
         """Take the request of ``session``, and the layout and the buffer that it names.
@@ -279,9 +279,9 @@ class SessionAnswer(RayAnswer):
         self.request = request
         self.body = body
         self.prepared = prepared
-        self.away: Away | None = None
+        self.away: RemoteWeights | None = None
         self.known_layout = layout
-        if isinstance(buffer, Away):
+        if isinstance(buffer, RemoteWeights):
             self.away, self.agent = buffer, session.agent
         elif layout is not None and request.root in (None, session.rank):
             is_sent = request.brings_weights and not request.is_in_segment
@@ -292,7 +292,7 @@ class SessionAnswer(RayAnswer):
 
     @property
     def is_in_store(self) -> bool:
-        """Whether its weights were brought to the store; an array in a letter was not."""
+        """Whether its weights were brought to the store; an array in a store request was not."""
         return self.ref is not None
 
     @property

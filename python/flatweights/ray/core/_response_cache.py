@@ -80,7 +80,7 @@ class Made(NamedTuple):
     late: set[int]
 
 
-class Past:
+class ResponseCache:
     """The responses with weights, and the keys of twins."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from flatweights.ray.channels._driver_channel import Channels
 Result = TypeVar("Result")
 
 
-class News:
+class CallQueue:
     """Calls for the thread to make, in their order; true while there are any.
 
     Attributes:
