@@ -122,7 +122,7 @@ int main() {
   std::atomic<bool> queued{false}, is_over{false};
   threads.emplace_back([&] {
     while (!is_over) {
-      news = true;
+      queued = true;
       bell.ring();
       std::this_thread::sleep_for(std::chrono::microseconds(500));
     }
@@ -133,9 +133,9 @@ int main() {
   for (std::int64_t number = 0; number < kCalls;) {
     const RepeatedCalls::Ended ended = calls.run(number, 10.0, sleep, seen);
     expect(ended == RepeatedCalls::Ended::kQueue || number + calls.count() == kCalls,
-           "a series has ended without news");
+           "a series has ended without queued");
     if (failed) return 1;
-    news = false;
+    queued = false;
     number += calls.count();
     seen.assign(calls.seen().begin(), calls.seen().end());
   }
