@@ -60,7 +60,7 @@ def test_workflows_call_what_there_is() -> None:
     assert [name for name in called if not os.access(REPOSITORY / name, os.X_OK)] == []
 
 
-def test_the_address_stands_in_one_place() -> None:
+def test_the_address_stands_local_reduce() -> None:
     project = (REPOSITORY / "pyproject.toml").read_text()
     (address,) = re.findall(r'^Repository = "https://(.*)"$', project, re.MULTILINE)
     texts = list(REPOSITORY.glob("*.md"))

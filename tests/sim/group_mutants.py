@@ -2,18 +2,18 @@
 
 GROUP = {
     # Whom a round calls, and with which weights.
-    "a late answer is not owed": (
+    "a late answer is not in_flight": (
         "peers/_ranks.py",
-        "            self.owed = answer.overdue() if is_late else answer.abandon()\n",
-        "            self.owed = None\n",
+        "            self.in_flight = answer.overdue() if is_late else answer.abandon()\n",
+        "            self.in_flight = None\n",
     ),
     "nobody waits for what healthy workers owe": (
-        "peers/_roster.py",
-        "        if [r for r in self._records.values() if r.owed is not None and r.why is None]:\n",
+        "peers/_worker_set.py",
+        "        if [r for r in self._records.values() if r.in_flight is not None and r.why is None]:\n",
         "        if False:\n",
     ),
     "workers that lack weights are called": (
-        "peers/_roster.py",
+        "peers/_worker_set.py",
         "        if behind and version is not None:\n",
         "        if False:\n",
     ),
@@ -23,13 +23,13 @@ GROUP = {
         "        return [*asked]\n",
     ),
     "each worker starts from its own weights": (
-        "peers/_roster.py",
+        "peers/_worker_set.py",
         "        is_first = self._start.initial is not None and (starts or weights is not None)\n",
         "        is_first = False\n",
     ),
     "a run that broke off trusts its workers": (
         "_group.py",
-        "        if self._in_round:\n            self._roster.distrust()\n",
+        "        if self._in_round:\n            self._worker_set.mark_stale()\n",
         "",
     ),
     "a lost worker stays healthy": (
@@ -38,24 +38,24 @@ GROUP = {
         "                pass\n",
     ),
     "workers that are lost before the first weights need some": (
-        "peers/_roster.py",
+        "peers/_worker_set.py",
         "        return self.latest.version is None and self._start.initial is not None\n",
         "        return False\n",
     ),
     # What is noted of weights that were sent.
     "workers that refused weights stay healthy": (
-        "peers/_roster.py",
+        "peers/_worker_set.py",
         "        if is_sent and refused:\n            self._leave_out(refused)\n",
         "",
     ),
     "weights that all refused are the latest": (
-        "peers/_roster.py",
+        "peers/_worker_set.py",
         "        if not is_sent:\n            self.latest = before\n",
         "",
     ),
     "a worker that refused weights is trusted": (
-        "peers/_roster.py",
-        "            self._records[rank].distrust()  # it may have set some of them\n",
+        "peers/_worker_set.py",
+        "            self._records[rank].mark_stale()  # it may have set some of them\n",
         "            pass\n",
     ),
     # When a round ends, and what is in it.
@@ -75,17 +75,17 @@ GROUP = {
         "            return 1.0\n",
     ),
     "an average has two results at most": (
-        "rounds/_in_one_place.py",
+        "rounds/_local_reduce.py",
         "        ranks = sorted(self._arrivals.arrived)\n        weights",
         "        ranks = sorted(self._arrivals.arrived)[:2]\n        weights",
     ),
     "a run of results is added without its last": (
-        "rounds/_in_one_place.py",
+        "rounds/_local_reduce.py",
         "            total.add_all(models, weights)\n",
         "            total.add_all(models[:1], weights[:1])\n",
     ),
     "ranks with NaN are used": (
-        "rounds/_in_one_place.py",
+        "rounds/_local_reduce.py",
         "            self._used = [ranks[k] for k in used]\n",
         "            self._used = [*ranks]\n",
     ),
@@ -130,7 +130,7 @@ GROUP = {
 
 ASYNCHRONOUS = {
     "a worker gets no new weights": (
-        "peers/_roster.py",
+        "peers/_worker_set.py",
         "        if latest.version is not None and record.version != latest.version:\n",
         "        if latest.version is not None and record.version is None:\n",
     ),
@@ -177,7 +177,7 @@ ASYNCHRONOUS = {
     "results of before it was lost are yielded": (
         "rounds/_as_completed.py",
         '        elif sent.kind == "probe" or record.is_probed:  # by another loop or call\n',
-        '        elif sent.kind == "owed":\n            self._there.append(sent)\n'
+        '        elif sent.kind == "in_flight":\n            self._there.append(sent)\n'
         '        elif sent.kind == "probe" or record.is_probed:\n',
     ),
     "a loop that is left takes a refusal for a result": (

@@ -28,7 +28,7 @@ from flatweights.ray.channels._message import _EXTENT, _HEADER
 from flatweights.ray.channels._protocol import BY_CALL
 from flatweights.ray.channels._segments import Extent
 from flatweights.ray.channels._worker_channel import PATIENCE, WorkerChannel
-from flatweights.ray.peers import _order
+from flatweights.ray.peers import _call_log
 from flatweights.ray.peers._platform import Platform
 
 _NODE = "here"
@@ -128,7 +128,7 @@ class GroupPlatform(Platform):
     def close(self) -> None:
         """Forget the calls of all actors: those of the next schedule have the same ids."""
         for actor in self.actors:
-            _order._logs.pop(actor._actor_id, None)
+            _call_log._logs.pop(actor._actor_id, None)
 
     @staticmethod
     def collect() -> None:
@@ -355,7 +355,7 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
         owes = self.process.notes.get("busy")
         if name == "call_version" and owes and owes.is_late and not self.process.is_dead:
             world.fail(f"{self.name} is sent a call, and owes an answer")
-        log = _order._logs.get(self._actor_id)
+        log = _call_log._logs.get(self._actor_id)
         if name == "serve_channel" and log is not None:
             log.last = args[0]
         try:

@@ -197,7 +197,7 @@ class GroupProgram:
         }
 
     def _ranks(self) -> list[int]:
-        return [*self._group._roster._records]
+        return [*self._group._worker_set._records]
 
     def _run(self) -> None:
         group, oracle = self._group, self._oracle
@@ -420,11 +420,11 @@ class GroupProgram:
 
     def _end(self) -> None:
         """Check that nothing is owed and held; end the group."""
-        world, roster = self._world, self._group._roster
-        for rank, record in roster._records.items():
-            if record.owed is not None and record.why is None:
+        world, worker_set = self._world, self._group._worker_set
+        for rank, record in worker_set._records.items():
+            if record.in_flight is not None and record.why is None:
                 world.fail(f"rank {rank} owes an answer at the end")
-        channels = roster.channels
+        channels = worker_set.channels
         if channels.last is not None or channels.asleep is not None:
             world.fail("the last command is not forgotten")
         for mailbox in self._platform.mailboxes:

@@ -10,8 +10,8 @@ import ray
 from flatweights._average import Nonfinite
 from flatweights._numbers import check_count
 from flatweights.ray._round import Round
-from flatweights.ray.peers._contract import Answer
-from flatweights.ray.peers._store import RayAnswer, check_cluster
+from flatweights.ray.peers._store import RayResult, check_cluster
+from flatweights.ray.peers._transport import Answer
 from flatweights.ray.peers._wait import RoundSpec, Weights
 from flatweights.ray.rounds._barrier import average_of_answers
 from flatweights.robust import AnyRule
@@ -117,7 +117,7 @@ def references(refs: Iterable[ray.ObjectRef]) -> dict[int, Answer]:
                 f"rank {rank}: expected a ray.ObjectRef, got {type(ref).__name__}; "
                 "flatweights.average takes the values themselves"
             )
-        answers[rank] = RayAnswer(ref)
+        answers[rank] = RayResult(ref)
     if not answers:
         raise ValueError("expected at least one reference, got none")
     return answers

@@ -18,12 +18,12 @@ from flatweights.ray._variables import Variables
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.ray.peers._actor_spec import ActorSpec
 from flatweights.ray.peers._by_rank import ByRank, check_by_rank
 from flatweights.ray.peers._platform import PLATFORM, Platform
-from flatweights.ray.peers._recipe import Recipe
-from flatweights.ray.peers._roster import Roster
 from flatweights.ray.peers._store import check_cluster
 from flatweights.ray.peers._wait import RoundSpec, Weights, check_timeout, deadline_in
+from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.rounds._as_completed import AsCompleted
 from flatweights.ray.rounds._barrier import average_of, results_of, send
 from flatweights.ray.rounds._run import Run
@@ -111,12 +111,12 @@ class WorkerGroup:
         """
         wire = None if wire_dtype is None else GroupWire(wire_dtype)
         _check_initial(initial)
-        self._roster = Roster(actors, wire, initial, sums, self._platform)
+        self._worker_set = WorkerSet(actors, wire, initial, sums, self._platform)
         self._max_inflight = check_count(max_inflight, "max_inflight")
         self._turn = Turn("WorkerGroup", self._platform.lock(), self._platform.thread)
         self._count = 0  # of rounds
         self._in_round = False  # in run(): workers may have trained since the latest weights
-        self._recipe: Recipe | None = None  # for the actors, from `create`
+        self._actor_spec: ActorSpec | None = None  # for the actors, from `create`
 
     @classmethod
     def create(
@@ -159,8 +159,8 @@ class WorkerGroup:
         _check_initial(initial)
         if wire_dtype is not None:
             GroupWire(wire_dtype)
-        recipe = Recipe(remote or ray.remote(plain), args, arguments, ray_options)
-        actors = recipe.start(range(n))
+        actor_spec = ActorSpec(remote or ray.remote(plain), args, arguments, ray_options)
+        actors = actor_spec.start(range(n))
         try:
             group = cls(
                 actors,
@@ -173,12 +173,12 @@ class WorkerGroup:
             for actor in actors:
                 ray.kill(actor)
             raise
-        group._recipe = recipe
+        group._actor_spec = actor_spec
         return group
 
     def actors(self) -> dict[int, ray.actor.ActorHandle]:
         """Return the actors by rank."""
-        return self._roster.handles()
+        return self._worker_set.handles()
 
     @alone
     def add(
@@ -220,14 +220,14 @@ class WorkerGroup:
         if actors is not None:
             if n != 1 or args or arguments is not None or ray_options:
                 raise TypeError("actors: expected no other arguments beside them")
-            return self._roster.add(actors)
+            return self._worker_set.add(actors)
         check_count(n, "n")
-        if self._recipe is None:
+        if self._actor_spec is None:
             raise TypeError("actors: expected actors, since the group was made from actors")
-        self._roster.check_open()
-        recipe = self._recipe.with_more(args, arguments, ray_options)
-        first = self._roster.span
-        return self._roster.add(recipe.start(range(first, first + n)))
+        self._worker_set.check_open()
+        actor_spec = self._actor_spec.with_more(args, arguments, ray_options)
+        first = self._worker_set.span
+        return self._worker_set.add(actor_spec.start(range(first, first + n)))
 
     @alone
     def remove(self, ranks: Iterable[int] | int, *, kill: bool = True) -> None:
@@ -245,13 +245,13 @@ class WorkerGroup:
             ValueError: If a rank is not in the group, is given twice, or no worker that is ready
                 would be left.
         """
-        removed = self._roster.remove(ranks, kill=kill)
-        if kill and self._recipe is not None:
-            self._recipe.forget(removed)
+        removed = self._worker_set.remove(ranks, kill=kill)
+        if kill and self._actor_spec is not None:
+            self._actor_spec.forget(removed)
 
     def healthy_actor_ids(self) -> list[int]:
         """Return the ranks that are called."""
-        return self._roster.healthy()
+        return self._worker_set.healthy()
 
     def num_healthy_actors(self) -> int:
         """Return the number of ranks that are called."""
@@ -259,12 +259,12 @@ class WorkerGroup:
 
     def is_actor_healthy(self, rank: int) -> bool:
         """Whether ``rank`` is called: the worker is ready, healthy, and was not removed."""
-        return rank in self._roster.healthy()
+        return rank in self._worker_set.healthy()
 
     @property
     def unhealthy(self) -> Mapping[int, Exception]:
         """By rank, the reason for which an unhealthy actor is not called."""
-        return self._roster.unhealthy()
+        return self._worker_set.unhealthy()
 
     @alone
     def step(
@@ -297,9 +297,9 @@ class WorkerGroup:
         """
         work, timeout = Work(method, args, kwargs, arguments), check_timeout(timeout)
         _refuse_model(broadcast, "broadcast")
-        if broadcast is not None and self._roster.healthy():
+        if broadcast is not None and self._worker_set.healthy():
             self._take_back(timeout)
-        return results_of(self._roster, work, timeout, ranks, broadcast)
+        return results_of(self._worker_set, work, timeout, ranks, broadcast)
 
     @alone
     def average(
@@ -371,19 +371,19 @@ class WorkerGroup:
         _refuse_model(broadcast, "broadcast")
         if travels not in ("weights", "gradients"):
             raise ValueError(f"travels: expected 'weights' or 'gradients', got {travels!r}")
-        if broadcast is not None and self._roster.healthy():
+        if broadcast is not None and self._worker_set.healthy():
             self._take_back(spec.timeout)
-        result = average_of(self._roster, work, spec, ranks, broadcast, out, travels)
+        result = average_of(self._worker_set, work, spec, ranks, broadcast, out, travels)
         self._count += 1
         self._report(result)
         return result
 
     def _spec(self, weights: Weights, **options: Any) -> RoundSpec:
         """Return the checked arguments of a round, for all ranks of the group."""
-        roster = self._roster
-        roster.admit()
+        worker_set = self._worker_set
+        worker_set.admit()
         options["max_inflight"] = self._max_inflight
-        return RoundSpec.of(len(roster), weights, span=roster.span, **options)
+        return RoundSpec.of(len(worker_set), weights, span=worker_set.span, **options)
 
     @alone
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
@@ -414,7 +414,7 @@ class WorkerGroup:
             raise TypeError("weights: expected weights to send, got None")
         _refuse_model(weights, "weights")
         timeout = check_timeout(timeout)
-        ranks = send(self._roster, weights, timeout)
+        ranks = send(self._worker_set, weights, timeout)
         return sorted({*ranks, *self._take_back(timeout)})
 
     def publish(self, weights: Any) -> None:
@@ -439,8 +439,8 @@ class WorkerGroup:
         """
 
         def publish(is_alone: bool) -> None:
-            self._roster.check_open()
-            self._roster.publish(weights, in_segment=is_alone)
+            self._worker_set.check_open()
+            self._worker_set.publish(weights, in_segment=is_alone)
 
         self._turn.beside(publish)
 
@@ -512,13 +512,13 @@ class WorkerGroup:
         spec = self._spec(
             weights, timeout=timeout, min_results=None, nonfinite=nonfinite, rule=rule
         )
-        asked = None if ranks is None else self._roster.check(ranks)
-        buffer = check_count(buffer, "buffer", len(asked or self._roster))
+        asked = None if ranks is None else self._worker_set.check(ranks)
+        buffer = check_count(buffer, "buffer", len(asked or self._worker_set))
         if updates is not None:
             updates = check_count(updates, "updates", least=0)
         if max_staleness is not None:
             max_staleness = check_count(max_staleness, "max_staleness", least=0)
-        loop = AsCompleted(self._roster, work, spec, asked, buffer, max_staleness)
+        loop = AsCompleted(self._worker_set, work, spec, asked, buffer, max_staleness)
         return self._results(loop, updates)
 
     def _results(self, loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
@@ -548,7 +548,7 @@ class WorkerGroup:
         Args:
             timeout: Seconds to wait; for ever, if None.
         """
-        return self._roster.restore(deadline_in(timeout))
+        return self._worker_set.restore(deadline_in(timeout))
 
     @alone
     def run(
@@ -605,8 +605,8 @@ class WorkerGroup:
         )
 
         if not (ranks is None or callable(ranks)):
-            ranks = self._roster.check(ranks)
-        run = Run(self._roster, work, spec, ranks, round_arguments)
+            ranks = self._worker_set.check(ranks)
+        run = Run(self._worker_set, work, spec, ranks, round_arguments)
         return self._rounds(rounds, run, progress)
 
     def _rounds(self, rounds: int, run: Run, progress: bool) -> Iterator[Round]:
@@ -624,12 +624,12 @@ class WorkerGroup:
         """Make the round ``number`` of `run`: average, and send the average to all workers."""
         begin, timeout = _clock.now(), run.spec.timeout
         if self._in_round:
-            self._roster.distrust()
+            self._worker_set.mark_stale()
         self._take_back(timeout)
         self._in_round = True
         result = run.average(number)
         self._count += 1
-        send(self._roster, result, timeout)
+        send(self._worker_set, result, timeout)
         self._in_round = False
         result.seconds["round"] = _clock.now() - begin
         result.number = number
@@ -638,12 +638,12 @@ class WorkerGroup:
 
     def _take_back(self, timeout: float | None) -> list[int]:
         """Send the latest weights to unhealthy workers that can be reached; return their ranks."""
-        return self._roster.take_back(_PROBE if timeout is None else min(_PROBE, timeout))
+        return self._worker_set.take_back(_PROBE if timeout is None else min(_PROBE, timeout))
 
     def _report(self, result: Round) -> None:
         """Report a round; no later one lists the ranks again that have joined and left."""
         if result.joined or result.left:
-            self._roster.forget_news(result.joined, result.left)
+            self._worker_set.forget_news(result.joined, result.left)
         report(result, already_named=self.unhealthy if result.failed or result.late else ())
 
     def shutdown(self) -> None:
@@ -654,9 +654,9 @@ class WorkerGroup:
             with WorkerGroup.create(Worker, 4) as group:
                 ...
         """
-        self._roster.shut_down()
-        if self._recipe is not None:
-            self._recipe.forget([*self._recipe.kept])
+        self._worker_set.shut_down()
+        if self._actor_spec is not None:
+            self._actor_spec.forget([*self._actor_spec.kept])
 
     def __enter__(self) -> WorkerGroup:
         """Return the group."""
@@ -679,16 +679,20 @@ class WorkerGroup:
         For example, ``<WorkerGroup of 4 ranks, 3 healthy (2: ActorDiedError), 2 rounds,
         channels>``.
         """
-        roster = self._roster
-        whys = [f"{rank}: {type(why).__name__}" for rank, why in roster.unhealthy().items()]
-        healthy = f"{len(roster) - len(whys)} healthy" + (f" ({', '.join(whys)})" if whys else "")
-        transports = {roster[rank].worker.transport.partition(":")[0] for rank in roster.healthy()}
+        worker_set = self._worker_set
+        whys = [f"{rank}: {type(why).__name__}" for rank, why in worker_set.unhealthy().items()]
+        healthy = f"{len(worker_set) - len(whys)} healthy" + (
+            f" ({', '.join(whys)})" if whys else ""
+        )
+        transports = {
+            worker_set[rank].worker.transport.partition(":")[0] for rank in worker_set.healthy()
+        }
         names = [
             name
             for transport, name in (("shm", "shared memory"), ("store", "store"))
             if transport in transports
         ]
-        parts = [f"{len(roster)} ranks", healthy, f"{self._count} rounds", " and ".join(names)]
+        parts = [f"{len(worker_set)} ranks", healthy, f"{self._count} rounds", " and ".join(names)]
         return f"<{type(self).__name__} of {', '.join(filter(None, parts))}>"
 
 

@@ -26,8 +26,8 @@ from flatweights.ray._result import Packed
 from flatweights.ray._variables import Variables
 from flatweights.ray._wire import WireMessage, WorkerWire
 from flatweights.ray.channels._worker_channel import NoChannel, WorkerChannels
-from flatweights.ray.peers._contract import Head, Stamp, weights_of
 from flatweights.ray.peers._platform import PLATFORM, Platform
+from flatweights.ray.peers._transport import Head, Stamp, weights_of
 from flatweights.wire import MissedUpdateError, Snapshot
 
 _MOST_GROUPS = 64  # whose last calls a worker remembers

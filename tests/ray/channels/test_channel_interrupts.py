@@ -19,7 +19,7 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import WorkerError, WorkerGroup, _failpoints
-from flatweights.ray.peers._by_channel import ChannelAnswer
+from flatweights.ray.peers._by_channel import ChannelResult
 
 pytestmark = pytest.mark.ray
 
@@ -45,7 +45,7 @@ def check_round(group: WorkerGroup) -> None:
 
 def leave_mailboxes(group: WorkerGroup) -> None:
     """Wait until the workers have left their mailboxes: then their Ray calls return."""
-    workers: list[Any] = [group._roster[rank].worker for rank in range(2)]
+    workers: list[Any] = [group._worker_set[rank].worker for rank in range(2)]
     calls = [worker._channel.latest_call() for worker in workers if worker._channel is not None]
     ray.wait(calls, num_returns=len(calls), timeout=60)
 
@@ -86,9 +86,9 @@ def test_an_interrupt_at_any_point_loses_nothing(
 def test_an_interrupt_while_an_answer_is_read_loses_nothing(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, interrupts, is_over, step = ChannelAnswer._is_there, Interrupts(), False, 0
+    read, interrupts, is_over, step = ChannelResult._is_there, Interrupts(), False, 0
 
-    def read_half_way(answer: ChannelAnswer) -> bool:
+    def read_half_way(answer: ChannelResult) -> bool:
         nonlocal is_over
         patched.undo()
         there: list[bool] = []
@@ -99,7 +99,7 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
 
     def held() -> list[int]:
         """Return how many views this process has of each segment of the workers."""
-        workers: list[Any] = [group._roster[rank].worker for rank in range(2)]
+        workers: list[Any] = [group._worker_set[rank].worker for rank in range(2)]
         channels = [worker._channel for worker in workers if worker._channel is not None]
         return [channel.mailbox.holds(False, index) for channel in channels for index in range(4)]
 
@@ -107,7 +107,7 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
         check_round(group)
         assert all(count < 100 for count in held()), "none was dropped twice"
         with monkeypatch.context() as patched:
-            patched.setattr(ChannelAnswer, "_is_there", read_half_way)
+            patched.setattr(ChannelResult, "_is_there", read_half_way)
             with contextlib.suppress(KeyboardInterrupt):
                 group.average("train", 1.0)
         step += 1

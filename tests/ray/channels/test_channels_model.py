@@ -37,7 +37,7 @@ class Channel(NamedTuple):
     queue: str = ""  # of Ray's calls
     is_dismissed: bool = False  # whether the worker's present call takes no command any more
     ends: bool = True  # the worker has announced the end of its call, or is in none
-    owed: int = 0  # commands that were posted and not run
+    in_flight: int = 0  # commands that were posted and not run
     ended: bool = False  # the driver knows that the worker is dead
     holds: bool = False  # whether the worker may read the driver's segment
     is_behind: bool = False  # a raw call was made after the last dismissal
@@ -87,7 +87,7 @@ def driver_steps(channel: Channel, writes: bool, variant: str) -> Iterator[Chann
         and not (channel.ended or writes)
     ):
         # The command mentions the driver's segment: held from before it is posted.
-        posted = channel._replace(word=COMMAND, owed=channel.owed + 1, holds=True)
+        posted = channel._replace(word=COMMAND, in_flight=channel.in_flight + 1, holds=True)
         if channel.is_member or variant == "never calls":
             yield posted._replace(driver=WAITS)
         elif channel.word == AWAY or not _may_serve(channel):
@@ -115,7 +115,7 @@ def driver_steps(channel: Channel, writes: bool, variant: str) -> Iterator[Chann
         yield _called(channel, SERVE)  # ahead of time
         yield _called(channel, RAW)
     if channel.driver == WAITS and channel.word == COMMAND:  # withdraw
-        yield channel._replace(word=AWAY, driver=IDLE, owed=channel.owed - 1, holds=False)
+        yield channel._replace(word=AWAY, driver=IDLE, in_flight=channel.in_flight - 1, holds=False)
     if channel.driver == WAITS and channel.word in (AWAY, WAITING):
         yield channel._replace(driver=READS)
     if channel.driver == WAITS and variant == "reads when it is late":
@@ -160,7 +160,7 @@ def worker_steps(channel: Channel, variant: str) -> Iterator[Channel]:
         ):
             yield out._replace(ends=True)
         elif channel.word == COMMAND:
-            yield channel._replace(worker=RUNS, word=BUSY, owed=channel.owed - 1)
+            yield channel._replace(worker=RUNS, word=BUSY, in_flight=channel.in_flight - 1)
         if channel.word == WAITING:  # its time is up
             yield channel._replace(worker=LEAVES, ends=says_so or channel.ends)
         if channel.word == AWAY:
@@ -199,15 +199,15 @@ def check(state: State) -> None:
         raise ViolationError("a segment is read that may be half written")
     if state.writes and channel.holds and channel.worker != DEAD:
         raise ViolationError("the driver writes what a worker may read")
-    if channel.worker == RUNS and RAW in channel.queue and channel.owed == 0:
+    if channel.worker == RUNS and RAW in channel.queue and channel.in_flight == 0:
         raise ViolationError("a raw call is overtaken")
     is_called = channel.is_member or SERVE in channel.queue or channel.driver in (REQUESTS, CALLS)
     if channel.word == COMMAND and channel.worker == OUT and not is_called:
         raise ViolationError("a command is lost")
     is_answered = channel.word in (AWAY, WAITING)
-    if channel.driver in (WAITS, READS) and is_answered and channel.owed:
+    if channel.driver in (WAITS, READS) and is_answered and channel.in_flight:
         raise ViolationError("a command is answered that was not run")
-    if channel.owed not in (0, 1):
+    if channel.in_flight not in (0, 1):
         raise ViolationError("a command is posted over another, or run twice")
 
 

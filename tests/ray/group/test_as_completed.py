@@ -529,10 +529,10 @@ def test_restore_in_the_body_leaves_a_late_worker_to_the_loop(
     while not next(rounds).late:
         pass
     assert group.restore(timeout=0.0) == []
-    owed = group._roster[1].owed
-    assert owed is not None
+    in_flight = group._worker_set[1].in_flight
+    assert in_flight is not None
     (tmp_path / "go on").touch()
-    assert wait_any([owed], None)
+    assert wait_any([in_flight], None)
     assert group.restore() == [1]
     assert ranks_of(rounds, publications, 3) == {0, 1, 2}
 
@@ -540,7 +540,7 @@ def test_restore_in_the_body_leaves_a_late_worker_to_the_loop(
 def test_a_broadcast_in_the_body_may_bring_back_a_worker_that_the_loop_asks(make: Make) -> None:
     group = make(2)
     publications = Publications(group)
-    pid, record = group.step("pid")[1], group._roster[1]
+    pid, record = group.step("pid")[1], group._worker_set[1]
     rounds = group.as_completed("work")
     while next(rounds).used != (1,):
         pass
@@ -551,8 +551,8 @@ def test_a_broadcast_in_the_body_may_bring_back_a_worker_that_the_loop_asks(make
             publications.check(next(rounds))
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert record.owed is not None
-    assert wait_any([record.owed], None)
+    assert record.in_flight is not None
+    assert wait_any([record.in_flight], None)
     publications.number += 1
     assert group.broadcast(weights_of(float(publications.number), SIZE)) == [0, 1]
     assert ranks_of(rounds, publications, 2) == {0, 1}

@@ -84,7 +84,7 @@ def test_ranks_that_were_not_called_get_the_weights_before_their_next_call(
 
 
 def test_only_ranks_that_were_asked_are_missed(group: WorkerGroup) -> None:
-    group._roster[0].why = TimeoutError("away")
+    group._worker_set[0].why = TimeoutError("away")
     found = group.average("add", 1.0, ranks=[1, 2], min_results=2)
     assert (found.used, found.failed) == ((1, 2), {})
     assert list(group.average("add", 1.0, ranks=[0, 2], min_results=1).failed) == [0]
@@ -210,7 +210,7 @@ def test_a_group_that_cannot_be_made_leaves_no_actor(
         started.extend(actors)
         raise LookupError("not made")
 
-    monkeypatch.setattr("flatweights.ray._group.Roster", fail)
+    monkeypatch.setattr("flatweights.ray._group.WorkerSet", fail)
     with pytest.raises(LookupError, match="not made"):
         WorkerGroup.create(PlainWorker, 2, num_cpus=0)
     assert len(started) == 2
@@ -237,7 +237,7 @@ def test_a_group_says_how_it_is(group: WorkerGroup, way: str) -> None:
     assert repr(fresh).startswith("<WorkerGroup of 4 ranks, 4 healthy, 0 rounds")
     for _ in range(3):
         fresh.average("add", 1.0)
-    fresh._roster[2].why = TimeoutError("away")
+    fresh._worker_set[2].why = TimeoutError("away")
     expected = f"<WorkerGroup of 4 ranks, 3 healthy (2: TimeoutError), 3 rounds, {way}>"
     for _ in range(200):  # until all have attached
         if repr(fresh) == expected:

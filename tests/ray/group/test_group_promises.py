@@ -31,7 +31,7 @@ from flatweights.ray import (
 from flatweights.ray._errors import has_left_weights
 from flatweights.ray._result import Packed
 from flatweights.ray.peers import _wait as engine
-from flatweights.ray.peers._contract import Head, Stamp
+from flatweights.ray.peers._transport import Head, Stamp
 
 pytestmark = pytest.mark.ray
 
@@ -128,7 +128,7 @@ def bits(group: WorkerGroup) -> list[bytes]:
 
 
 def without_rank_0(group: WorkerGroup) -> None:
-    group._roster[0].why = TimeoutError("away")
+    group._worker_set[0].why = TimeoutError("away")
 
 
 @pytest.mark.parametrize("plan", ["at once", "streamed"])
@@ -152,7 +152,7 @@ def test_errors_name_the_ranks_of_the_group(group: WorkerGroup, plan: str) -> No
         group.average("give", 2, nan, good, nonfinite="skip", **options | {"min_results": 2})
     weighed = group.average("give", 2, 3 * good, good, weights=[100, 3, 1], **options)
     assert weighed.weights.tolist() == [1.5] * 3
-    group._roster[0].why = None
+    group._worker_set[0].why = None
 
 
 # A broadcast happened, or it did not.
@@ -362,7 +362,7 @@ def test_where_no_worker_is_healthy_weights_bring_those_back_that_take_them(
 
 def without_any(group: WorkerGroup) -> None:
     for rank in group.actors():
-        group._roster[rank].why = TimeoutError("away")
+        group._worker_set[rank].why = TimeoutError("away")
 
 
 def pid_of(actor: Any) -> int:
@@ -704,12 +704,12 @@ def test_run_gives_restore_no_more_time_than_it_has(
 ) -> None:
     given: list[float | None] = []
     with monkeypatch.context() as patched:
-        patched.setattr(group._roster, "take_back", given.append)
+        patched.setattr(group._worker_set, "take_back", given.append)
         for timeout in (2.0, 60.0, None):
             without_rank_0(group)
             list(group.run(1, "get_weights", timeout=timeout))
     assert given == [2.0, 10.0, 10.0]
-    group._roster[0].why = None
+    group._worker_set[0].why = None
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), -1, "2"])

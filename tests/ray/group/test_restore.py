@@ -15,7 +15,7 @@ from ray_workers import PlainWorker, wait_for, weights_of
 from reference import assert_same
 
 from flatweights.ray import WorkerError, WorkerGroup
-from flatweights.ray.peers._store import RayAnswer
+from flatweights.ray.peers._store import RayResult
 from flatweights.ray.peers._wait import wait_any
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
@@ -57,10 +57,10 @@ def test_weights_that_are_sent_bring_a_late_rank_back(lend: Lend, tmp_path: Path
         assert group.average(*hang, timeout=0.05, min_results=2).late == (1,)
     sent = weights_of(3.0)
     assert group.broadcast(sent) == [0, 2], "it still owes an answer, and is not asked"
-    owed = group._roster[1].owed
-    assert owed is not None
+    in_flight = group._worker_set[1].in_flight
+    assert in_flight is not None
     (tmp_path / "go on").touch()
-    assert wait_any([owed], None)
+    assert wait_any([in_flight], None)
     assert group.average("get_weights").used == (0, 2), "a call without weights brings nobody back"
     if how == "broadcast":
         assert group.broadcast(weights_of(4.0)) == [0, 1, 2]
@@ -73,7 +73,7 @@ def test_weights_that_are_sent_bring_a_late_rank_back(lend: Lend, tmp_path: Path
         assert_same(weights, weights_of(4.0))
 
 
-class InterruptedOnce(RayAnswer):
+class InterruptedOnce(RayResult):
     """An answer whose value is taken only at the second try."""
 
     is_interrupted = False
@@ -88,7 +88,7 @@ class InterruptedOnce(RayAnswer):
 def test_a_worker_whose_return_was_interrupted_comes_back(lend: Lend) -> None:
     group = lend(PlainWorker, 2)
     group.broadcast(weights_of(1.0))
-    record = group._roster[1]
+    record = group._worker_set[1]
     record.leave_out(ray.exceptions.ActorDiedError())
     answer = InterruptedOnce(record.worker.handle.ping.remote())
     record.probe(answer, None)
@@ -141,7 +141,7 @@ def test_workers_that_died_before_the_first_weights_get_the_initial_ones(
     group = lend(PlainWorker, 1, max_restarts=-1)
     actor = group.actors()[0]
     os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
-    group._roster[0].why = TimeoutError("late")
+    group._worker_set[0].why = TimeoutError("late")
     end = time.monotonic() + 120
     while True:
         assert time.monotonic() < end, group.unhealthy
@@ -185,7 +185,7 @@ def test_rounds_ask_a_dead_rank_ever_less_often(
     group = lend(PlainWorker, 2, max_restarts=0)
     group.broadcast(weights_of(1.0))
     assert group.average("act", {1: "die before"}, min_results=1).used == (0,)
-    worker, calls = group._roster[1].worker, 0
+    worker, calls = group._worker_set[1].worker, 0
     by_ray = worker.call
 
     def counted(call: Any) -> Any:

@@ -13,7 +13,7 @@ from reference import run_python, same_bits
 
 from flatweights import FlatWeights, Layout, average
 from flatweights.ray import FlatWorker, Variables, WorkerGroup, _variables, join
-from flatweights.ray.peers._contract import plain_weights
+from flatweights.ray.peers._transport import plain_weights
 
 pytestmark = pytest.mark.ray
 

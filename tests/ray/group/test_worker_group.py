@@ -215,7 +215,7 @@ def test_a_loop_that_brings_each_average_with_the_next_call(group: WorkerGroup) 
     assert before.nbytes_sent == 3 * before.weights.buffer.nbytes
     assert {*before.seconds} == {"wait", "average", "put"}
     assert group.step("how_often") == group.step("how_often_set") == {0: 4, 1: 4, 2: 4}
-    group._roster[1].why = TimeoutError("away")
+    group._worker_set[1].why = TimeoutError("away")
     assert group.restore() == [1]
     assert_same(group.step("get_weights")[1], before.weights)  # those that were sent last
 
@@ -739,9 +739,10 @@ def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
     group.broadcast(weights_of(1.0))
     with pytest.raises(WorkerError, match="rank 1: ArithmeticError"):
         list(group.run(1, "act", {1: "raise", 2: "hang"}, str(tmp_path)))
-    is_waited_for = group._roster[2].owed is not None  # through Ray, a worker queues its calls
+    # through Ray, a worker queues its calls
+    is_waited_for = group._worker_set[2].in_flight is not None
     ends: list[Any] = []
-    settle, send = group._roster._await_owed, group._roster._send_latest
+    settle, send = group._worker_set._await_in_flight, group._worker_set._send_latest
 
     def settled(deadline: Any) -> None:
         ends.append(deadline.end)
@@ -753,8 +754,8 @@ def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
         (tmp_path / "go on").touch()
         return send(ranks, deadline)
 
-    monkeypatch.setattr(group._roster, "_await_owed", settled)
-    monkeypatch.setattr(group._roster, "_send_latest", sent)
+    monkeypatch.setattr(group._worker_set, "_await_in_flight", settled)
+    monkeypatch.setattr(group._worker_set, "_send_latest", sent)
     next(group.run(1, "train", timeout=60))
     assert len(ends) == 1 + is_waited_for
     assert ends == sorted({*ends}), "the time to send begins once the late ranks were waited for"
@@ -800,7 +801,7 @@ def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> 
     kept = group.average("get_weights", min_results=1).weights
     expected = kept.copy()
     before = segments_of_this_process()
-    assert before > others + 1 or group._roster.channels.channels is None
+    assert before > others + 1 or group._worker_set.channels.channels is None
     group.shutdown()
     assert segments_of_this_process() <= others + 1, "that of the average at most"
     assert same_bits(kept.buffer, expected.buffer)

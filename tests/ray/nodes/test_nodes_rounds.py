@@ -34,8 +34,8 @@ from flatweights.ray import Round, WorkerError, WorkerGroup, _failpoints
 from flatweights.ray._result import copied
 from flatweights.ray.nodes._address import Address
 from flatweights.ray.peers._agent import AverageOf, Command
+from flatweights.ray.peers._backoff import Backoff
 from flatweights.ray.peers._by_agent import AgentEnd, NodeCall
-from flatweights.ray.peers._setback import Setback
 
 pytestmark = [pytest.mark.ray(own=True), pytest.mark.starts_actors]
 
@@ -215,19 +215,19 @@ def meet(group: WorkerGroup) -> None:
 
 def try_streams_again(group: WorkerGroup) -> None:
     """Make the next round try streams, although they failed a moment ago."""
-    group._roster.agents.streams = Setback("other nodes are")
+    group._worker_set.agents.streams = Backoff("other nodes are")
 
 
 @contextlib.contextmanager
 def closed_port(group: WorkerGroup, rank: int) -> Iterator[None]:
     """Announce an address of a rank's agent at which nobody listens."""
-    agent = group._roster.agents._by_node[ray.get(group.actors()[rank].node.remote())]
+    agent = group._worker_set.agents._by_node[ray.get(group.actors()[rank].node.remote())]
     address = agent.address(60)
     assert isinstance(address, Address), address
     with socket.socket() as unused:
         unused.bind((address.host, 0))
         agent._address = address._replace(port=unused.getsockname()[1])
-        group._roster.agents.epoch = (), b""  # the sockets that are open have broken, too
+        group._worker_set.agents.epoch = (), b""  # the sockets that are open have broken, too
         try:
             yield
         finally:
@@ -236,12 +236,12 @@ def closed_port(group: WorkerGroup, rank: int) -> Iterator[None]:
 
 
 def agents_of(group: WorkerGroup) -> list[Any]:
-    return [agent.handle for agent in group._roster.agents._by_node.values()]
+    return [agent.handle for agent in group._worker_set.agents._by_node.values()]
 
 
 def agent_at(group: WorkerGroup, rank: int) -> Any:
     node = ray.get(group.actors()[rank].node.remote())
-    return group._roster.agents._by_node[node].handle
+    return group._worker_set.agents._by_node[node].handle
 
 
 def pid_of(actor: Any) -> int:
@@ -694,7 +694,7 @@ def streams_that_cannot_be_opened_are_replaced_by_the_driver_in_the_same_round(
         assert told, said
         assert "cannot connect" in told[0]
         # For a while, the next rounds go through the driver from the start.
-        group._roster.agents.streams._end = float("inf")
+        group._worker_set.agents.streams._end = float("inf")
         assert_by_driver(group.average("give", "FlatWeights"), "cannot connect")
         # Extras, weights by a function, and values that are not finite.
         try_streams_again(group)
@@ -740,7 +740,7 @@ def two_nodes_that_cannot_reach_each_other_are_both_averaged(nodes: Nodes) -> No
 
     agent = agent_at(group, 1)
     ray.get(agent.__ray_call__.remote(cut))
-    group._roster.agents.epoch = (), b""  # the sockets that are open have broken, too
+    group._worker_set.agents.epoch = (), b""  # the sockets that are open have broken, too
     found = group.average("give", "FlatWeights", 4)
     assert_by_driver(found, "")
     assert_right(found, "FlatWeights", 4)
@@ -769,7 +769,7 @@ def a_driver_without_a_free_port_or_with_other_certificates_averages_itself(node
                 for name, value in environment.items():
                     patch.setenv(name, value)
                 end = time.monotonic() + 100
-                while not group._roster.agents.streams.reason:  # until agents take part
+                while not group._worker_set.agents.streams.reason:  # until agents take part
                     assert time.monotonic() < end
                     found = group.average("give", "FlatWeights", 4, timeout=60)
             assert_by_driver(found, why)
@@ -888,7 +888,7 @@ def start_worker(rank: int, place: str) -> Any:
 
 
 def nodes_with_agents(group: WorkerGroup) -> set[str]:
-    return {*group._roster.agents._by_node}
+    return {*group._worker_set.agents._by_node}
 
 
 @check
@@ -977,8 +977,8 @@ def an_agent_starts_for_a_new_node_and_ends_with_its_last_worker(nodes: Nodes) -
 def nothing_is_left_of_groups_that_are_dropped(nodes: Nodes) -> None:
     group = nodes.group("streams")
     assert_right(group.average("give", "vector"), "vector")
-    addresses = [agent._address for agent in group._roster.agents._by_node.values()]
-    addresses.append(group._roster.agents.end.address)
+    addresses = [agent._address for agent in group._worker_set.agents._by_node.values()]
+    addresses.append(group._worker_set.agents.end.address)
     pids = [pid_of(agent) for agent in agents_of(group)]
     assert len(pids) == 2
     del group

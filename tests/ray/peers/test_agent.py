@@ -12,7 +12,7 @@ from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._node import Route
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._agent import Agent, Command
-from flatweights.ray.peers._contract import Answer, Call
+from flatweights.ray.peers._transport import Answer, Call
 
 pytestmark = pytest.mark.ray
 
@@ -36,7 +36,7 @@ class Owed(Answer):
     def take(self) -> Any:
         return "value"
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.is_let_go = True
 
 

@@ -21,7 +21,7 @@ import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, WorkerError, average
 from flatweights.ray.peers import _wait as engine
-from flatweights.ray.peers._store import RayAnswer
+from flatweights.ray.peers._store import RayResult
 from flatweights.ray.peers._wait import wait_any
 
 pytestmark = pytest.mark.ray
@@ -265,7 +265,7 @@ def test_errors_hold_no_reference() -> None:
     assert inner
     held = [v for f in inner for v in f.f_locals.values()]
     answers = [a for v in held if isinstance(v, dict) for a in v.values()]
-    assert all(a.ref is None for a in answers if isinstance(a, RayAnswer))
+    assert all(a.ref is None for a in answers if isinstance(a, RayResult))
     assert not any(ref in v for v in held if isinstance(v, list))
 
 

@@ -80,7 +80,7 @@ class Stayed:
         """Whether a member may still read it."""
         return bool(self._readers)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold the segment no more."""
         self._mailbox.drop_hold(False, self.handle.placed.segment)
 
@@ -173,11 +173,11 @@ class GpuRounds:
             stayed.lose(session)
 
     def forget(self, session: Session) -> None:
-        """Note that a member is gone: `let_go` has others forget its segments."""
+        """Note that a member is gone: `release` has others forget its segments."""
         self.hear(session)
         self._gone.append(session)
 
-    def let_go(self, is_kept: Callable[[Stayed], bool], sessions: Iterable[Session]) -> None:
+    def release(self, is_kept: Callable[[Stayed], bool], sessions: Iterable[Session]) -> None:
         """Let go of segments that are neither read nor kept for members that are late.
 
         Args:
@@ -192,7 +192,7 @@ class GpuRounds:
             if stayed.is_read or is_kept(stayed):
                 rest.append(stayed)
             else:
-                stayed.let_go()
+                stayed.release()
         self._stayed = rest
         owners = {stayed.owner for stayed in rest}
         channels = [session.channel for session in sessions if session.channel is not None]

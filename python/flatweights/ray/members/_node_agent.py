@@ -90,7 +90,7 @@ class NodeAgent:
         """
         made = channels.channels
         if made is None:
-            raise OSError(channels.setback.reason)
+            raise OSError(channels.backoff.reason)
         self._coordinator = coordinator
         self._channels = made
         self._end = end

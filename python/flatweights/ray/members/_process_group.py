@@ -93,8 +93,8 @@ from flatweights.ray.peers._agent import AverageOf
 from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._summary import Exchanged
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
-from flatweights.ray.rounds._between_nodes import NodesAverage
-from flatweights.ray.rounds._in_one_place import DriverAverage
+from flatweights.ray.rounds._allreduce import NodesAverage
+from flatweights.ray.rounds._local_reduce import DriverAverage
 from flatweights.robust import Rule
 
 _CALLS = 16  # calls that an agent runs at a time, without waiting for each other
@@ -290,7 +290,7 @@ class ProcessGroup:
         """Take the state from a donor."""
         assert session.answer is not None
         try:
-            session.answer.bring()
+            session.answer.fetch()
             state = session.answer.take()
         except Exception as error:  # its node or the agent there has died, or lost the state
             why = f"{session.who}: its state could not be read: {reason_in_a_line(error)}"
@@ -364,7 +364,7 @@ class ProcessGroup:
             error = portable(raised)
         finally:
             _core.withdraw_offer()
-        arrivals.let_go()
+        arrivals.release()
         self._seconds_waited = 0.0
         stayed = weights if isinstance(weights, Stayed) else None
         if result is None:
@@ -439,7 +439,7 @@ class ProcessGroup:
         reach("sending")
         exchanged = None if result is None else result._exchanged
         self._post(send.number, body, weights, _sessions(send.peers), exchanged)
-        self._gpu.let_go(self._is_kept, self.rendezvous.present.values())
+        self._gpu.release(self._is_kept, self.rendezvous.present.values())
         if result is not None and first.operation != "broadcast":
             report(result, already_named=send.named)
             nbytes = self._agents.nbytes if is_average else result.nbytes
@@ -540,7 +540,7 @@ class ProcessGroup:
         why = "a rule needs all results in one place" if spec.rule else self._agents.why_not()
         if away and why is None:
             return NodesAverage(self._agents, arrivals, spec).run()
-        arrivals.bring()
+        arrivals.fetch()
         self._channels.segments.offer(self._agents.nbytes)
         result = DriverAverage(arrivals, spec).run()
         result.transports = dict.fromkeys(away, f"store: {why}")
@@ -568,7 +568,7 @@ class ProcessGroup:
         first = requests[min(requests)]
         assert first.root is not None
         begin = _clock.now()
-        arrivals.bring()
+        arrivals.fetch()
         weights = arrivals.collect().get(first.root)
         if weights is None:
             raise self._lost_root(first, arrivals)

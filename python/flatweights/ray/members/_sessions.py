@@ -36,7 +36,7 @@ from flatweights.ray.core._peer import Peer, State
 from flatweights.ray.core._requests import MemberDiedError, Request, end_of, remember
 from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.peers._by_agent import AgentEnd
-from flatweights.ray.peers._store import RayAnswer
+from flatweights.ray.peers._store import RayResult
 from flatweights.ray.peers._summary import Summary
 
 SLICE = 1.0  # seconds between two looks for events that ring no bell
@@ -104,7 +104,7 @@ class Session(Peer):
     agent: AgentEnd | None = None
     over: Future[None] | None = None
     channel: DriverChannel | None = None
-    answer: SessionAnswer | None = None
+    answer: SessionResult | None = None
     fault: MemberDiedError | None = None
     announced: Announced | None = None
     prepared: dict[int, Prepared] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class Session(Peer):
 
     def _drop_request(self) -> None:
         if self.answer is not None:
-            self.answer.let_go()
+            self.answer.release()
             self.answer = None
 
     def _read(self) -> None:
@@ -190,7 +190,7 @@ class Session(Peer):
                 channel.order(RESEND)
                 return
             request, layout = known.request._replace(weight=weight), known.layout
-            self._take(SessionAnswer(self, request, body, layout, buffer, number), since)
+            self._take(SessionResult(self, request, body, layout, buffer, number), since)
             return
         if self._store_requests and (channel is None or body == b""):
             body, buffer, self._caller = self._store_requests.popleft()
@@ -202,9 +202,9 @@ class Session(Peer):
             sent = unpickle_layout(pickled)
             remember(self._layouts, sent.digest, sent)
         layout = None if request.digest is None else self._layouts[request.digest]
-        self._take(SessionAnswer(self, request, body, layout, buffer), since)
+        self._take(SessionResult(self, request, body, layout, buffer), since)
 
-    def _take(self, answer: SessionAnswer, since: float) -> None:
+    def _take(self, answer: SessionResult, since: float) -> None:
         self.answer, self.announced, self.is_quiet = answer, None, False
         self.requests(answer.request, since or _clock.now())
 
@@ -248,7 +248,7 @@ def _is_urgent(session: Session) -> bool:
     return session.answer.request.is_urgent
 
 
-class SessionAnswer(RayAnswer):
+class SessionResult(RayResult):
     """The request of a member, as an answer that a round averages.
 
     Attributes:
@@ -310,13 +310,13 @@ class SessionAnswer(RayAnswer):
             return Summary(template, spoiled=self.away.spoiled, nbytes=self.layout.nbytes)
         return None if self.packed is None else self.packed.weights()
 
-    def bring(self) -> bool:
+    def fetch(self) -> bool:
         """Ask the agent for weights that are away; return whether they are."""
         if self.away is not None:
             self.ref = self.agent.handle.give.remote(self.session.rank)
         return self.away is not None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the weights."""
         self.packed = self.away = self.ref = None
 

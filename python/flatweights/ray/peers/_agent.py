@@ -22,9 +22,9 @@ from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._node import NodeEnd, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._by_channel import GroupChannels, Worker
-from flatweights.ray.peers._contract import Answer, Call, Payload, weights_of
 from flatweights.ray.peers._store import payload_of
 from flatweights.ray.peers._summary import Reading, read_into
+from flatweights.ray.peers._transport import Answer, Call, Payload, weights_of
 from flatweights.ray.peers._wait import wait_any
 
 _SLICE = 0.1  # seconds after which answers are reported even if others are missing
@@ -167,11 +167,12 @@ class Agent:
 
     def _begin(self, command: Command) -> None:
         ranks = command.ranks
-        owed = {self._owed[rank]: rank for rank in ranks if rank in self._owed}
-        while owed and self._is_on(command.number):
-            for answer in wait_any(owed, _clock.now() + _SLICE):
-                answer.let_go()
-                del self._owed[owed.pop(answer)]  # so that the next command does not wait for it
+        in_flight = {self._owed[rank]: rank for rank in ranks if rank in self._owed}
+        while in_flight and self._is_on(command.number):
+            for answer in wait_any(in_flight, _clock.now() + _SLICE):
+                answer.release()
+                # so that the next command does not wait for it
+                del self._owed[in_flight.pop(answer)]
         fences = list(command.fences)
         while fences and self._is_on(command.number):
             _, fences = ray.wait(fences, num_returns=len(fences), timeout=_SLICE)
@@ -225,6 +226,6 @@ class Agent:
             if answer in self._pending:
                 self._owed[rank] = answer
             else:
-                answer.let_go()
+                answer.release()
         self._answers.clear()
         self._pending.clear()

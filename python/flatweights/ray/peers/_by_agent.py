@@ -16,12 +16,12 @@ from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._node import NodeEnd
 from flatweights.ray.nodes._plan import SMALL, Sums, check_sums
 from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure
+from flatweights.ray.peers._backoff import Backoff
 from flatweights.ray.peers._by_channel import Worker
-from flatweights.ray.peers._contract import Answer, Call
-from flatweights.ray.peers._order import CallLog
-from flatweights.ray.peers._setback import Setback
+from flatweights.ray.peers._call_log import CallLog
 from flatweights.ray.peers._store import argument_of, end_actor
 from flatweights.ray.peers._summary import Exchanged, Reading
+from flatweights.ray.peers._transport import Answer, Call
 from flatweights.ray.peers._wait import seconds_left
 
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
@@ -131,7 +131,7 @@ class NodeAnswer(Answer):
             raise value.error
         return value
 
-    def bring(self) -> bool:
+    def fetch(self) -> bool:
         """Ask the agent for the value."""
         self._value = self.agent.handle.give.remote(self._rank)
         return True
@@ -146,7 +146,7 @@ class NodeAnswer(Answer):
 
     abandon = overdue
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let the agent drop its values, including those of the other ranks."""
         self.call.finish()
         self._value = self._after = None
@@ -295,7 +295,7 @@ class Agents:
         self.choice = setting(_VARIABLE, "driver", "streams")
         self.nbytes = self.settled = 0
         self.seconds = 0.0
-        self.streams = Setback("other nodes are")
+        self.streams = Backoff("other nodes are")
         self.epoch: tuple[tuple[str, ...], bytes] = (), b""
         self._offer = offer
         self._agents = actor, args, max_concurrency

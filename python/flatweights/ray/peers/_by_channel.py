@@ -30,11 +30,11 @@ from flatweights.ray.channels._end import ChannelError, is_shortage
 from flatweights.ray.channels._message import Message, make_message
 from flatweights.ray.channels._protocol import BROKEN, BY_CALL, COMMAND, VALUE, WEIGHTS
 from flatweights.ray.channels._worker_channel import NoChannel
-from flatweights.ray.peers._contract import Answer, Call, Payload, plain_weights
-from flatweights.ray.peers._order import CallLog
+from flatweights.ray.peers._backoff import Backoff
+from flatweights.ray.peers._call_log import CallLog
 from flatweights.ray.peers._platform import PLATFORM, Platform
-from flatweights.ray.peers._setback import Setback
-from flatweights.ray.peers._store import RayAnswer, argument_of, call_actor, sent_weights
+from flatweights.ray.peers._store import RayResult, argument_of, call_actor, sent_weights
+from flatweights.ray.peers._transport import Answer, Call, Payload, plain_weights
 
 _MOST_OFFERED = 3  # segments for averages that the user keeps
 _INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=channels
@@ -54,7 +54,7 @@ class GroupChannels:
 
     Attributes:
         platform: What the group uses of Ray and channels.
-        setback: The reason for which the group has no channels.
+        backoff: The reason for which the group has no channels.
         made: The channels of this process, once they are made; `channels` makes them.
         last: The last call, and its command; None between rounds.
         asleep: The mailboxes whose workers `wake` is to wake; None if they are woken at once.
@@ -69,7 +69,7 @@ class GroupChannels:
         self.platform = platform
         setting = ray_setting()
         self.insists = setting == "shm"
-        self.setback = Setback("workers are", f"{RAY}=store" if setting == "store" else "")
+        self.backoff = Backoff("workers are", f"{RAY}=store" if setting == "store" else "")
         self.made: Channels | None = None
         self._close: Callable[[], object] = lambda: None
         self.last: tuple[Call, Message | None] | None = None
@@ -78,11 +78,11 @@ class GroupChannels:
     @property
     def channels(self) -> Channels | None:
         """The channels of this process, made on first use; None if there can be none now."""
-        if self.made is None and self.setback.is_over:
+        if self.made is None and self.backoff.is_over:
             try:
                 self.made = self.platform.channels()
             except (OSError, MemoryError, AttributeError) as error:  # AttributeError: other systems
-                self.setback.note(_text_of(error), may_pass=is_shortage(error))
+                self.backoff.note(_text_of(error), may_pass=is_shortage(error))
             else:
                 self._close = weakref.finalize(self, self.made.close)
         return self.made
@@ -92,7 +92,7 @@ class GroupChannels:
         self.done()
         self._close()
         self.made = None
-        self.setback = Setback("workers are", "the group was shut down")
+        self.backoff = Backoff("workers are", "the group was shut down")
 
     def command(self, call: Call) -> Message | None:
         """Return the command for ``call``, one for all workers; None if it goes through Ray."""
@@ -159,7 +159,7 @@ class GroupChannels:
         self.last = None
 
 
-class ChannelAnswer(Answer):
+class ChannelResult(Answer):
     """The answer to a command, or to the Ray call that brings it."""
 
     def __init__(
@@ -178,7 +178,7 @@ class ChannelAnswer(Answer):
         self._channels = channels
         self._channel = channel
         self._call = call
-        self._by_ray: RayAnswer | None = None  # the Ray call's answer, to wait for instead
+        self._by_ray: RayResult | None = None  # the Ray call's answer, to wait for instead
         self._until: float | None = None  # the end of that wait, since the worker died
         self._value: Any = _MISSING
         self._error: Exception | None = None
@@ -190,7 +190,7 @@ class ChannelAnswer(Answer):
 
     @classmethod
     def wait(
-        cls, answers: Sequence["ChannelAnswer"], timeout: float | None, enough: int = 1
+        cls, answers: Sequence["ChannelResult"], timeout: float | None, enough: int = 1
     ) -> list[Answer]:
         """Return the answers that have arrived."""
         begin = now = _clock.now()
@@ -199,7 +199,7 @@ class ChannelAnswer(Answer):
             answers[0]._channels.look()
         there: dict[Answer, None] = {}
         while True:
-            by_ray: dict[ray.ObjectRef, list[ChannelAnswer]] = {}
+            by_ray: dict[ray.ObjectRef, list[ChannelResult]] = {}
             is_enough = False  # an answer has failed, or come through Ray
             for answer in answers:
                 channel = answer._channel
@@ -264,7 +264,7 @@ class ChannelAnswer(Answer):
             return self._by_ray is None
         if channel.is_closed:
             self._worker.give_up(channel, "the worker died")
-            self._by_ray = RayAnswer(channel.latest_call(), self._platform)
+            self._by_ray = RayResult(channel.latest_call(), self._platform)
             self._until = _clock.now() + _DEATH
         return False
 
@@ -281,7 +281,7 @@ class ChannelAnswer(Answer):
     def _ask_ray(self, kind: int, value: Any) -> None:
         """Wait for a Ray call, since the answer in the mailbox is not the result."""
         if kind == BY_CALL:
-            self._by_ray = RayAnswer(self._channel.calls[value], self._platform)
+            self._by_ray = RayResult(self._channel.calls[value], self._platform)
             return
         if kind == BROKEN:
             self._worker.note_broken(self._channel, value)
@@ -297,7 +297,7 @@ class ChannelAnswer(Answer):
         if self._is_there() or self._by_ray is not None:
             return
         self._worker.give_up(self._channel, "its call failed")
-        self._by_ray = RayAnswer(ref, self._platform)
+        self._by_ray = RayResult(ref, self._platform)
 
     def take(self) -> Any:
         """Return the value: its arrays are views of the worker's segment."""
@@ -313,11 +313,11 @@ class ChannelAnswer(Answer):
         """Whether this process has no other view of the worker's segments."""
         return self._channel.count_views() == 1
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the value."""
         self._value, self.packed = _MISSING, None
         if self._by_ray is not None:
-            self._by_ray.let_go()
+            self._by_ray.release()
 
 
 class Worker:
@@ -345,8 +345,8 @@ class Worker:
         self._token = b""
         self.log: CallLog | None = None
         self.far_node = ""
-        self._setback = Setback(f"rank {rank} is")
-        self.transport = f"store: {channels.setback.reason}" if channels.setback.reason else ""
+        self._backoff = Backoff(f"rank {rank} is")
+        self.transport = f"store: {channels.backoff.reason}" if channels.backoff.reason else ""
 
     def call(self, call: Call) -> Answer:
         """Post the call to the channel, or make it through Ray."""
@@ -378,9 +378,9 @@ class Worker:
         if not is_there:
             channel.serve(self._serve)
         self.transport = "shm"
-        return ChannelAnswer(self, channels, channel, call)
+        return ChannelResult(self, channels, channel, call)
 
-    def call_by_ray(self, call: Call, why: str) -> RayAnswer:
+    def call_by_ray(self, call: Call, why: str) -> RayResult:
         """Make the call through Ray; dismiss a worker that waits at its mailbox."""
         self.transport = f"store: {why}"
         if self._channel is not None and self._channel.is_answered:
@@ -418,7 +418,7 @@ class Worker:
     def look_for_node(self) -> None:
         """Ask the worker for its node once more, since its old node may have died."""
         self.far_node = ""
-        self._setback = Setback(f"rank {self.rank} is")
+        self._backoff = Backoff(f"rank {self.rank} is")
 
     def part(self) -> None:
         """Give up the channel of a worker that has left and serves no more calls."""
@@ -438,7 +438,7 @@ class Worker:
     def note_broken(self, channel: DriverChannel, reason: str) -> None:
         """Give up ``channel``, which the worker cannot use any more; try a new one later."""
         self.give_up(channel, reason)
-        self._setback.note(reason, may_pass=True)
+        self._backoff.note(reason, may_pass=True)
 
     def _serve(self, number: int) -> Any:
         return self.handle.serve_channel.remote(self._token, number)
@@ -454,8 +454,8 @@ class Worker:
             )
         channels = self._group.channels
         if channels is None:
-            self.transport = f"store: {self._group.setback.reason}"
-        elif self._attaching is not None or self._setback.is_over:
+            self.transport = f"store: {self._group.backoff.reason}"
+        elif self._attaching is not None or self._backoff.is_over:
             self._attach(channels)
         if self._channel is None and self._group.insists:
             self._insist()
@@ -492,15 +492,15 @@ class Worker:
 
     def _fail(self, reason: str, may_pass: bool) -> None:
         """Note the reason for which the worker has not attached."""
-        self._setback.note(reason, may_pass=may_pass)
+        self._backoff.note(reason, may_pass=may_pass)
         self.transport = f"store: {reason}"
 
     def _insist(self) -> None:
         """Raise if there can be no channel now."""
-        for setback in (self._group.setback, self._setback):
-            if not setback.is_over:
+        for backoff in (self._group.backoff, self._backoff):
+            if not backoff.is_over:
                 where = f"there is no channel to rank {self.rank}"
-                raise RuntimeError(f"{RAY}=channels: {where}: {setback.reason}")
+                raise RuntimeError(f"{RAY}=channels: {where}: {backoff.reason}")
 
     @staticmethod
     def _replace(payload: Payload, made: Any) -> None:

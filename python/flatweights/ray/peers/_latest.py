@@ -14,9 +14,9 @@ from flatweights._weights import FlatWeights, frozen
 from flatweights.ray._result import is_arrays, may_change
 from flatweights.ray._round import Round
 from flatweights.ray._wire import GroupWire
-from flatweights.ray.peers._contract import BY_VALUE, Payload, Stamp
 from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.ray.peers._store import payload_of, sent_weights
+from flatweights.ray.peers._transport import BY_VALUE, Payload, Stamp
 from flatweights.wire import Difference
 
 

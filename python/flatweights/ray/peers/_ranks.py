@@ -19,9 +19,9 @@ from flatweights.ray._errors import (
     reason_in_a_line,
 )
 from flatweights.ray.peers._by_channel import GroupChannels, Worker
-from flatweights.ray.peers._contract import Answer, Call, Stamp
 from flatweights.ray.peers._platform import PLATFORM, Platform
-from flatweights.ray.peers._store import RayAnswer
+from flatweights.ray.peers._store import RayResult
+from flatweights.ray.peers._transport import Answer, Call, Stamp
 from flatweights.ray.peers._wait import wait_any
 
 _PAUSE, _MOST_PAUSE = 0.05, 1.0  # seconds until it asks a worker again whether it is back
@@ -36,20 +36,20 @@ class Record:
     Attributes:
         worker: The driver's end of the worker.
         why: The reason for which it is not called; None while it is healthy.
-        owed: The answer that it owes, from the call until it is settled.
+        in_flight: The answer that it owes, from the call until it is complete.
         version: The stamp of the last weights that it has taken, as far as is known.
         is_new: Whether it was added, and has not taken weights of the group yet.
         has_left: Whether it was removed from the group.
-        kept: A function of the loops that wait for the owed answer, too: called once, before it is
-            owed no more or is waited for anew. Its argument is whether the answer has arrived, so
-            that they can keep a copy of the value.
+        kept: A function of the loops that wait for the answer in flight, too: called once, before
+            it is owed no more or is waited for anew. Its argument is whether the answer has
+            arrived, so that they can keep a copy of the value.
         is_busy: Whether it may be in a call that was broken off, although it owes no answer.
         asks_again: While it is unhealthy, the time from which it is asked again whether it is back.
     """
 
     worker: Worker
     why: Exception | None = None
-    owed: Answer | None = None
+    in_flight: Answer | None = None
     version: Stamp | None = None
     is_new: bool = False
     has_left: bool = False
@@ -61,7 +61,7 @@ class Record:
 
     def send(self, call: Call) -> Answer:
         """Make a call; the worker owes the answer from then on."""
-        self.owed = answer = self.worker.call(call)
+        self.in_flight = answer = self.worker.call(call)
         self.kept = None
         return answer
 
@@ -77,14 +77,14 @@ class Record:
         for rank in ranks:
             record = records[rank]
             this = call.with_more(by_rank[rank]) if by_rank else call
-            record.owed = answers[rank] = record.worker.call(this)
+            record.in_flight = answers[rank] = record.worker.call(this)
             record.kept = None
 
-    def owe(self, answer: Answer) -> None:
+    def track(self, answer: Answer) -> None:
         """Note the answer to a call that was not made by `send`."""
-        self.owed, self.kept = answer, None
+        self.in_flight, self.kept = answer, None
 
-    def settle(
+    def complete(
         self,
         answer: Answer,
         *,
@@ -101,29 +101,29 @@ class Record:
             is_late: Whether its time was up.
             version: The stamp of the weights that the worker has taken with the call.
         """
-        if self.owed is not answer:
+        if self.in_flight is not answer:
             return
         if self.kept is not None:
             self._tell(is_there)
         if is_there:
-            self.owed = None
+            self.in_flight = None
         else:
-            self.owed = answer.overdue() if is_late else answer.abandon()
-            self.is_busy = self.is_busy or self.owed is None
+            self.in_flight = answer.overdue() if is_late else answer.abandon()
+            self.is_busy = self.is_busy or self.in_flight is None
         if version is not None:
             self.version, self.is_new = version, False
 
     @staticmethod
-    def settle_all(
+    def complete_all(
         records: Mapping[int, Record], answers: Mapping[int, Answer], version: Stamp | None
     ) -> None:
-        """Do the work of `settle` for answers that have all arrived."""
+        """Do the work of `complete` for answers that have all arrived."""
         for rank, answer in answers.items():
             record = records[rank]
-            if record.owed is answer:
+            if record.in_flight is answer:
                 if record.kept is not None:
                     record._tell(True)
-                record.owed = None
+                record.in_flight = None
                 if version is not None:
                     record.version, record.is_new = version, False
 
@@ -131,7 +131,7 @@ class Record:
         """Note that the worker has the weights of ``version``."""
         self.version, self.is_new = version, False
 
-    def distrust(self) -> None:
+    def mark_stale(self) -> None:
         """Note that the worker may have other weights than it has taken."""
         self.version = None
 
@@ -146,14 +146,14 @@ class Record:
 
     def probe(self, answer: Answer, version: Stamp | None) -> Answer:
         """Note the answer to a call that asks an unhealthy worker to take weights."""
-        self.owe(answer)
+        self.track(answer)
         self._probe = answer, version
         return answer
 
     @property
     def is_probed(self) -> bool:
         """Whether the worker owes the answer to `probe`."""
-        return self._probe is not None and self.owed is self._probe[0]
+        return self._probe is not None and self.in_flight is self._probe[0]
 
     def end_probe(self) -> bool:
         """Read the answer to `probe`, which has arrived; return whether the worker is back."""
@@ -162,15 +162,15 @@ class Record:
         try:
             answer.take()  # after an interrupt, it is taken again
         except Exception as error:
-            self.settle(answer)
+            self.complete(answer)
             self.leave_out(error.with_traceback(None))
             self.put_off()
             is_back = False
         else:
-            self.settle(answer, version=version)
+            self.complete(answer, version=version)
             is_back = True
         self._probe = None
-        answer.let_go()
+        answer.release()
         return is_back
 
     def put_off(self) -> None:
@@ -180,7 +180,7 @@ class Record:
         self.asks_again = _clock.now() + self._pause
 
     def keep_by(self, keep: Callable[[bool], None]) -> None:
-        """Let ``keep`` know when another call drops the owed answer; see `kept`."""
+        """Let ``keep`` know when another call drops the answer in flight; see `kept`."""
         self.kept = keep
 
     def _tell(self, is_there: bool) -> None:
@@ -190,20 +190,20 @@ class Record:
 
     def end(self, why: Exception) -> None:
         """Note that the worker was ended, and owes nothing any more."""
-        self.owed, self.why = None, why
+        self.in_flight, self.why = None, why
 
     def leave(self) -> None:
         """Note that the worker was removed; it owes an answer then if it may be in a call."""
         self.has_left = True
-        if self.owed is None and self.is_busy:
-            self.owe(RayAnswer(self.worker.handle.ping.remote(), self.worker.platform))
+        if self.in_flight is None and self.is_busy:
+            self.track(RayResult(self.worker.handle.ping.remote(), self.worker.platform))
 
-    def drop_owed(self) -> None:
-        """Let go of an owed answer that has arrived; if its value is needed, keep it first."""
+    def drop_in_flight(self) -> None:
+        """Let go of an answer in flight that has arrived; if its value is needed, keep it first."""
         self._tell(True)
-        owed, self.owed = self.owed, None
-        if owed is not None:
-            owed.let_go()
+        in_flight, self.in_flight = self.in_flight, None
+        if in_flight is not None:
+            in_flight.release()
 
 
 class Ranks:
@@ -329,7 +329,7 @@ class Ranks:
         """
         self.check_open()
         if self._leaving:
-            self._see_off()
+            self._reap()
         if not self._joining:
             return
         # Not by futures: an interrupt may leave the lock of one taken, and Ray's own thread, which
@@ -375,16 +375,16 @@ class Ranks:
             self._news[1].append(rank)
             self._leaving.append((record, kill))
             _log.info("rank %d has left", rank)
-        self._see_off()
+        self._reap()
         return checked
 
-    def _see_off(self) -> None:
+    def _reap(self) -> None:
         """Part with removed workers that owe no answer any more."""
         leaving, self._leaving = self._leaving, []
         for record, kill in leaving:
-            if record.owed is not None and wait_any([record.owed], _clock.now()):
-                record.drop_owed()
-            if record.owed is not None:
+            if record.in_flight is not None and wait_any([record.in_flight], _clock.now()):
+                record.drop_in_flight()
+            if record.in_flight is not None:
                 self._leaving.append((record, kill))
                 continue
             record.worker.part()

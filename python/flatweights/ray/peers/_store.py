@@ -11,8 +11,8 @@ import ray.util.client
 from flatweights._weights import FlatWeights
 from flatweights.ray._result import is_arrays
 from flatweights.ray._wire import WireMessage, nbytes_of
-from flatweights.ray.peers._contract import BY_VALUE, Answer, Call, Payload, weights_of
 from flatweights.ray.peers._platform import PLATFORM, Platform
+from flatweights.ray.peers._transport import BY_VALUE, Answer, Call, Payload, weights_of
 
 
 def check_cluster() -> None:
@@ -35,7 +35,7 @@ def payload_of(value: Any, platform: Platform = PLATFORM) -> Payload:
     return Payload(value, nbytes or 0, lambda: platform.put(value), platform=platform)
 
 
-class RayAnswer(Answer):
+class RayResult(Answer):
     """A reference to an object that a worker or another process makes.
 
     Attributes:
@@ -49,7 +49,7 @@ class RayAnswer(Answer):
 
     @classmethod
     def wait(
-        cls, answers: Sequence[RayAnswer], timeout: float | None, enough: int = 1
+        cls, answers: Sequence[RayResult], timeout: float | None, enough: int = 1
     ) -> list[Answer]:
         """Wait for an answer; return all that have arrived, of which each may have failed."""
         refs = list({answer.ref: None for answer in answers})
@@ -67,11 +67,11 @@ class RayAnswer(Answer):
         """Return the object: mapped from the object store, if it is large."""
         return self._platform.get(self.ref)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the reference."""
         self.ref = None
 
-    abandon = let_go  # otherwise the store would keep the value; actors queue calls
+    abandon = release  # otherwise the store would keep the value; actors queue calls
 
 
 def argument_of(payload: Payload | None) -> Any:
@@ -110,8 +110,8 @@ def sent_weights(payload: Payload) -> Any:
 end_actor = PLATFORM.end
 
 
-def call_actor(handle: ray.actor.ActorHandle, call: Call, platform: Platform) -> RayAnswer:
+def call_actor(handle: ray.actor.ActorHandle, call: Call, platform: Platform) -> RayResult:
     """Make a call on an actor; references among the arguments are resolved, as Ray does."""
     run, weights = handle.call_version, argument_of(call.payload)
     ref = run.remote(call.head, weights, call.method, *call.args, **call.kwargs)
-    return RayAnswer(ref, platform)
+    return RayResult(ref, platform)

@@ -11,8 +11,8 @@ from flatweights.ray._errors import FULL, WorkerError, late_error, too_small
 from flatweights.ray._result import weight_of
 from flatweights.ray._wire import nbytes_of
 from flatweights.ray.core._deadline import Deadline
-from flatweights.ray.peers._contract import Answer
-from flatweights.ray.peers._store import RayAnswer
+from flatweights.ray.peers._store import RayResult
+from flatweights.ray.peers._transport import Answer
 from flatweights.robust import AnyRule, Rule
 
 _FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow later
@@ -186,7 +186,7 @@ class Arrivals:
             seconds_waited: The seconds of the wait.
         """
         arrivals = cls(Deadline(timeout, None))
-        nobody = RayAnswer(None)  # for which nobody waits
+        nobody = RayResult(None)  # for which nobody waits
         arrivals.answers = {**answers, **dict.fromkeys([*failed, *late], nobody)}
         arrivals.arrived = {*answers}
         arrivals.failed = {**failed}
@@ -259,11 +259,11 @@ class Arrivals:
                 self._fail(rank, error)
         return values
 
-    def bring(self) -> None:
+    def fetch(self) -> None:
         """Ask for the values of all arrived answers, and wait for them."""
         for rank in sorted(self.arrived):
             answer = self.answers[rank]
-            if answer.bring():
+            if answer.fetch():
                 self.arrived.remove(rank)
                 self._pending[answer] = rank
 
@@ -323,14 +323,14 @@ class Arrivals:
             remedy = f"min_results: expected {need} ranks, got {left}: there are no others"
         raise WorkerError(errors, remedy) from first
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let go of all answers except those that are still owed; a second call does nothing."""
         if self._is_let_go:
             return
-        owed = self.unanswered if self.late or self._pending else {}
+        in_flight = self.unanswered if self.late or self._pending else {}
         for rank, answer in self.answers.items():
-            if rank not in owed:
-                answer.let_go()
+            if rank not in in_flight:
+                answer.release()
         self._is_let_go = True
 
 

@@ -37,13 +37,13 @@ from flatweights.ray._report import report
 from flatweights.ray._result import copied
 from flatweights.ray._round import Round
 from flatweights.ray.core._deadline import Deadline
-from flatweights.ray.peers._contract import Answer, Stamp
 from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._ranks import Record
-from flatweights.ray.peers._roster import Roster
+from flatweights.ray.peers._transport import Answer, Stamp
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, wait_any
+from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
-from flatweights.ray.rounds._in_one_place import DriverAverage
+from flatweights.ray.rounds._local_reduce import DriverAverage
 from flatweights.ray.rounds._work import Work
 
 _MOMENT = 0.1  # seconds to wait for the oldest call
@@ -60,7 +60,8 @@ class _Sent:
         rank: The rank of the worker.
         record: The record of the worker.
         answer: The answer to the call.
-        kind: ``"work"``; ``"probe"``, which only brings weights; or ``"owed"`` to an earlier call.
+        kind: ``"work"``; ``"probe"``, which only brings weights; or ``"in_flight"`` to an earlier
+            call.
         version: The stamp of the latest weights at the time.
         publication: The number of those weights.
         rounds: The number of rounds before it.
@@ -104,7 +105,7 @@ class _Kept(Answer):
             raise self._error
         return self._value
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._value = None
 
 
@@ -112,12 +113,12 @@ class AsCompleted:
     """The calls of one loop, and the rounds of their results.
 
     Attributes:
-        roster: The workers.
+        worker_set: The workers.
     """
 
     def __init__(
         self,
-        roster: Roster,
+        worker_set: WorkerSet,
         work: Work,
         spec: RoundSpec,
         ranks: Iterable[int] | None,
@@ -127,14 +128,14 @@ class AsCompleted:
         """Make no calls yet.
 
         Args:
-            roster: The workers.
+            worker_set: The workers.
             work: The call that they receive.
             spec: The arguments of each round.
             ranks: The ranks that are called; if None, all, including ranks that are added later.
             buffer: The number of results in a round.
             max_staleness: The largest number of publications since the weights of a result.
         """
-        self.roster = roster
+        self.worker_set = worker_set
         self._work = work
         self._spec = spec
         self._asked = None if ranks is None else {*ranks}
@@ -161,20 +162,20 @@ class AsCompleted:
         Raises:
             WorkerError: If no worker is healthy.
         """
-        roster = self.roster
+        worker_set = self.worker_set
         if self._work.needs_weights:
-            roster.start(self._spec.timeout)
-        roster.admit()
-        self._admitted = len(roster.admitted)
-        for rank in roster.check(self._asked):
-            if roster.get(rank) is not None:  # it is ready
+            worker_set.start(self._spec.timeout)
+        worker_set.admit()
+        self._admitted = len(worker_set.admitted)
+        for rank in worker_set.check(self._asked):
+            if worker_set.get(rank) is not None:  # it is ready
                 self._take_up(rank)
 
     def _take_up(self, rank: int) -> None:
-        """Call ``rank`` once it has given its owed answer, and has the latest weights."""
-        record = self.roster[rank]
-        if record.owed is not None:
-            self._expect(rank, record.owed, "owed", self.roster.latest)
+        """Call ``rank`` once it has given its answer in flight, and has the latest weights."""
+        record = self.worker_set[rank]
+        if record.in_flight is not None:
+            self._expect(rank, record.in_flight, "owed", self.worker_set.latest)
         elif record.why is None:
             self._idle.append(rank)
         else:
@@ -201,10 +202,10 @@ class AsCompleted:
                     self._hear(None)
                     continue
                 if not taken:
-                    errors = self.roster.unhealthy(self._asked_now()) | self._failed
+                    errors = self.worker_set.unhealthy(self._asked_now()) | self._failed
                     raise WorkerError(errors, "" if errors else "no worker of the loop is left")
                 # A round with fewer results: no other worker is left.
-            publications = self.roster.latest.number
+            publications = self.worker_set.latest.number
             if self._leave_out_stale(taken, publications):
                 continue
             result = self._round(taken, publications)
@@ -216,7 +217,7 @@ class AsCompleted:
         result.number = self._rounds
         result.seconds["wait"] = self._waited
         result.seconds["round"] = _clock.now() - begin
-        named = self.roster.unhealthy() if result.failed or result.late else {}
+        named = self.worker_set.unhealthy() if result.failed or result.late else {}
         report(result, already_named=named.keys() - result.failed.keys(), has_sent=True)
         return result
 
@@ -226,31 +227,31 @@ class AsCompleted:
         for answer, sent in out.items():
             if sent.kind != "owed":
                 is_late = sent.record.why is not None  # by a call in the body
-                sent.record.settle(answer, is_there=False, is_late=is_late)
+                sent.record.complete(answer, is_there=False, is_late=is_late)
         for sent in there:
             # A worker whose method has raised may have refused the weights.
             version = None if _has_failed(sent.answer) else sent.version
-            sent.record.settle(sent.answer, version=version)
-            sent.answer.let_go()
-        self.roster.channels.done()
+            sent.record.complete(sent.answer, version=version)
+            sent.answer.release()
+        self.worker_set.channels.done()
 
     # Calls.
 
     def _asked_now(self) -> list[int]:
         """Return the ranks of the loop that are in the group now."""
-        self.roster.admit()
-        return [rank for rank in self.roster.check(None) if self._is_asked(rank)]
+        self.worker_set.admit()
+        return [rank for rank in self.worker_set.check(None) if self._is_asked(rank)]
 
     def _is_asked(self, rank: int) -> bool:
         return self._asked is None or rank in self._asked
 
     def _call_idle(self) -> None:
-        roster = self.roster
-        roster.admit()
+        worker_set = self.worker_set
+        worker_set.admit()
         # A call in the body may have admitted them, and removed some.
-        for rank in roster.admitted[self._admitted :]:
+        for rank in worker_set.admitted[self._admitted :]:
             self._admitted += 1
-            if self._is_asked(rank) and roster.get(rank) is not None:
+            if self._is_asked(rank) and worker_set.get(rank) is not None:
                 self._take_up(rank)
         if self._lost:
             now = _clock.now()
@@ -258,9 +259,9 @@ class AsCompleted:
                 self._probe(rank, now)
         idle, self._idle = self._idle, []
         for k, rank in enumerate(idle):
-            if (record := roster.get(rank)) is None:  # it was removed
+            if (record := worker_set.get(rank)) is None:  # it was removed
                 continue
-            if record.why is not None or record.owed is not None:  # after a call in the body
+            if record.why is not None or record.in_flight is not None:  # after a call in the body
                 self._take_up(rank)
                 continue
             try:
@@ -270,14 +271,14 @@ class AsCompleted:
                 raise
 
     def _send(self, rank: int, kind: Literal["work", "probe"]) -> None:
-        roster, work, timeout = self.roster, self._work, self._spec.timeout
+        worker_set, work, timeout = self.worker_set, self._work, self._spec.timeout
         if kind == "work":
             more = work.arguments_of([rank]).get(rank, ())
             args = *work.args, *more
-            call, latest = roster.call_on_latest(rank, work.method, args, work.kwargs)
-            answer = roster[rank].send(call)
+            call, latest = worker_set.call_on_latest(rank, work.method, args, work.kwargs)
+            answer = worker_set[rank].send(call)
         else:
-            answer, call, latest = roster.probe(rank)
+            answer, call, latest = worker_set.probe(rank)
             timeout = None
         self._expect(rank, answer, kind, latest, timeout)
         if call.payload is not None:
@@ -293,7 +294,7 @@ class AsCompleted:
         timeout: float | None = None,
     ) -> None:
         end = None if timeout is None else _clock.now() + timeout
-        record, rounds = self.roster[rank], self._rounds
+        record, rounds = self.worker_set[rank], self._rounds
         record.keep_by(functools.partial(self._keep, answer, record.kept))
         self._out[answer] = _Sent(
             rank, record, answer, kind, latest.version, latest.number, rounds, end
@@ -301,7 +302,7 @@ class AsCompleted:
 
     def _probe(self, rank: int, now: float) -> None:
         """Send the latest weights to a worker that was lost, if it is time to."""
-        record = self.roster.get(rank)
+        record = self.worker_set.get(rank)
         if record is not None and record.asks_again > now:
             return
         self._lost.remove(rank)
@@ -309,8 +310,8 @@ class AsCompleted:
             return
         if record.why is None:  # it was restored in the loop's body
             self._idle.append(rank)
-        elif record.owed is not None:
-            self._expect(rank, record.owed, "owed", self.roster.latest)
+        elif record.in_flight is not None:
+            self._expect(rank, record.in_flight, "owed", self.worker_set.latest)
         else:
             self._send(rank, "probe")
 
@@ -321,7 +322,7 @@ class AsCompleted:
 
         A round does not wait for the start of the latter if it has results.
         """
-        is_joining = not besides and any(map(self._is_asked, self.roster.joining))
+        is_joining = not besides and any(map(self._is_asked, self.worker_set.joining))
         return is_joining or any(
             sent.record.why is None and not sent.record.has_left and sent.rank not in besides
             for sent in self._out.values()
@@ -334,11 +335,11 @@ class AsCompleted:
                 _clock.sleep(_SLICE)
             return
         ends = [sent.end for sent in self._out.values() if sent.end is not None]
-        ends += [record.asks_again for rank in self._lost if (record := self.roster.get(rank))]
+        ends += [record.asks_again for rank in self._lost if (record := self.worker_set.get(rank))]
         begin = _clock.now()
         if seconds is not None:
             ends.append(begin + seconds)
-        if self.roster.joining:
+        if self.worker_set.joining:
             ends.append(begin + _SLICE)
         there = wait_any([*self._out], min(ends, default=None))
         for answer in there:
@@ -352,18 +353,18 @@ class AsCompleted:
 
     def _note_late(self, sent: _Sent) -> None:
         del self._out[sent.answer]
-        sent.record.settle(sent.answer, is_there=False, is_late=True)
+        sent.record.complete(sent.answer, is_there=False, is_late=True)
         if sent.record.has_left:
             return
-        self.roster.note_lost({sent.rank: late_error(self._spec.timeout)})
+        self.worker_set.note_lost({sent.rank: late_error(self._spec.timeout)})
         self._late.append(sent.rank)
         self._take_up_lost(sent.rank)
 
     def _take_up_lost(self, rank: int) -> None:
-        """Ask ``rank`` to take the latest weights, once it has given its owed answer."""
-        record = self.roster[rank]
-        if record.owed is not None:
-            self._expect(rank, record.owed, "owed", self.roster.latest)
+        """Ask ``rank`` to take the latest weights, once it has given its answer in flight."""
+        record = self.worker_set[rank]
+        if record.in_flight is not None:
+            self._expect(rank, record.in_flight, "owed", self.worker_set.latest)
         else:
             record.put_off()
             self._lost.add(rank)
@@ -371,18 +372,18 @@ class AsCompleted:
     def _arrive(self, sent: _Sent) -> None:
         record = sent.record
         if record.has_left:
-            record.drop_owed()
+            record.drop_in_flight()
         elif sent.kind == "work" and record.why is None:
             self._there.append(sent)
         elif sent.kind == "probe" or record.is_probed:  # by another loop or call
             self._end_probe(sent)
         else:
-            record.drop_owed()
+            record.drop_in_flight()
             self._take_up(sent.rank)
 
     def _end_probe(self, sent: _Sent) -> None:
         if sent.record.end_probe():
-            self.roster.welcome([sent.rank])
+            self.worker_set.mark_healthy([sent.rank])
             self._idle.append(sent.rank)
         else:
             self._lost.add(sent.rank)
@@ -458,7 +459,7 @@ class AsCompleted:
             taken[sent.rank] = sent
             if len(taken) < self._buffer:
                 sent.answer, answer = _Kept(sent.answer), sent.answer
-                answer.let_go()
+                answer.release()
                 sent.is_free = True
                 self._idle.append(sent.rank)
         return len(taken) == self._buffer
@@ -471,8 +472,8 @@ class AsCompleted:
         """
         rank, record = sent.rank, sent.record
         if record.has_left:
-            record.drop_owed()
-            sent.answer.let_go()
+            record.drop_in_flight()
+            sent.answer.release()
             return False
         passed = self._rounds - sent.rounds
         if rank in self._patience and 4 * passed < self._patience[rank]:
@@ -481,11 +482,11 @@ class AsCompleted:
             try:
                 sent.answer.take()
             except Exception as error:
-                sent.answer.let_go()
+                sent.answer.release()
                 self._fail(sent, error.with_traceback(None))
                 return False
-        record.settle(sent.answer, version=sent.version)
-        return not self._leave_out_stale({rank: sent}, self.roster.latest.number)
+        record.complete(sent.answer, version=sent.version)
+        return not self._leave_out_stale({rank: sent}, self.worker_set.latest.number)
 
     def _leave_out_stale(self, taken: dict[int, _Sent], publications: int) -> bool:
         """Remove results that are too stale after so many publications; return whether any is."""
@@ -495,7 +496,7 @@ class AsCompleted:
         stale = [rank for rank, sent in taken.items() if publications - sent.publication > most]
         for rank in stale:
             sent = taken.pop(rank)
-            sent.answer.let_go()
+            sent.answer.release()
             self._stale.append(rank)
             old = publications - sent.publication
             _log.info("rank %d: a result is left out, %d publications old", rank, old)
@@ -505,11 +506,11 @@ class AsCompleted:
 
     def _fail(self, sent: _Sent, error: Exception) -> None:
         rank = sent.rank
-        sent.record.settle(sent.answer)
+        sent.record.complete(sent.answer)
         if not is_lost(error):
             self._idle.append(rank)
             raise WorkerError({rank: error}) from error
-        self.roster.note_lost({rank: error})
+        self.worker_set.note_lost({rank: error})
         self._failed[rank] = error
         self._take_up_lost(rank)
 
@@ -520,14 +521,14 @@ class AsCompleted:
             taken: The results.
             publications: The number of publications so far.
         """
-        roster, spec = self.roster, self._spec
+        worker_set, spec = self.worker_set, self._spec
         self._idle += [rank for rank, sent in taken.items() if not sent.is_free]
-        roster.channels.done()
+        worker_set.channels.done()
         result = self._of_one(*taken.values()) if len(taken) == 1 else None
         if result is None:
             codec = PLAIN
-            if roster.layout is not None:
-                codec = Codec(accept=functools.partial(self._accept, roster.layout))
+            if worker_set.layout is not None:
+                codec = Codec(accept=functools.partial(self._accept, worker_set.layout))
             arrivals = Arrivals(Deadline(None, None))
             for rank, sent in taken.items():
                 arrivals.arrive(rank, sent.answer)
@@ -548,15 +549,15 @@ class AsCompleted:
             self._failed, self._late, self._quarantined = {}, [], []
         if self._stale:
             result.stale, self._stale = tuple(self._stale), []
-        if roster.has_news:
-            result.joined, result.left = roster.news
-            roster.forget_news(result.joined, result.left)
+        if worker_set.has_news:
+            result.joined, result.left = worker_set.news
+            worker_set.forget_news(result.joined, result.left)
         result.nbytes_sent, self._nbytes_sent = self._nbytes_sent, 0
         return result
 
     def _check_not_all_spoiled(self) -> None:
         """Raise if each worker has returned NaN or infinity: there might be no round any more."""
-        healthy = {rank for rank in self.roster.healthy() if self._is_asked(rank)}
+        healthy = {rank for rank in self.worker_set.healthy() if self._is_asked(rank)}
         if healthy <= {*self._quarantined}:
             raise WorkerError(self._failed)
 
@@ -579,8 +580,8 @@ class AsCompleted:
             return None
         layout, where = packed.layout, f"rank {sent.rank}"
         if layout is not self._accepted:
-            if self.roster.layout is not None:
-                self._accept(self.roster.layout, layout, where)
+            if self.worker_set.layout is not None:
+                self._accept(self.worker_set.layout, layout, where)
             self._accepted = layout
         takes_all = spec.nonfinite == "propagate"
         reach("averaging")
@@ -595,7 +596,7 @@ class AsCompleted:
         if not (is_finite or takes_all):
             return None
         del packed
-        sent.answer.let_go()
+        sent.answer.release()
         return Round(
             FlatWeights.wrap(frozen(mean), layout),
             (sent.rank,),

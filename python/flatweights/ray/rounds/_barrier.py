@@ -12,17 +12,17 @@ from flatweights.ray._errors import WorkerError, raised
 from flatweights.ray._report import report
 from flatweights.ray._round import Round
 from flatweights.ray._wire import Travels
-from flatweights.ray.peers._contract import Answer, Payload
-from flatweights.ray.peers._roster import Roster, note_seconds
+from flatweights.ray.peers._transport import Answer, Payload
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in
-from flatweights.ray.rounds._between_nodes import NodesAverage
+from flatweights.ray.peers._worker_set import WorkerSet, note_seconds
+from flatweights.ray.rounds._allreduce import NodesAverage
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
-from flatweights.ray.rounds._in_one_place import DriverAverage
+from flatweights.ray.rounds._local_reduce import DriverAverage
 from flatweights.ray.rounds._work import Work
 
 
 def average_of(
-    roster: Roster,
+    worker_set: WorkerSet,
     work: Work,
     spec: RoundSpec,
     ranks: Iterable[int] | None,
@@ -34,43 +34,43 @@ def average_of(
 
     The caller has admitted workers that are ready.
     """
-    asked, by_rank = _asked(roster, work, ranks)
+    asked, by_rank = _asked(worker_set, work, ranks)
     timeout, need = spec.timeout, spec.min_results or 1
     count = len(asked)
     if need > count:
         check_count(need, "min_results", count)
-    called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
+    called, broadcast = worker_set.begin(broadcast, timeout, asked, starts=work.needs_weights)
     left = len(called)
-    before = roster.unhealthy(asked) if left < count else {}
+    before = worker_set.unhealthy(asked) if left < count else {}
     if left < need:
         raise WorkerError(before)
     by_rank = _with_all(by_rank, work, called)
     arrivals = Arrivals(deadline_in(timeout))
 
     def average(payload: Payload | None) -> Round:
-        wire = roster.latest.wire
+        wire = worker_set.latest.wire
         is_encoded = wire is not None and (travels == "gradients" or wire.has_sent)
         encoded = travels if is_encoded else None
-        call = roster.call(work.method, work.args, work.kwargs, payload, encoded)
+        call = worker_set.call(work.method, work.args, work.kwargs, payload, encoded)
         codec = PLAIN
         if wire is not None and is_encoded:
             codec = Codec(wire.widen, functools.partial(wire.decode, travels=travels))
-        elif roster.layout is not None:
-            codec = Codec(accept=functools.partial(check_result, roster.layout, work.method))
-        why = roster.why_no_agents(called, spec)
+        elif worker_set.layout is not None:
+            codec = Codec(accept=functools.partial(check_result, worker_set.layout, work.method))
+        why = worker_set.why_no_agents(called, spec)
         if why is None:
-            between = NodesAverage(roster.agents, arrivals, spec, out, codec)
-            roster.send_out(call, arrivals, called, by_rank, between.reading)
+            between = NodesAverage(worker_set.agents, arrivals, spec, out, codec)
+            worker_set.send_out(call, arrivals, called, by_rank, between.reading)
             result = between.run()
         else:
-            roster.send_out(call, arrivals, called, by_rank)
-            roster.offer()
+            worker_set.send_out(call, arrivals, called, by_rank)
+            worker_set.offer()
             result = DriverAverage(arrivals, spec, out, codec).run()
-        roster.complete(result, called, why, is_kept=out is None)
+        worker_set.complete(result, called, why, is_kept=out is None)
         return result
 
     try:
-        result = roster.round(broadcast, called, arrivals, average)
+        result = worker_set.round(broadcast, called, arrivals, average)
     except WorkerError as error:
         raise error._and(before) from error.__cause__
     if before:
@@ -79,17 +79,17 @@ def average_of(
 
 
 def _asked(
-    roster: Roster, work: Work, ranks: Iterable[int] | None
+    worker_set: WorkerSet, work: Work, ranks: Iterable[int] | None
 ) -> tuple[Sequence[int], dict[int, Sequence[Any]]]:
     """Return the ranks to call, and the additional arguments of the healthy ones.
 
     The function of the arguments may call the group, which must not be in a call then.
     """
-    asked = roster.ready(ranks)
+    asked = worker_set.ready(ranks)
     if work.arguments is None:
         return asked, {}
-    by_rank = work.arguments_of(roster.healthy(asked))
-    return roster.ready(None if ranks is None else asked), by_rank
+    by_rank = work.arguments_of(worker_set.healthy(asked))
+    return worker_set.ready(None if ranks is None else asked), by_rank
 
 
 def _with_all(
@@ -108,43 +108,47 @@ def average_of_answers(answers: Mapping[int, Answer], spec: RoundSpec, out: Any)
 
 
 def results_of(
-    roster: Roster, work: Work, timeout: float | None, ranks: Iterable[int] | None, broadcast: Any
+    worker_set: WorkerSet,
+    work: Work,
+    timeout: float | None,
+    ranks: Iterable[int] | None,
+    broadcast: Any,
 ) -> dict[int, Any]:
     """Let workers do ``work``; return their results by rank; see `WorkerGroup.step`."""
-    roster.admit()
-    asked, by_rank = _asked(roster, work, ranks)
-    called, broadcast = roster.begin(broadcast, timeout, asked, starts=work.needs_weights)
+    worker_set.admit()
+    asked, by_rank = _asked(worker_set, work, ranks)
+    called, broadcast = worker_set.begin(broadcast, timeout, asked, starts=work.needs_weights)
     by_rank = _with_all(by_rank, work, called)
     arrivals = Arrivals(deadline_in(timeout))
 
     def collect(payload: Payload | None) -> dict[int, Any]:
-        call = roster.call(work.method, work.args, work.kwargs, payload)
-        roster.send_out(call, arrivals, called, by_rank)
+        call = worker_set.call(work.method, work.args, work.kwargs, payload)
+        worker_set.send_out(call, arrivals, called, by_rank)
         return arrivals.collect()
 
-    results = roster.round(broadcast, called, arrivals, collect)
+    results = worker_set.round(broadcast, called, arrivals, collect)
     by_methods = raised(arrivals.failed)
     if by_methods or not results:
-        raise WorkerError(by_methods or roster.unhealthy(asked))
+        raise WorkerError(by_methods or worker_set.unhealthy(asked))
     return results
 
 
-def send(roster: Roster, weights: Any, timeout: float | None) -> list[int]:
+def send(worker_set: WorkerSet, weights: Any, timeout: float | None) -> list[int]:
     """Let workers set ``weights``; return the ranks that did so; see `WorkerGroup.broadcast`."""
-    roster.admit()
-    ranks, weights = roster.begin(weights, timeout)
+    worker_set.admit()
+    ranks, weights = worker_set.begin(weights, timeout)
     if weights is None:
         return ranks
     arrivals = Arrivals(deadline_in(timeout))
 
     def collect(payload: Payload | None) -> None:
         begin = _clock.now()
-        roster.send_out(roster.call(payload=payload), arrivals, ranks)
+        worker_set.send_out(worker_set.call(payload=payload), arrivals, ranks)
         arrivals.collect()
         note_seconds(weights, "broadcast", _clock.now() - begin)
 
-    roster.round(weights, ranks, arrivals, collect, alone=True)
+    worker_set.round(weights, ranks, arrivals, collect, alone=True)
     by_workers = raised(arrivals.failed)
     if by_workers or not arrivals.arrived:
-        raise WorkerError(by_workers or roster.unhealthy())
+        raise WorkerError(by_workers or worker_set.unhealthy())
     return sorted(arrivals.arrived)

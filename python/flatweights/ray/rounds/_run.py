@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 from flatweights.ray._round import Round
 from flatweights.ray.peers._by_rank import ByRank, more_arguments
-from flatweights.ray.peers._roster import Roster
 from flatweights.ray.peers._wait import RoundSpec
+from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.rounds._barrier import average_of
 from flatweights.ray.rounds._codec import check_settable
 from flatweights.ray.rounds._work import Work
@@ -19,14 +19,14 @@ class Run:
     """The arguments of `WorkerGroup.run`, which are checked.
 
     Attributes:
-        roster: The workers.
+        worker_set: The workers.
         work: The work of each round.
         spec: The average.
         ranks: The ranks to call, or a function of the number of the round.
         arguments: A function of the number of the round that returns more arguments.
     """
 
-    roster: Roster
+    worker_set: WorkerSet
     work: Work
     spec: RoundSpec
     ranks: Iterable[int] | Callable[[int], Iterable[int]] | None
@@ -39,9 +39,9 @@ class Run:
             more = more_arguments(self.arguments, number, "round_arguments", "round")
             work = dataclasses.replace(work, args=(*work.args, *more))
         asked = self.ranks(number) if callable(self.ranks) else self.ranks
-        self.roster.admit()
-        result = average_of(self.roster, work, self.spec, asked)
-        layout = self.roster.layout  # None if workers may take something else
+        self.worker_set.admit()
+        result = average_of(self.worker_set, work, self.spec, asked)
+        layout = self.worker_set.layout  # None if workers may take something else
         if layout is not None:
             check_settable(layout, work.method, result.weights, f"rank {result.used[0]}")
         return result

@@ -9,12 +9,12 @@ from typing import Any
 import ray
 
 from flatweights.ray.peers._by_rank import ByRank, check_by_rank, more_arguments
-from flatweights.ray.peers._contract import BY_VALUE
+from flatweights.ray.peers._transport import BY_VALUE
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
-    """The recipe for the actors of a group.
+class ActorSpec:
+    """The actor's spec for the actors of a group.
 
     Attributes:
         remote: The result of `ray.remote` for their class.
@@ -32,8 +32,8 @@ class Recipe:
 
     def with_more(
         self, args: Sequence[Any], arguments: ByRank | None, options: Mapping[str, Any]
-    ) -> Recipe:
-        """Return the recipe with other arguments, if there are any, and more options."""
+    ) -> ActorSpec:
+        """Return the actor's spec with other arguments, if there are any, and more options."""
         more = dataclasses.replace(self, options={**self.options, **options})
         if args or arguments is not None:
             return dataclasses.replace(more, args=args, arguments=arguments)

@@ -1,7 +1,7 @@
 """The interface between rounds and workers: calls, and answers to them.
 
 Rounds (averages, `WorkerGroup`) know only `Answer` and `wait_any`, and not the way of a call.
-`call_actor` and `RayAnswer` go through Ray's actor calls and its object store; channels and agents
+`call_actor` and `RayResult` go through Ray's actor calls and its object store; channels and agents
 (`flatweights.ray.channels`, `flatweights.ray.nodes`) are other ways. One round may mix several. The
 contract:
 
@@ -9,7 +9,7 @@ contract:
 - `wait_any` waits for several answers, of any ways, until a deadline. A worker that died counts as
   having answered: its answer raises.
 - `Answer.take` returns the value, or raises the worker's exception. The value may be a view of
-  memory that is not the driver's: it is valid until `Answer.let_go`, and until the next call or
+  memory that is not the driver's: it is valid until `Answer.release`, and until the next call or
   message to that worker at the latest. A round copies the values that it keeps, and lets go of
   each answer that it has waited for before it returns. It may take a value repeatedly.
 - A late answer is kept as owed, and nothing is sent to that worker before it has answered. An
@@ -137,7 +137,7 @@ class Answer(ABC):
         """
         return False
 
-    def bring(self) -> bool:
+    def fetch(self) -> bool:
         """Ask for the value itself, if `take` would return a summary of it.
 
         Returns:
@@ -159,7 +159,7 @@ class Answer(ABC):
         return self
 
     @abstractmethod
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the memory of the value, which is not taken again. A second call does nothing."""
 
 

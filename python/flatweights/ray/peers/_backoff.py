@@ -13,7 +13,7 @@ _MOST_PAUSE = 60.0
 _log = logging.getLogger("flatweights")
 
 
-class Setback:
+class Backoff:
     """The reason for which there is no channel at present, and the time of the next try.
 
     Attributes:

@@ -13,8 +13,8 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import Round, WorkerGroup
-from flatweights.ray.peers import _by_channel, _platform, _setback
-from flatweights.ray.peers._setback import Setback
+from flatweights.ray.peers import _backoff, _by_channel, _platform
+from flatweights.ray.peers._backoff import Backoff
 
 pytestmark = pytest.mark.ray
 
@@ -55,14 +55,14 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 def slowly(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The driver sleeps until it is woken, and tries nothing again before `try_again`."""
     monkeypatch.setattr(_by_channel, "_SLICE", 3600.0)
-    monkeypatch.setattr(_setback, "_PAUSE", 3600.0)
-    monkeypatch.setattr(_setback, "_MOST_PAUSE", 3600.0)
+    monkeypatch.setattr(_backoff, "_PAUSE", 3600.0)
+    monkeypatch.setattr(_backoff, "_MOST_PAUSE", 3600.0)
     caplog.set_level(logging.INFO, "flatweights")
 
 
 def try_again(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make rounds until all workers have channels."""
-    monkeypatch.setattr(Setback, "is_over", True)
+    monkeypatch.setattr(Backoff, "is_over", True)
     while check_round(group).transports != {0: "shm", 1: "shm"}:
         pass
 
@@ -118,18 +118,18 @@ def test_channels_that_there_can_never_be_are_not_tried_again(
 
 
 def test_pauses_between_attempts_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_setback, "_PAUSE", 1.0)
-    monkeypatch.setattr(_setback, "_MOST_PAUSE", 60.0)
+    monkeypatch.setattr(_backoff, "_PAUSE", 1.0)
+    monkeypatch.setattr(_backoff, "_MOST_PAUSE", 60.0)
     now = 100.0
     monkeypatch.setattr("flatweights.ray._clock.now", lambda: now)
-    setback = Setback("rank 0 is")
-    after = [setback.is_over]
+    backoff = Backoff("rank 0 is")
+    after = [backoff.is_over]
     for pause in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-        setback.note("no memory", may_pass=True)
+        backoff.note("no memory", may_pass=True)
         for seconds in (pause - 0.5, 0.5):
             now += seconds
-            after.append(setback.is_over)
+            after.append(backoff.is_over)
     assert after == [True] + [False, True] * 8
-    setback.note("async", may_pass=False)
+    backoff.note("async", may_pass=False)
     now += 1e9
-    assert not setback.is_over
+    assert not backoff.is_over

@@ -71,7 +71,7 @@ class DriverAverage:
         finally:
             self._held.clear()
             self._packed.clear()
-            self._arrivals.let_go()
+            self._arrivals.release()
 
     def average(self) -> Round:
         """Wait and average; the caller lets go of all values."""

@@ -34,8 +34,8 @@ from flatweights.ray.peers._by_agent import AgentEnd, Agents
 from flatweights.ray.peers._summary import Exchanged, Reading, Summary, read_into
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.rounds._codec import PLAIN, Codec
-from flatweights.ray.rounds._in_one_place import DriverAverage
 from flatweights.ray.rounds._letting_go import forget_values
+from flatweights.ray.rounds._local_reduce import DriverAverage
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
 _ANSWER = 10.0  # seconds in which an agent answers: it is blocked while its store spills
@@ -102,7 +102,7 @@ class NodesAverage:
             raise
         finally:
             self._agents.end.models.clear()
-            self._arrivals.let_go()
+            self._arrivals.release()
 
     def _run(self) -> Round:
         arrivals = self._arrivals
@@ -160,7 +160,7 @@ class NodesAverage:
         arrivals = self._arrivals
         if self._end is not None:
             arrivals.deadline = arrivals.deadline._replace(end=self._end + _GRACE)
-        arrivals.bring()
+        arrivals.fetch()
         result = DriverAverage(arrivals, self._spec, self._out, self._codec).average()
         result.transports = dict.fromkeys(self._far(), f"store: {why}")
         return result

@@ -1,6 +1,6 @@
 """The workers of a group, and the weights that they should have.
 
-`Roster` is the state of a `WorkerGroup` between two calls:
+`WorkerSet` is the state of a `WorkerGroup` between two calls:
 
 - The latest weights have a version, the stamp of their message. They are replaced as a whole,
   before any worker is sent them. If all workers refuse them, the previous weights are the latest
@@ -51,13 +51,13 @@ from flatweights.ray.nodes._plan import Sums
 from flatweights.ray.peers._agent import Agent
 from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
 from flatweights.ray.peers._by_channel import Worker
-from flatweights.ray.peers._contract import Answer, Call, Payload, Stamp
 from flatweights.ray.peers._latest import Latest, model_of
 from flatweights.ray.peers._platform import PLATFORM, Platform
 from flatweights.ray.peers._ranks import Ranks, Record
 from flatweights.ray.peers._start import Start
-from flatweights.ray.peers._store import RayAnswer, argument_of, check_cluster
+from flatweights.ray.peers._store import RayResult, argument_of, check_cluster
 from flatweights.ray.peers._summary import Reading
+from flatweights.ray.peers._transport import Answer, Call, Payload, Stamp
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in, wait_any
 
 Outcome = TypeVar("Outcome")
@@ -68,7 +68,7 @@ _MOMENT = 0.02  # seconds in which a process that Ray has started again answers
 _log = logging.getLogger("flatweights")
 
 
-class Roster(Ranks):
+class WorkerSet(Ranks):
     """The records of the workers, by rank, with the latest weights and the calls that bring them.
 
     Attributes:
@@ -129,11 +129,11 @@ class Roster(Ranks):
             self.restore(deadline_in(timeout), patient=False)
         self._complete_published(timeout)
         if self.latest.version is None and self._start.initial is not None:
-            self._await_owed(deadline_in(timeout))
+            self._await_in_flight(deadline_in(timeout))
             self.publish(self._first_weights(None, timeout))
         elif self._start.initial is None and not self.latest.are_all:
             # Weights that are published later may be a subset, and `publish` asks no worker.
-            self._await_owed(deadline_in(timeout))
+            self._await_in_flight(deadline_in(timeout))
             self._learn_names(timeout)
         if self.latest.version is not None:
             self._start.initial = None
@@ -163,8 +163,8 @@ class Roster(Ranks):
         Raises:
             WorkerError: If no rank is healthy, and none took the weights.
         """
-        if [r for r in self._records.values() if r.owed is not None and r.why is None]:
-            self._await_owed(deadline_in(timeout))
+        if [r for r in self._records.values() if r.in_flight is not None and r.why is None]:
+            self._await_in_flight(deadline_in(timeout))
         self._complete_published(timeout)
         if self.latest.version is not None:
             self._start.initial = None  # not needed again
@@ -250,14 +250,14 @@ class Roster(Ranks):
                 number = self.agents.next_number()
                 answers.update(agent.call(number, call, workers, by_rank, reading))
                 for rank in workers:
-                    records[rank].owe(answers[rank])
+                    records[rank].track(answers[rank])
             if by_agent:
                 ranks = [rank for rank in ranks if rank not in by_agent]
             Record.send_all(records, ranks, call, by_rank, answers)
         except BaseException:
             # The one that was being called may have the call, and take the weights that it brings.
             for rank in (rank for rank in ranks if rank not in answers):
-                records[rank].distrust()
+                records[rank].mark_stale()
             raise
         finally:
             try:
@@ -330,7 +330,7 @@ class Roster(Ranks):
         if is_sent and refused:
             self._leave_out(refused)
         for rank in [r for r, error in refused.items() if not has_left_weights(error)]:
-            self._records[rank].distrust()  # it may have set some of them
+            self._records[rank].mark_stale()  # it may have set some of them
         _count_sent(payload, arrivals, took)
 
     def why_no_agents(self, ranks: Iterable[int], spec: RoundSpec) -> str | None:
@@ -344,8 +344,8 @@ class Roster(Ranks):
                 ray.cloudpickle.dumps(spec.weights)
             except Exception as error:
                 return f"the function of weights cannot be sent: {type(error).__name__}"
-        setback = self.channels.setback
-        return self.agents.why_not() if setback.is_over or not setback.reason else setback.reason
+        backoff = self.channels.backoff
+        return self.agents.why_not() if backoff.is_over or not backoff.reason else backoff.reason
 
     def offer(self) -> None:
         """Offer a free segment, if there is one, to the next average, as large as the last."""
@@ -377,10 +377,10 @@ class Roster(Ranks):
         if is_kept and isinstance(array, np.ndarray):
             self._nbytes = array.nbytes
 
-    def distrust(self) -> None:
+    def mark_stale(self) -> None:
         """Send all workers the latest weights again before their next call."""
         for record in self._records.values():
-            record.distrust()
+            record.mark_stale()
 
     def publish(self, weights: Any, *, in_segment: bool = True) -> None:
         """Make a copy of ``weights`` the latest; workers get them with a later call.
@@ -432,22 +432,26 @@ class Roster(Ranks):
         now, sent, back = _clock.now(), list[Answer](), list[int]()
         records = [self._records[rank] for rank in ranks]
         for record in records:
-            if record.owed is not None and not record.is_probed:  # from before its death
-                self._drop_owed([record.worker.rank], 0.0)
-            if record.owed is None and record.asks_again <= now:
+            if record.in_flight is not None and not record.is_probed:  # from before its death
+                self._drop_in_flight([record.worker.rank], 0.0)
+            if record.in_flight is None and record.asks_again <= now:
                 sent.append(self.probe(record.worker.rank)[0])
         self.channels.done()  # maybe no round follows, which would forget the command
         if sent:
             wait_any(sent, now + _MOMENT, len(sent))
         for record in records:
-            if record.owed is not None and wait_any([record.owed], now) and record.end_probe():
+            if (
+                record.in_flight is not None
+                and wait_any([record.in_flight], now)
+                and record.end_probe()
+            ):
                 back.append(record.worker.rank)
-        return self.welcome(back)
+        return self.mark_healthy(back)
 
     def probe(self, rank: int) -> tuple[Answer, Call, Latest]:
         """Ask a worker that was lost to take the latest weights; see `Record.end_probe`."""
         record = self._records[rank]
-        record.distrust()
+        record.mark_stale()
         call, latest = self.call_on_latest(rank, None, (), {})
         answer = self._ping(record) if self._may_have_any else record.worker.call(call)
         return record.probe(answer, call.head[1]), call, latest
@@ -467,10 +471,10 @@ class Roster(Ranks):
             return []
         self.check_open()
         asked = [*self.unhealthy(ranks)]
-        self._drop_owed(asked, 0.0)
-        return self.welcome(sorted(self._send_latest(asked, deadline, patient=patient)))
+        self._drop_in_flight(asked, 0.0)
+        return self.mark_healthy(sorted(self._send_latest(asked, deadline, patient=patient)))
 
-    def welcome(self, ranks: list[int]) -> list[int]:
+    def mark_healthy(self, ranks: list[int]) -> list[int]:
         """Count ``ranks`` as healthy, and return them."""
         for rank in ranks:
             self._records[rank].readmit()
@@ -500,8 +504,8 @@ class Roster(Ranks):
         """Whether it does not matter what workers have: the first call brings initial weights."""
         return self.latest.version is None and self._start.initial is not None
 
-    def _ping(self, record: Record) -> RayAnswer:
-        return RayAnswer(record.worker.handle.ping.remote(), self.platform)
+    def _ping(self, record: Record) -> RayResult:
+        return RayResult(record.worker.handle.ping.remote(), self.platform)
 
     def _complete_published(self, timeout: float | None) -> None:
         """Complete weights that were published before the first call, and may be a subset."""
@@ -538,8 +542,8 @@ class Roster(Ranks):
             # other.
             arrivals = Arrivals(deadline_in(timeout))
             record = self._records[rank]
-            answer = RayAnswer(record.worker.handle.get_weights.remote(), self.platform)
-            record.owe(answer)
+            answer = RayResult(record.worker.handle.get_weights.remote(), self.platform)
+            record.track(answer)
             arrivals.expect({rank: answer})
             try:
                 values = copied(arrivals.collect())
@@ -553,17 +557,21 @@ class Roster(Ranks):
                 raise WorkerError({rank: RuntimeError(f"{asked}: {reason_of(error)}")}) from error
         raise WorkerError(self.unhealthy())
 
-    def _await_owed(self, deadline: Deadline) -> None:
+    def _await_in_flight(self, deadline: Deadline) -> None:
         """Wait for the answers that healthy ranks owe to broken-off calls."""
-        late = self._drop_owed(self.healthy(), deadline.end)
+        late = self._drop_in_flight(self.healthy(), deadline.end)
         self.note_lost(dict.fromkeys(late, late_error(deadline.timeout)))
 
-    def _drop_owed(self, ranks: Iterable[int], end: float | None) -> list[int]:
+    def _drop_in_flight(self, ranks: Iterable[int], end: float | None) -> list[int]:
         """Drop owed answers of ``ranks`` as they arrive; return the ranks that still owe one."""
-        owing = {owed: rank for rank in ranks if (owed := self._records[rank].owed) is not None}
+        owing = {
+            in_flight: rank
+            for rank in ranks
+            if (in_flight := self._records[rank].in_flight) is not None
+        }
         while owing and (there := wait_any(owing, end)):
             for answer in there:
-                self._records[owing.pop(answer)].drop_owed()
+                self._records[owing.pop(answer)].drop_in_flight()
         return list(owing.values())
 
     def _close(self, arrivals: Arrivals, took: Collection[int] = ()) -> None:
@@ -577,16 +585,16 @@ class Roster(Ranks):
         unanswered, late, records = arrivals.unanswered, arrivals.late, self._records
         version = self.latest.version if took else None
         if not unanswered and (not took or took == arrivals.answers.keys()):
-            Record.settle_all(records, arrivals.answers, version)
+            Record.complete_all(records, arrivals.answers, version)
         else:
             for rank, answer in arrivals.answers.items():
-                records[rank].settle(
+                records[rank].complete(
                     answer,
                     is_there=rank not in unanswered,
                     is_late=rank in late,
                     version=version if rank in took else None,
                 )
-        arrivals.let_go()
+        arrivals.release()
         if arrivals.failed or late:
             self.note_lost(arrivals.errors)
 
@@ -646,7 +654,7 @@ class Roster(Ranks):
             self._make_latest(weights, None)
             took = self.restore(deadline, patient=False)
         finally:
-            if not took and not any(record.owed for record in self._records.values()):
+            if not took and not any(record.in_flight for record in self._records.values()):
                 self.latest = before
         if not took:
             raise WorkerError(self.unhealthy())
@@ -676,7 +684,7 @@ class Roster(Ranks):
             if self._may_have_any:
                 for rank in ranks:
                     answer = self._ping(self._records[rank])
-                    self._records[rank].owe(answer)
+                    self._records[rank].track(answer)
                     arrivals.expect({rank: answer})
                 return
             if payload is not None:
@@ -685,7 +693,7 @@ class Roster(Ranks):
 
         def is_to_be_asked_again(rank: int) -> bool:
             if owing.pop(rank, None) is not None:
-                self._records[rank].drop_owed()
+                self._records[rank].drop_in_flight()
                 arrivals.arrived.discard(rank)
                 return True
             arrivals.take(rank)
@@ -696,7 +704,7 @@ class Roster(Ranks):
                 return True
             return False
 
-        owing = {rank: owed for rank in ranks if (owed := self._records[rank].owed)}
+        owing = {rank: in_flight for rank in ranks if (in_flight := self._records[rank].in_flight)}
         try:
             if patient:
                 arrivals.expect(owing)
