@@ -687,11 +687,7 @@ class WorkerGroup:
         transports = {
             worker_set[rank].worker.transport.partition(":")[0] for rank in worker_set.healthy()
         }
-        names = [
-            name
-            for transport, name in (("shm", "shared memory"), ("store", "store"))
-            if transport in transports
-        ]
+        names = [name for name in ("shm", "store") if name in transports]
         parts = [f"{len(worker_set)} ranks", healthy, f"{self._count} rounds", " and ".join(names)]
         return f"<{type(self).__name__} of {', '.join(filter(None, parts))}>"
 

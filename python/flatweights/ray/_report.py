@@ -247,7 +247,7 @@ def _by_transports(result: Round) -> str:
     if "shm" not in ranks:
         return ""
     if len(ranks) == 1:
-        return " by channels"
+        return " by shm"
     texts = [f"{', '.join(map(str, of))} by {transport}" for transport, of in ranks.items()]
     return f" ({'; '.join(texts)})"
 

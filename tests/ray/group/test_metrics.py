@@ -270,7 +270,7 @@ def test_the_log_has_a_line_for_each_round(
     assert level == "INFO"
     found = LINE.fullmatch(line)
     assert found, line
-    by = " by channels" if way == "shm" else ""
+    by = " by shm" if way == "shm" else ""
     assert found.groups() == ("3 of 3 ranks", f"960 kB in, 960 kB out{by}")
 
 
