@@ -20,7 +20,7 @@ _Weights = tuple[float, float, float]
 _Kept = Mapping[int, NDArray[Any]]
 
 
-class _State(NamedTuple):
+class _Sums(NamedTuple):
     """The state of a running average that has a source.
 
     Attributes:
@@ -58,7 +58,7 @@ class RunningAverage:
     def __init__(self) -> None:
         """Start empty; the first source sets kind, shapes and dtypes."""
         self._turns = TurnLock()
-        self._state: _State | None = None  # assigned only when complete
+        self._state: _Sums | None = None  # assigned only when complete
 
     def __repr__(self) -> str:
         """The kind of the sources, their size and weight."""
@@ -119,7 +119,7 @@ class RunningAverage:
             kept = state.kept if state else _kept_parts(template, models[0])
             target = state.sum if state else _core.RunningSum(template.layout.core)
             target.add(template.packed, parts, weights)
-            self._state = _State(template, target, kept)
+            self._state = _Sums(template, target, kept)
 
     def merge(self, other: RunningAverage) -> None:
         """Add the sums of ``other``, as if its sources were added here.
@@ -151,7 +151,7 @@ class RunningAverage:
             template.check_layout(added.template.layout, "other")
             target = state.sum if state else _core.RunningSum(template.layout.core)
             target.merge(added.sum)
-            self._state = _State(template, target, state.kept if state else added.kept)
+            self._state = _Sums(template, target, state.kept if state else added.kept)
 
     def mean(self, *, out: Any = None) -> Any:
         """Return the weighted mean so far; more may be added afterwards.
@@ -212,7 +212,7 @@ def running_of(
     # The buffer belongs to the caller, and other sums may use it.
     memory.flags.writeable = False
     running = cls()
-    running._state = _State(template, _core.RunningSum(template.layout.core, memory, weights), kept)
+    running._state = _Sums(template, _core.RunningSum(template.layout.core, memory, weights), kept)
     return running
 
 

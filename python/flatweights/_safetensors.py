@@ -58,7 +58,7 @@ _MOST_HEADER = 8 + 100_000_000  # bytes; the library refuses more
 _KNOWN = frozenset(_DTYPES.values())
 
 
-class Saved(NamedTuple):
+class SavedFile(NamedTuple):
     """The contents of a file.
 
     Attributes:
@@ -104,7 +104,7 @@ def write(path: str | os.PathLike[str], layout: Layout, buffer: NDArray[np.uint8
     _replace(path, tensors, {_LAYOUT: text, _CHECKSUM: f"{checksum:08x}"})
 
 
-def read(path: str | os.PathLike[str]) -> Saved:
+def read(path: str | os.PathLike[str]) -> SavedFile:
     """Read a file into memory and check all of it. Each byte is copied once.
 
     The file is not mapped: if another program truncated it, this process would die of SIGBUS.
@@ -200,7 +200,7 @@ def _synchronise(path: Path) -> None:
         os.close(descriptor)
 
 
-def _read(file: io.FileIO) -> Saved:
+def _read(file: io.FileIO) -> SavedFile:
     before = os.fstat(file.fileno())
     if before.st_size == 0:
         raise ValueError("expected a safetensors file, got an empty one")
@@ -225,7 +225,7 @@ def _read(file: io.FileIO) -> Saved:
         )
     if is_ours and metadata[_CHECKSUM] != f"{checksum:08x}":
         raise ValueError(f"expected checksum {metadata[_CHECKSUM]}, got {checksum:08x}")
-    return Saved(layout, buffer, is_ours)
+    return SavedFile(layout, buffer, is_ours)
 
 
 def _fill(target: memoryview, file: io.FileIO, begin: int) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from flatweights.ray.channels._member_channel import MemberChannel
-from flatweights.ray.core._peer import State
+from flatweights.ray.core._peer import PeerState
 from flatweights.ray.members._client import ChannelClient, Identity
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._member import Member
@@ -117,7 +117,7 @@ class LocalProcessGroup:
             if session in self.group.calls.waiting.asking:
                 return True
             return (
-                session.state is State.WORKING
+                session.state is PeerState.WORKING
                 and session.channel is not None
                 and session.channel.is_answered
             )

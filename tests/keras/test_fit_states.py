@@ -22,6 +22,7 @@ from flatweights.keras._fit_states import (
     RULES,
     Action,
     BatchEnds,
+    Edge,
     EpochBegins,
     EpochEnds,
     Event,
@@ -32,7 +33,6 @@ from flatweights.keras._fit_states import (
     Met,
     OutOfSync,
     Phase,
-    Rule,
     move,
     table_of,
 )
@@ -212,7 +212,7 @@ class Group:
     def __init__(
         self,
         size: int,
-        rules: Sequence[Rule] = RULES,
+        rules: Sequence[Edge] = RULES,
         *,
         by_one: bool = True,
         restores: int | None = None,
@@ -303,7 +303,7 @@ class Group:
 
 
 def simulate(
-    decisions: Sequence[int], size: int, rules: Sequence[Rule] = RULES, **options: Any
+    decisions: Sequence[int], size: int, rules: Sequence[Edge] = RULES, **options: Any
 ) -> Group:
     """Run a group, and check its end."""
     group = Group(size, rules, **options)
@@ -359,7 +359,7 @@ def test_without_faults_all_have_all_epochs() -> None:
     assert all(one.whole == {*range(EPOCHS)} for one in group.ended)
 
 
-def without(number: int, action: Action | None) -> list[Rule]:
+def without(number: int, action: Action | None) -> list[Edge]:
     """Return the rules, one of them without an action; without that rule, if it is None."""
     rule = RULES[number]
     actions = tuple(one for one in rule.actions if one is not action)

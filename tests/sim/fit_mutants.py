@@ -14,13 +14,13 @@ FIT = {
     ),
     "members that are ahead have the state": (
         "_fit_states.py",
-        'Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET_RECOVERING,))',
-        'Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET,))',
+        'Edge((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET_RECOVERING,))',
+        'Edge((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET,))',
     ),
     "a member skips epochs with the weights that it makes there": (
         "_fit_states.py",
-        'Rule((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY, (_A.KEEP,))',
-        'Rule((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY)',
+        'Edge((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY, (_A.KEEP,))',
+        'Edge((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY)',
     ),
     "an epoch that was cut short ends the training": (
         "_fit_states.py",
@@ -34,8 +34,8 @@ FIT = {
     ),
     "a member that ends late keeps its own weights": (
         "_fit_states.py",
-        'Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET_RECOVERING,))',
-        'Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET,))',
+        'Edge((_P.ENDING,), Met, "none has ended", None, (_A.MEET_RECOVERING,))',
+        'Edge((_P.ENDING,), Met, "none has ended", None, (_A.MEET,))',
     ),
     "the batches by which others are ahead are forgotten": (
         "_fit_states.py",
@@ -45,8 +45,8 @@ FIT = {
     # What is done then.
     "a donor does not tell the batches by which others are ahead": (
         "_progress.py",
-        "Place(self._now.epoch, self._now.done + self._now.ahead, counts)",
-        "Place(self._now.epoch, self._now.done, counts)",
+        "Position(self._now.epoch, self._now.done + self._now.ahead, counts)",
+        "Position(self._now.epoch, self._now.done, counts)",
     ),
     "a member does not know that it was healed": (
         "_progress.py",

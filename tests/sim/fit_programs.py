@@ -21,8 +21,8 @@ from tests.sim.programs import Arrays, Named, Program
 from flatweights import Layout
 from flatweights.keras._fit_states import Phase
 from flatweights.keras._lease import MemberLease
-from flatweights.keras._progress import Place, Progress, State, keepers_among
-from flatweights.keras._start import Start, start_alike
+from flatweights.keras._progress import Position, Progress, TrainingState, keepers_among
+from flatweights.keras._start import FitStart, start_alike
 from flatweights.ray._errors import WorkerError
 from flatweights.ray._round import Round
 from flatweights.ray.core._requests import CallsDifferError, MemberError
@@ -109,7 +109,7 @@ class Lease(MemberLease):
 class Snapshot:
     """The bytes of a state, as the oracle compares them."""
 
-    def __init__(self, state: State, place: Place) -> None:
+    def __init__(self, state: TrainingState, place: Position) -> None:
         self._state, self._place = state, place
 
     def bytes(self) -> Any:
@@ -191,9 +191,9 @@ class Fit:
         if self.member.lacks_state:
             return
 
-        def own() -> Start:
+        def own() -> FitStart:
             values = self.weights.tobytes() + self.iterations.tobytes()
-            return Start(False, epoch, b"names", values, {})
+            return FitStart(False, epoch, b"names", values, {})
 
         with self.sends(None, None):
             start_alike(self._lease, self._variables, own)
@@ -315,10 +315,10 @@ class FitProgram(Program):
         return False
 
 
-def state_of(variables: Arrays, callbacks: list[Any]) -> State:
+def state_of(variables: Arrays, callbacks: list[Any]) -> TrainingState:
     """Return the state that heals a member of a `fit`."""
     given: Any = variables
-    return State(given, 1, keepers_among(callbacks))
+    return TrainingState(given, 1, keepers_among(callbacks))
 
 
 def layout_of_state(plan: Plan) -> Layout:

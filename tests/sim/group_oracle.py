@@ -28,7 +28,7 @@ from tests.sim.world import Process, World
 from flatweights.ray._errors import is_stale
 
 if TYPE_CHECKING:
-    from tests.sim.group_platform import GroupPlatform
+    from tests.sim.group_platform import SimulatedWorkers
 
     from flatweights.ray._round import Round
 
@@ -93,7 +93,7 @@ class GroupOracle:
         troubled: The ranks that something has happened to, or that were late.
     """
 
-    def __init__(self, world: World, plan: dict[str, Any], platform: GroupPlatform) -> None:
+    def __init__(self, world: World, plan: dict[str, Any], platform: SimulatedWorkers) -> None:
         self._world, self._plan, self._platform = world, plan, platform
         self.counts: Counter[str] = Counter()
         self.calls: dict[int, Call] = {}

@@ -29,12 +29,12 @@ from flatweights.ray.channels._protocol import BY_CALL
 from flatweights.ray.channels._segments import Extent
 from flatweights.ray.channels._worker_channel import PATIENCE, WorkerChannel
 from flatweights.ray.peers import _call_log
-from flatweights.ray.peers._platform import Platform
+from flatweights.ray.peers._platform import GroupPlatform
 
 _NODE = "here"
 
 
-class GroupPlatform(Platform):
+class SimulatedWorkers(GroupPlatform):
     """What a group and its workers use, in one world.
 
     Attributes:
@@ -169,12 +169,12 @@ class Ref(ray.ObjectRef):  # type: ignore[misc]
     """A reference: the result of a call of an actor, or an object in the store."""
 
     is_there: bool
-    _platform: GroupPlatform
+    _platform: SimulatedWorkers
     _value: Any
     _error: BaseException | None
 
     @classmethod
-    def of(cls, platform: GroupPlatform, owner: Process) -> Ref:
+    def of(cls, platform: SimulatedWorkers, owner: Process) -> Ref:
         """Return a reference to nothing yet."""
         ref: Ref = cls(next(platform.ids).to_bytes(28, "big"), skip_adding_local_ref=True)
         ref._platform, ref.is_there, ref._value, ref._error = platform, False, None, None
@@ -253,7 +253,7 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
 
     def __init__(
         self,
-        platform: GroupPlatform,
+        platform: SimulatedWorkers,
         name: str,
         make: Callable[[Process], Any],
         lives: list[dict[str, Any]],
@@ -575,7 +575,7 @@ class _Connection:
 class SimulatedSegments:
     """Segments, in which every buffer lies, unless memory is short."""
 
-    def __init__(self, platform: GroupPlatform) -> None:
+    def __init__(self, platform: SimulatedWorkers) -> None:
         self._platform = platform
 
     def offer(self, nbytes: int, **_: Any) -> None:
@@ -615,7 +615,7 @@ class _Shares(ChannelEnd):
     """What both ends do in another way than through sockets."""
 
     mailbox: Any
-    _platform: GroupPlatform
+    _platform: SimulatedWorkers
 
     def share(self, segments: Any, extents: list[Extent]) -> None:
         if extents and self._platform.world.chance("unsent"):
@@ -638,7 +638,7 @@ class _Shares(ChannelEnd):
 class SimulatedDriverChannel(_Shares, DriverChannel):
     """The driver's end of a channel."""
 
-    def __init__(self, platform: GroupPlatform, mailbox: SimulatedMailbox) -> None:
+    def __init__(self, platform: SimulatedWorkers, mailbox: SimulatedMailbox) -> None:
         connection: Any = _Connection(lambda: mailbox.to_worker.append(b""))
         box: Any = mailbox
         super().__init__(connection, box)
@@ -649,7 +649,7 @@ class SimulatedDriverChannel(_Shares, DriverChannel):
 class SimulatedChannels(Bell):
     """A driver's ends of channels."""
 
-    def __init__(self, platform: GroupPlatform) -> None:
+    def __init__(self, platform: SimulatedWorkers) -> None:
         super().__init__(platform.world)
         self._platform = platform
         self.process = platform.world.process()
@@ -751,7 +751,7 @@ class SimulatedChannels(Bell):
 class SimulatedWorkerChannel(_Shares, WorkerChannel):
     """A worker's end of a channel."""
 
-    def __init__(self, platform: GroupPlatform, address: bytes, token: bytes) -> None:
+    def __init__(self, platform: SimulatedWorkers, address: bytes, token: bytes) -> None:
         world = platform.world
         process = world.process()
         world.point("connecting")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.sim.group_oracle import GroupOracle
-from tests.sim.group_platform import Actor, GroupPlatform
+from tests.sim.group_platform import Actor, SimulatedWorkers
 from tests.sim.group_programs import GroupProgram, Worker
 from tests.sim.plans import Plan
 from tests.sim.world import Fault, Process, World
@@ -27,7 +27,7 @@ class GroupSchedule:
         self.plan["rates"] = plan["rates"].copy()
         self.world = World(seed, yields=plan["yields"], has_transcript=has_transcript)
         self.world.rates = self.plan["rates"]
-        self.platform = GroupPlatform(self.world)
+        self.platform = SimulatedWorkers(self.world)
         self.oracle = GroupOracle(self.world, self.plan, self.platform)
         self.world.at_rest = self.oracle.at_rest
         self.group_class: Any = type("Group", (WorkerGroup,), {"_platform": self.platform})

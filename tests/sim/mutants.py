@@ -92,8 +92,8 @@ MUTANTS = {
     ),
     "a request makes nobody a member": Mutant(
         "core/_peer.py",
-        "        self.state = State.ASKING\n        self.join()\n",
-        "        self.state = State.ASKING\n",
+        "        self.state = PeerState.ASKING\n        self.join()\n",
+        "        self.state = PeerState.ASKING\n",
     ),
     # When a call is closed, and with whom.
     "a call does not wait for members on time": Mutant(
@@ -103,8 +103,8 @@ MUTANTS = {
     ),
     "late members count as on time": Mutant(
         "core/_calls.py",
-        "peer.state is State.WORKING and peer.has == self.number",
-        "peer.state is State.WORKING",
+        "peer.state is PeerState.WORKING and peer.has == self.number",
+        "peer.state is PeerState.WORKING",
     ),
     "a call never ends by time": Mutant(
         "core/_calls.py",
@@ -184,7 +184,7 @@ MUTANTS = {
     "a silent death is not noticed": Mutant(
         "members/_sessions.py",
         "        if self.channel is None or not self.channel.is_closed or not self.is_present:\n",
-        "        if self.state is not State.ASKING or not self.channel or not self.channel.is_closed:\n",
+        "        if self.state is not PeerState.ASKING or not self.channel or not self.channel.is_closed:\n",
     ),
     "a death that Ray reports is not noticed": Mutant(
         "members/_coordinator.py",
@@ -384,7 +384,7 @@ MUTANTS = {
     ),
     "the responses of a series are not kept": Mutant(
         "members/_process_group.py",
-        "            self._kept[number] = _Kept(pickle.dumps(response.fields), weights)\n",
+        "            self._kept[number] = _Encoded(pickle.dumps(response.fields), weights)\n",
         "            self._kept.setdefault(number, next(reversed(self._kept.values())))\n",
     ),
     "the time of a call begins with its last reading": Mutant(

@@ -29,14 +29,14 @@ from flatweights.ray.channels._protocol import (
     TOLD_AGAIN,
 )
 from flatweights.ray.channels._segments import Extent
-from flatweights.ray.members._platform import Place, Platform
+from flatweights.ray.members._platform import ActorPlace, MemberPlatform
 from flatweights.ray.members._process_group import ProcessGroup
 
 _NODE = "here"
 _AWAKE = 0.25  # seconds after which a member looks at its mailbox without being woken
 
 
-class Simulated(Platform):
+class Simulated(MemberPlatform):
     """What coordinators and members use, in one world.
 
     Attributes:
@@ -83,8 +83,8 @@ class Simulated(Platform):
 
     # Of a coordinator.
 
-    def begin_coordinator(self) -> Place:
-        return Place(_NODE, self.world.process().notes["handle"])
+    def begin_coordinator(self) -> ActorPlace:
+        return ActorPlace(_NODE, self.world.process().notes["handle"])
 
     def channels(self) -> Any:
         return SimulatedChannels(self)

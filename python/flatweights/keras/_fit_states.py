@@ -138,7 +138,7 @@ class FitEnds(NamedTuple):
 Event = Joins | EpochBegins | Met | Healed | OutOfSync | BatchEnds | EpochEnds | FitEnds
 
 
-class Rule(NamedTuple):
+class Edge(NamedTuple):
     """A row of the table.
 
     Attributes:
@@ -188,49 +188,49 @@ _P, _A = Phase, Action
 
 # For each phase and event, the first row counts whose condition is true. Other events cannot occur.
 RULES = (
-    Rule((_P.NEW,), Joins, "", _P.JOINING, (_A.MEET,)),
-    Rule((_P.JOINING,), Met, "one has ended", _P.LATE, (_A.KEEP, _A.BEGIN_NOWHERE)),
-    Rule((_P.JOINING,), Met, "", _P.JOINED, (_A.KEEP, _A.BEGIN_THERE)),
-    Rule((_P.JOINED,), EpochBegins, "they begin it", _P.TOGETHER, (_A.RESTORE, _A.TAKE_COUNTS)),
-    Rule((_P.JOINED,), EpochBegins, "", _P.MEETING, (_A.MEET_RECOVERING,)),
-    Rule((_P.LATE,), EpochBegins, "", _P.OVER, (_A.RESTORE, _A.TAKE_COUNTS)),
-    Rule((_P.NEW, _P.TOGETHER), EpochBegins, "", _P.MEETING, (_A.MEET,)),
-    Rule((_P.OUT_OF_SYNC,), EpochBegins, "they are in it, or in a later one", None),
-    Rule((_P.EARLY,), EpochBegins, "they begin a later one", None),
-    Rule((_P.EARLY,), EpochBegins, "they begin it", _P.TOGETHER),
-    Rule((_P.OUT_OF_SYNC, _P.EARLY), EpochBegins, "", _P.MEETING, (_A.MEET_RECOVERING,)),
-    Rule((_P.OVER,), EpochBegins, "", None),
-    Rule((_P.MEETING,), Met, "one has ended", _P.OVER, (_A.KEEP,)),
-    Rule((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET_RECOVERING,)),
-    Rule((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY, (_A.KEEP,)),
-    Rule((_P.MEETING,), Met, "", _P.TOGETHER),
-    Rule((_P.TOGETHER,), OutOfSync, "", _P.OUT_OF_SYNC),
-    Rule((_P.TOGETHER,), Healed, "at the same batch of the epoch, or at a later one", None),
-    Rule((_P.TOGETHER,), Healed, "between steps, at the same batch of the epoch", None),
-    Rule((_P.TOGETHER,), Healed, "", _P.OUT_OF_SYNC),
-    Rule((_P.TOGETHER,), BatchEnds, "it is the last for them", None, (_A.END_EPOCH,)),
-    Rule((_P.TOGETHER,), BatchEnds, "", None),
-    Rule((_P.OUT_OF_SYNC,), BatchEnds, "", None, (_A.END_EPOCH,)),
-    Rule((_P.EARLY, _P.OVER), BatchEnds, "", None, (_A.RESTORE, _A.END_EPOCH)),
-    Rule((_P.TOGETHER,), EpochEnds, "it was cut short", None, (_A.TAKE_DECIDING, _A.GO_ON)),
-    Rule((_P.TOGETHER,), EpochEnds, "", None, (_A.TAKE_DECIDING,)),
-    Rule((_P.OUT_OF_SYNC, _P.EARLY), EpochEnds, "it was cut short", None, (_A.HIDE, _A.GO_ON)),
-    Rule((_P.OUT_OF_SYNC, _P.EARLY), EpochEnds, "", None, (_A.HIDE,)),
-    Rule((_P.OVER,), EpochEnds, "", None, (_A.HIDE,)),
-    Rule((_P.NEW, _P.TOGETHER), FitEnds, "", _P.ENDING, (_A.MEET,)),
-    Rule((_P.JOINED, _P.OUT_OF_SYNC, _P.EARLY), FitEnds, "", _P.ENDING, (_A.MEET_RECOVERING,)),
-    Rule((_P.LATE,), FitEnds, "", _P.ENDED, (_A.RESTORE, _A.TAKE_COUNTS)),
-    Rule((_P.OVER,), FitEnds, "", _P.ENDED),
-    Rule((_P.ENDING,), Met, "none has ended", None, (_A.MEET_RECOVERING,)),
-    Rule((_P.ENDING,), Met, "one may come", None, (_A.MEET,)),
-    Rule((_P.ENDING,), Met, "", _P.ENDED),
+    Edge((_P.NEW,), Joins, "", _P.JOINING, (_A.MEET,)),
+    Edge((_P.JOINING,), Met, "one has ended", _P.LATE, (_A.KEEP, _A.BEGIN_NOWHERE)),
+    Edge((_P.JOINING,), Met, "", _P.JOINED, (_A.KEEP, _A.BEGIN_THERE)),
+    Edge((_P.JOINED,), EpochBegins, "they begin it", _P.TOGETHER, (_A.RESTORE, _A.TAKE_COUNTS)),
+    Edge((_P.JOINED,), EpochBegins, "", _P.MEETING, (_A.MEET_RECOVERING,)),
+    Edge((_P.LATE,), EpochBegins, "", _P.OVER, (_A.RESTORE, _A.TAKE_COUNTS)),
+    Edge((_P.NEW, _P.TOGETHER), EpochBegins, "", _P.MEETING, (_A.MEET,)),
+    Edge((_P.OUT_OF_SYNC,), EpochBegins, "they are in it, or in a later one", None),
+    Edge((_P.EARLY,), EpochBegins, "they begin a later one", None),
+    Edge((_P.EARLY,), EpochBegins, "they begin it", _P.TOGETHER),
+    Edge((_P.OUT_OF_SYNC, _P.EARLY), EpochBegins, "", _P.MEETING, (_A.MEET_RECOVERING,)),
+    Edge((_P.OVER,), EpochBegins, "", None),
+    Edge((_P.MEETING,), Met, "one has ended", _P.OVER, (_A.KEEP,)),
+    Edge((_P.MEETING,), Met, "healed, in an earlier epoch", None, (_A.MEET_RECOVERING,)),
+    Edge((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY, (_A.KEEP,)),
+    Edge((_P.MEETING,), Met, "", _P.TOGETHER),
+    Edge((_P.TOGETHER,), OutOfSync, "", _P.OUT_OF_SYNC),
+    Edge((_P.TOGETHER,), Healed, "at the same batch of the epoch, or at a later one", None),
+    Edge((_P.TOGETHER,), Healed, "between steps, at the same batch of the epoch", None),
+    Edge((_P.TOGETHER,), Healed, "", _P.OUT_OF_SYNC),
+    Edge((_P.TOGETHER,), BatchEnds, "it is the last for them", None, (_A.END_EPOCH,)),
+    Edge((_P.TOGETHER,), BatchEnds, "", None),
+    Edge((_P.OUT_OF_SYNC,), BatchEnds, "", None, (_A.END_EPOCH,)),
+    Edge((_P.EARLY, _P.OVER), BatchEnds, "", None, (_A.RESTORE, _A.END_EPOCH)),
+    Edge((_P.TOGETHER,), EpochEnds, "it was cut short", None, (_A.TAKE_DECIDING, _A.GO_ON)),
+    Edge((_P.TOGETHER,), EpochEnds, "", None, (_A.TAKE_DECIDING,)),
+    Edge((_P.OUT_OF_SYNC, _P.EARLY), EpochEnds, "it was cut short", None, (_A.HIDE, _A.GO_ON)),
+    Edge((_P.OUT_OF_SYNC, _P.EARLY), EpochEnds, "", None, (_A.HIDE,)),
+    Edge((_P.OVER,), EpochEnds, "", None, (_A.HIDE,)),
+    Edge((_P.NEW, _P.TOGETHER), FitEnds, "", _P.ENDING, (_A.MEET,)),
+    Edge((_P.JOINED, _P.OUT_OF_SYNC, _P.EARLY), FitEnds, "", _P.ENDING, (_A.MEET_RECOVERING,)),
+    Edge((_P.LATE,), FitEnds, "", _P.ENDED, (_A.RESTORE, _A.TAKE_COUNTS)),
+    Edge((_P.OVER,), FitEnds, "", _P.ENDED),
+    Edge((_P.ENDING,), Met, "none has ended", None, (_A.MEET_RECOVERING,)),
+    Edge((_P.ENDING,), Met, "one may come", None, (_A.MEET,)),
+    Edge((_P.ENDING,), Met, "", _P.ENDED),
 )
 
 
-Table = dict[tuple[Phase, type[Any]], list[Rule]]
+Table = dict[tuple[Phase, type[Any]], list[Edge]]
 
 
-def table_of(rules: Sequence[Rule]) -> Table:
+def table_of(rules: Sequence[Edge]) -> Table:
     """Return ``rules`` by phase and kind of event."""
     table: Table = {}
     for rule in rules:

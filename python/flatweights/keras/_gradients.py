@@ -36,18 +36,18 @@ from flatweights.keras._lease import (
 )
 from flatweights.keras._moments import check_synchronized, synchronize
 from flatweights.keras._names import inner_variable, named_variables, with_slots
-from flatweights.keras._progress import AnyState, Progress, State, keepers_among, with_more
+from flatweights.keras._progress import AnyState, Progress, TrainingState, keepers_among, with_more
 from flatweights.keras._settings import settings_of
 from flatweights.keras._sparse import (
-    Rows,
     Sparse,
+    SparseExchange,
     Table,
     Tables,
     check_sparse,
     takes_rows,
     travels_sparse,
 )
-from flatweights.keras._start import Start, start_alike
+from flatweights.keras._start import FitStart, start_alike
 from flatweights.ray import (
     Member,
     OutOfSyncError,
@@ -85,8 +85,8 @@ def average_gradients(
     weights (``use_ema``) and a `keras.optimizers.LossScaleOptimizer` see the averaged gradient.
     With ``gradient_accumulation_steps``, accumulated gradients are averaged once for all steps.
     All gradients travel as one buffer. Of large embeddings, only the rows that a batch takes travel
-    (``sparse``). Rows that occur twice are added first, so clipping and Adam's squares see their
-    sum, instead of each of them.
+    (``sparse``). SparseExchange that occur twice are added first, so clipping and Adam's squares
+    see their sum, instead of each of them.
 
     The optimizer is changed in place: it keeps its class, and is saved and loaded like any other,
     without the averaging. After loading, call this function again. Under the policy
@@ -225,7 +225,7 @@ class Averaging:
         self._tables: dict[tuple[tuple[int, ...], tuple[bool, ...]], Tables | None] = {}
         self._means: dict[tuple[Any, ...], Exchange] = {}
         self._names: dict[int, str] = {}  # of layers' variables
-        self._states: dict[tuple[tuple[int, ...], tuple[str, ...]], State] = {}
+        self._states: dict[tuple[tuple[int, ...], tuple[str, ...]], TrainingState] = {}
         self._callbacks: list[Any] | None = None  # of the `fit` that begins, if they are known
         self.progress: Progress | None = None
         self._apply: Callable[..., None] = optimizer.apply
@@ -446,7 +446,7 @@ class Averaging:
             return
         state = self._variables_with_slots(variables)
 
-        def own() -> Start:
+        def own() -> FitStart:
             try:
                 values: Any = state.get_weights().buffer
             except RuntimeError as error:
@@ -458,7 +458,7 @@ class Averaging:
             may_end_apart = self.lease.min_results is not None
             settings = settings_of(self._optimizer, callbacks, may_end_apart=may_end_apart)
             names = _digest(json.dumps(state.layout.names).encode())
-            return Start(in_step, epoch, names, _digest(values), settings)
+            return FitStart(in_step, epoch, names, _digest(values), settings)
 
         started = start_alike(self.lease, state, own)
         if self.lease.min_results is None:
@@ -482,7 +482,7 @@ class Averaging:
         own = filter(_accumulates, self._optimizer.variables)  # each member's own
         return with_slots(self._named(variables), self._optimizer, without=own)
 
-    def _state_of(self, variables: Sequence[Any], keepers: Sequence[str] = ()) -> State:
+    def _state_of(self, variables: Sequence[Any], keepers: Sequence[str] = ()) -> TrainingState:
         """Return the state that heals a member of a training of ``variables``.
 
         Args:
@@ -492,7 +492,9 @@ class Averaging:
         key = tuple(id(inner_variable(variable)) for variable in variables), (*keepers,)
         if key not in self._states:
             whole = self._variables_with_slots(variables)
-            self._states[key] = State(whole, len(variables), keepers, _own_name(self._optimizer))
+            self._states[key] = TrainingState(
+                whole, len(variables), keepers, _own_name(self._optimizer)
+            )
         return self._states[key]
 
     def _average(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -700,7 +702,7 @@ class Averaging:
         """
         member = self.lease.take()
         try:
-            with out_of_sync_is_error(member, isinstance(exchange, Rows)):
+            with out_of_sync_is_error(member, isinstance(exchange, SparseExchange)):
                 return self._call(exchange, member, state)
         except OutOfSyncError:
             return None

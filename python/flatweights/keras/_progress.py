@@ -56,7 +56,7 @@ _COUNTS = frozenset(
 )
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A member's place in its training.
 
     Attributes:
@@ -71,7 +71,7 @@ class Place(NamedTuple):
     counts: Mapping[str, Mapping[str, Any]] = {}
 
 
-class State:
+class TrainingState:
     """The state that heals a member: variables, the optimizer's slots, and the training's place.
 
     Attributes:
@@ -107,7 +107,7 @@ class State:
             [*(slot.shape for slot in kept), (_ROOM,)],
             [*(slot.dtype for slot in kept), np.dtype(np.uint8)],
         )
-        self.place = Place()
+        self.place = Position()
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         """Copy all parts into ``buffer``; see `flatweights.ray.Variables`."""
@@ -133,7 +133,7 @@ class State:
         """Set all parts from ``buffer``; see `flatweights.ray.Variables`."""
         self._variables.scatter(buffer[: self._variables.layout.nbytes])
         parts = self.layout.packed_views(buffer)
-        self.place = Place(*pickle.loads(parts[-1].tobytes()))
+        self.place = Position(*pickle.loads(parts[-1].tobytes()))
         for k, weights in self._kept(parts):
             own: Any = self.place.counts.get(k, {})
             if _BEST in own:
@@ -147,11 +147,11 @@ class State:
             yield k, parts[at : at + self._count]
 
 
-AnyState: TypeAlias = State | list[Any]
+AnyState: TypeAlias = TrainingState | list[Any]
 """A state, or a list of it and of its other parts."""
 
 
-def with_more(state: State, more: Sequence[Any]) -> AnyState:
+def with_more(state: TrainingState, more: Sequence[Any]) -> AnyState:
     """Return ``state`` with other parts, as `Member` takes it."""
     return [state, *more] if more else state
 
@@ -187,7 +187,7 @@ class Progress:
         lease: MemberLease,
         callback: Any,
         callbacks: list[Any],
-        state: State,
+        state: TrainingState,
         more: Sequence[Any] = (),
     ) -> None:
         """Begin, before the first epoch.
@@ -211,7 +211,7 @@ class Progress:
         by_one = callback.model.steps_per_execution == 1
         self._now = FitState(steps=self.params.get("steps") if by_one else None)
         self._last: Any = None  # the callback that has told the end of the epoch
-        self._pending: Place | None = None  # deciding callbacks go on from its counts
+        self._pending: Position | None = None  # deciding callbacks go on from its counts
         self._copy: list[Any] = []  # of the state, and of its other parts
         self._until, self._pause = 0.0, 0.0  # while the end waits for others
 
@@ -262,7 +262,7 @@ class Progress:
     def state(self) -> AnyState:
         """The state that heals this or another member, with this member's place."""
         counts = {k: own for k, one in self._named.items() if (own := _counts_of(one))}
-        self._state.place = Place(self._now.epoch, self._now.done + self._now.ahead, counts)
+        self._state.place = Position(self._now.epoch, self._now.done + self._now.ahead, counts)
         return with_more(self._state, self._more)
 
     def average(self, call: Callable[[Member, AnyState], Round], *, in_step: bool) -> Round | None:
@@ -355,7 +355,7 @@ class Progress:
         if len(self._list) < len(self._callbacks):
             self._list[:] = self._callbacks
 
-    def _take_over(self) -> Place:
+    def _take_over(self) -> Position:
         """Go on from the donor's counts, and return its place; warn about callbacks it lacks."""
         donor = self._pending = self._state.place
         self._take_counts(donor)
@@ -368,7 +368,7 @@ class Progress:
 
     def _take_counts(
         self,
-        donor: Place,
+        donor: Position,
         kinds: type | tuple[type, ...] = object,
         but: type | tuple[type, ...] = (),
     ) -> None:

@@ -104,7 +104,7 @@ def takes_rows(optimizer: Any) -> bool:
     )
 
 
-class Rows(Exchange):
+class SparseExchange(Exchange):
     """The gradients of one step, of tables only some rows: `Exchange` for rooms of one size.
 
     Attributes:
@@ -176,7 +176,7 @@ class Tables:
         self._unions: list[NDArray[np.int64]] = []
         self._is_among = True  # this member's rows are in the unions
         self._own: list[NDArray[np.int64]] = []
-        self._exchanges: dict[tuple[int, ...], Rows] = {}
+        self._exchanges: dict[tuple[int, ...], SparseExchange] = {}
 
     @property
     def what(self) -> str:
@@ -279,7 +279,7 @@ class Tables:
         called.scatter(layout.core, buffer)
         return []
 
-    def exchange_of(self, dtypes: Sequence[Any]) -> Rows:
+    def exchange_of(self, dtypes: Sequence[Any]) -> SparseExchange:
         """Return the form in which the tensors of the second call are averaged."""
         rooms = tuple(self.rooms)
         exchange = self._exchanges.get(rooms)
@@ -293,7 +293,7 @@ class Tables:
             exchange.unions.append(numbers)
         return exchange
 
-    def _new_exchange(self, rooms: Sequence[int], dtypes: Sequence[Any]) -> Rows:
+    def _new_exchange(self, rooms: Sequence[int], dtypes: Sequence[Any]) -> SparseExchange:
         names = [*self.names]
         sizes = [int(np.prod(one.shape)) for one in self.variables]
         for (i, table), room in zip(self._tables.items(), rooms, strict=True):
@@ -301,7 +301,7 @@ class Tables:
             sizes[i] = room * int(np.prod(table.shape[1:]))
         names += [f"numbers of rows of {table.name}" for table in self._tables.values()]
         shapes = [(size,) for size in (*sizes, *rooms)]
-        return Rows(names, shapes, [*dtypes, *[np.float64] * len(rooms)], self.variables)
+        return SparseExchange(names, shapes, [*dtypes, *[np.float64] * len(rooms)], self.variables)
 
 
 def _room_for(count: int, room: int) -> int:

@@ -15,7 +15,7 @@ from flatweights.keras._settings import check_alike
 from flatweights.ray import CallsDifferError, OutOfSyncError, Round, Variables, WorkerError
 
 
-class Start(NamedTuple):
+class FitStart(NamedTuple):
     """What a member tells the others at its start.
 
     Attributes:
@@ -33,7 +33,7 @@ class Start(NamedTuple):
     settings: dict[str, str]
 
 
-def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Start]) -> Round:
+def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], FitStart]) -> Round:
     """Give all members the ``variables`` of the lowest rank, unless they have them.
 
     If the others train already, the member lacks the state afterwards: it will be healed.
@@ -63,7 +63,7 @@ def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Star
         elif member.rank in started.late:
             member.lacks_state = True
             return started
-        starts = {rank: Start(*given) for rank, given in started.weights.items()}
+        starts = {rank: FitStart(*given) for rank, given in started.weights.items()}
         _check(starts)
         root = min(started.used)
         different = [rank for rank, one in starts.items() if one[2:4] != starts[root][2:4]]
@@ -90,7 +90,7 @@ def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], Star
         return started
 
 
-def _check(starts: Mapping[int, Start]) -> None:
+def _check(starts: Mapping[int, FitStart]) -> None:
     """Raise if members begin with different epochs or settings."""
     epochs = {rank: one.epoch for rank, one in starts.items()}
     if len({*epochs.values()}) > 1:

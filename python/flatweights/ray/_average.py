@@ -11,7 +11,7 @@ from flatweights._average import Nonfinite
 from flatweights._numbers import check_count
 from flatweights.ray._round import Round
 from flatweights.ray.peers._store import RayResult, check_cluster
-from flatweights.ray.peers._transport import Answer
+from flatweights.ray.peers._transport import PendingResult
 from flatweights.ray.peers._wait import RoundSpec, Weights
 from flatweights.ray.rounds._barrier import average_of_answers
 from flatweights.robust import AnyRule
@@ -103,14 +103,14 @@ def average(
     return average_of_answers(answers, spec, out)
 
 
-def references(refs: Iterable[ray.ObjectRef]) -> dict[int, Answer]:
+def references(refs: Iterable[ray.ObjectRef]) -> dict[int, PendingResult]:
     """Return answers by rank for ``refs``, after checking that these are at least one reference."""
     check_cluster()
     if not isinstance(refs, Iterable) or isinstance(refs, Mapping):
         hint = "; pass list(refs.values())" if isinstance(refs, Mapping) else ""
         got = type(refs).__name__
         raise TypeError(f"refs: expected a list of references, got {got}{hint}")
-    answers: dict[int, Answer] = {}
+    answers: dict[int, PendingResult] = {}
     for rank, ref in enumerate(refs):
         if not isinstance(ref, ray.ObjectRef):
             raise TypeError(

@@ -20,13 +20,13 @@ from flatweights.ray._worker import FlatWorker
 from flatweights.ray.nodes._plan import Sums, check_sums
 from flatweights.ray.peers._actor_spec import ActorSpec
 from flatweights.ray.peers._by_rank import ByRank, check_by_rank
-from flatweights.ray.peers._platform import PLATFORM, Platform
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._store import check_cluster
 from flatweights.ray.peers._wait import RoundSpec, Weights, check_timeout, deadline_in
 from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.rounds._as_completed import AsCompleted
 from flatweights.ray.rounds._barrier import average_of, results_of, send
-from flatweights.ray.rounds._run import Run
+from flatweights.ray.rounds._run import RoundRun
 from flatweights.ray.rounds._work import Work
 from flatweights.robust import AnyRule
 from flatweights.wire import WireDType
@@ -71,7 +71,7 @@ class WorkerGroup:
     >>> group.shutdown()
     """
 
-    _platform: ClassVar[Platform] = PLATFORM
+    _platform: ClassVar[GroupPlatform] = PLATFORM
 
     def __init__(
         self,
@@ -606,10 +606,10 @@ class WorkerGroup:
 
         if not (ranks is None or callable(ranks)):
             ranks = self._worker_set.check(ranks)
-        run = Run(self._worker_set, work, spec, ranks, round_arguments)
+        run = RoundRun(self._worker_set, work, spec, ranks, round_arguments)
         return self._rounds(rounds, run, progress)
 
-    def _rounds(self, rounds: int, run: Run, progress: bool) -> Iterator[Round]:
+    def _rounds(self, rounds: int, run: RoundRun, progress: bool) -> Iterator[Round]:
         """Yield the rounds of `run`, whose arguments are checked."""
         with rounds_bar(rounds) if progress else contextlib.nullcontext() as show:
             for number in range(1, rounds + 1):
@@ -620,7 +620,7 @@ class WorkerGroup:
                 del result  # before the next one is made
 
     @alone
-    def _round(self, number: int, run: Run) -> Round:
+    def _round(self, number: int, run: RoundRun) -> Round:
         """Make the round ``number`` of `run`: average, and send the average to all workers."""
         begin, timeout = _clock.now(), run.spec.timeout
         if self._in_round:

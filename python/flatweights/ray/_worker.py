@@ -26,7 +26,7 @@ from flatweights.ray._result import Packed
 from flatweights.ray._variables import Variables
 from flatweights.ray._wire import WireMessage, WorkerWire
 from flatweights.ray.channels._worker_channel import NoChannel, WorkerChannels
-from flatweights.ray.peers._platform import PLATFORM, Platform
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._transport import Head, Stamp, weights_of
 from flatweights.wire import MissedUpdateError, Snapshot
 
@@ -47,7 +47,7 @@ class _GroupState:
         channels: The channels to groups on this machine.
     """
 
-    def __init__(self, platform: Platform = PLATFORM) -> None:
+    def __init__(self, platform: GroupPlatform = PLATFORM) -> None:
         self.platform = platform
         self.turn = threading.RLock()
         self.version: Stamp | None = None

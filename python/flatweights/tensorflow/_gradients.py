@@ -31,8 +31,8 @@ _IN_MEMORY = (np.ndarray, tf.__internal__.EagerTensor)
 _SLICES = (tf.IndexedSlices, IndexedSlicesValue)
 
 
-class Rows(NamedTuple):
-    """Rows of a gradient that is zero elsewhere; rows with the same index are added."""
+class SparseRows(NamedTuple):
+    """SparseRows of a gradient that is zero elsewhere; rows with the same index are added."""
 
     values: NDArray[Any]
     indices: NDArray[Any]
@@ -142,14 +142,14 @@ class Gradients:
         wait()  # errors in computing the gradients must not look like errors in converting them
         pieces = [_piece(one, self._layout, i, out.dtype) for i, one in enumerate(gradients)]
         for i, piece in enumerate(pieces):
-            array = piece.values if isinstance(piece, Rows) else piece
+            array = piece.values if isinstance(piece, SparseRows) else piece
             if array is not None and np.may_share_memory(out, array):
                 raise ValueError(f"out: expected memory of its own, overlaps {self._where(i)}")
         targets, dense = [], []
         for view, piece in zip(self._layout.vector_views(out), pieces, strict=True):
             if piece is None:
                 view.fill(0)
-            elif isinstance(piece, Rows):
+            elif isinstance(piece, SparseRows):
                 _write_rows(view, piece)
             else:
                 targets.append(view)
@@ -237,7 +237,7 @@ def _cast(tensor: tf.Tensor, target: tf.DType, where: str) -> tf.Tensor:
 
 def _piece(
     gradient: Any, layout: Layout, i: int, dtype: np.dtype[Any]
-) -> NDArray[Any] | Rows | None:
+) -> NDArray[Any] | SparseRows | None:
     """Return the ``gradient`` of slot ``i`` after checking that a vector of ``dtype`` holds it."""
     if gradient is None:
         return None
@@ -250,9 +250,9 @@ def _piece(
     return cast_for_slot(layout, i, gradient, dtype)
 
 
-def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows:
+def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> SparseRows:
     shape, where = slot.shape, place_of(i, slot)
-    rows = Rows(as_array(slices.values, where), as_array(slices.indices, f"{where}, indices"))
+    rows = SparseRows(as_array(slices.values, where), as_array(slices.indices, f"{where}, indices"))
     expected = (len(rows.indices), *shape[1:]) if rows.indices.ndim == 1 else None
     dense_shape: tuple[int, ...] = ()
     if slices.dense_shape is not None:
@@ -274,7 +274,7 @@ def _checked_rows(slices: Any, slot: Slot, dtype: np.dtype[Any], i: int) -> Rows
     return rows
 
 
-def _write_rows(view: NDArray[Any], rows: Rows) -> None:
+def _write_rows(view: NDArray[Any], rows: SparseRows) -> None:
     """Write the sums of ``rows`` to ``view``, and zeros elsewhere."""
     view.fill(0)
     if not rows.indices.size:

@@ -62,7 +62,7 @@ def attach_anew(driver: Driver) -> None:
     (worker,) = driver.workers
     driver.channels.give_up(worker.channel)
     if worker.calls:
-        worker.responses(worker.calls)  # they have ended
+        worker.outcomes(worker.calls)  # they have ended
     worker.attach(driver.channels)
 
 
@@ -311,7 +311,7 @@ def test_a_result_that_the_driver_keeps_is_not_overwritten(one: Driver) -> None:
     one.post("get", 4.0)
     assert one.wait()
     assert worker.channel.take()[0] == BY_CALL
-    (_, value) = worker.responses(worker.calls)[-1]
+    (_, value) = worker.outcomes(worker.calls)[-1]
     assert (value["w"] == 4.0).all()
     assert [weights["w"][-1] for weights in kept] == [0, 1, 2, 3]
     del kept[:2]
@@ -368,14 +368,14 @@ def test_what_is_too_large_goes_through_the_call(one: Driver) -> None:
     assert command_of(one.channels, "echo", "x" * 200_000) is None
     (answer,) = one.answers("repeat", "x", 200_000)
     assert answer == (BY_CALL, 1)
-    assert one.workers[0].responses(1) == [("value", "x" * 200_000)]
+    assert one.workers[0].outcomes(1) == [("value", "x" * 200_000)]
 
 
 @pytest.mark.parametrize(("method", "said"), [("fail", "ArithmeticError"), ("leave", "SystemExit")])
 def test_what_a_method_raises_goes_through_the_call(one: Driver, method: str, said: str) -> None:
     (answer,) = one.answers(method)
     assert answer == (BY_CALL, 1)
-    assert said in one.workers[0].responses(1)[0][1]
+    assert said in one.workers[0].outcomes(1)[0][1]
     assert one.values("echo", 7) == [7], "and the channel goes on"
 
 
@@ -391,7 +391,7 @@ def test_a_command_that_cannot_be_read_is_refused(one: Driver) -> None:
 def test_an_idle_channel_costs_nothing(one: Driver) -> None:
     one.values("echo", 1)
     (worker,) = one.workers
-    assert worker.responses(1) == [("value", None)], "it has returned to Ray"
+    assert worker.outcomes(1) == [("value", None)], "it has returned to Ray"
     before = worker.calls
     one.values("echo", 2)
     assert worker.calls == before + 1
@@ -403,14 +403,14 @@ def test_the_call_returns_though_commands_keep_coming(one: Driver) -> None:
     while worker.calls < 3:
         assert time.monotonic() < end
         one.values("echo", 1)
-    assert worker.responses(2) == [("value", None)] * 2
+    assert worker.outcomes(2) == [("value", None)] * 2
 
 
 def test_a_worker_is_dismissed_at_once(one: Driver) -> None:
     (worker,) = one.workers
     one.values("echo", 1)
     worker.channel.dismiss()
-    assert worker.responses(1) == [("value", None)]
+    assert worker.outcomes(1) == [("value", None)]
     assert one.values("echo", 3) == [3]
 
 
@@ -422,7 +422,7 @@ def test_a_command_after_a_dismissal_waits_for_a_later_call(one: Driver) -> None
     worker.channel.dismiss()
     assert not worker.channel.post(one.command("echo", 2), one.channels.segments)
     worker.signal(signal.SIGCONT)
-    assert worker.responses(1) == [("value", None)], "the call that was dismissed has ended"
+    assert worker.outcomes(1) == [("value", None)], "the call that was dismissed has ended"
     assert not worker.channel.is_answered
     worker.serve()
     assert one.wait()
@@ -441,7 +441,7 @@ def test_a_call_ahead_that_is_interrupted_ends_the_channel(one: Driver) -> None:
         worker.channel.serve(interrupt)
     assert worker.channel.is_given_up
     assert worker.channel.latest_call() is worker.channel.calls[1]
-    worker.responses(1)
+    worker.outcomes(1)
     worker.attach(one.channels)
     assert one.values("echo", 2) == [2]
 
@@ -564,7 +564,7 @@ def test_a_stranger_is_no_worker(one: Driver) -> None:
     token = channels.new_token()
     (worker,) = one.workers
     worker.pipe.send(("attach", channels.address, token))
-    worker.responses(1)
+    worker.outcomes(1)
     with pytest.raises(ChannelError, match="not that of the worker"):
         channels.connect(token, bytes(16))
     assert one.values("echo", 5) == [5]
@@ -573,12 +573,12 @@ def test_a_stranger_is_no_worker(one: Driver) -> None:
 def test_there_is_no_channel_to_elsewhere_or_to_other_threads(one: Driver) -> None:
     (worker,) = one.workers
     worker.pipe.send(("attach", b"\0flatweights-nowhere", b"t" * 16))
-    ((_, why),) = worker.responses(1)
+    ((_, why),) = worker.outcomes(1)
     assert why == NoChannel(
         "ConnectionRefusedError: [Errno 111] Connection refused", may_pass=False
     )
     worker.pipe.send(("attach in a thread", one.channels.address, b"t" * 16))
-    ((_, why),) = worker.responses(1)
+    ((_, why),) = worker.outcomes(1)
     assert why == NoChannel("the actor is async or has max_concurrency above 1", may_pass=False)
 
 
@@ -598,7 +598,7 @@ def test_a_channel_whose_segments_cannot_be_mapped_is_broken_and_holds_none(one:
     assert not one.is_held(0)
     while not worker.channel.is_closed:
         one.channels.wait([], 60)
-    worker.responses(worker.called)
+    worker.outcomes(worker.called)
     worker.process.rlimit(resource.RLIMIT_AS, (-1, -1))
     worker.attach(one.channels)
     assert one.answers("set_and_keep", weights)[0][0] == VALUE
@@ -763,7 +763,7 @@ def test_a_driver_without_descriptors_meets_the_worker_later(
         worker.pipe.send(("attach", one.channels.address, token))
         while "Too many open files" not in caplog.text:
             time.sleep(0.01)
-    ((_, nonce),) = worker.responses(1)
+    ((_, nonce),) = worker.outcomes(1)
     assert not one.channels.connect(token, nonce).is_closed
 
 

@@ -8,7 +8,6 @@ from calls import TheProcessGroup
 from flatweights.ray.core._calls import Awaited
 from flatweights.ray.core._events import (
     Action,
-    Answer,
     CopyState,
     Detach,
     Ended,
@@ -20,13 +19,14 @@ from flatweights.ray.core._events import (
     Reduced,
     Refused,
     Release,
+    Respond,
     Send,
     SendKept,
     SendState,
     StateCopied,
     TimeIsUp,
 )
-from flatweights.ray.core._peer import State
+from flatweights.ray.core._peer import PeerState
 from flatweights.ray.core._requests import MemberDiedError, Request
 
 STEP = Request("average", "weights", min_results=1, state="state")
@@ -66,7 +66,7 @@ def test_a_call_is_due_once_all_have_asked(group: Core) -> None:
     assert [*call.requests] == [0, 2, 1]
     send = group.reduce()
     assert [peer.rank for peer in send.peers] == [1, 2, 0]  # the last is still awake
-    assert {group[rank].state for rank in range(3)} == {State.WORKING}
+    assert {group[rank].state for rank in range(3)} == {PeerState.WORKING}
     assert send.number == group[0].has == 1
 
 
@@ -103,7 +103,7 @@ def test_an_error_answers_those_that_took_part_and_is_not_kept(group: Core) -> N
     send = group.reduce(Refused())
     assert [peer.rank for peer in send.peers] == [0]
     assert not only(SendKept, group.request(1))
-    assert group[1].state is State.ASKING
+    assert group[1].state is PeerState.ASKING
 
 
 def heal(group: Core, rank: int) -> None:
@@ -116,7 +116,7 @@ def heal(group: Core, rank: int) -> None:
     donor = group[others[0]]
     donor.requests(Request("give", "state"), group.now)
     assert only(CopyState, group.tell(Gave(donor, True))) == [CopyState(number)]
-    assert only(Answer, group.done) == [Answer([donor], None)]
+    assert only(Respond, group.done) == [Respond([donor], None)]
     group.tell(StateCopied(number))
     group.request(rank, Request("heal", "state"))
     assert only(SendState, group.done) == [SendState(number, [group[rank]])]
@@ -138,7 +138,7 @@ def test_a_donor_that_dies_leaves_a_reason(group: Core) -> None:
     group.request(2, STEP, lacks=True)
     group.step(0, 1)
     group.request(2, Request("heal", "state"))
-    (answer,) = only(Answer, group.tell(Ended(group[0], MemberDiedError("it died"))))
+    (answer,) = only(Respond, group.tell(Ended(group[0], MemberDiedError("it died"))))
     assert str(answer.error) == "rank 0, which gives it, is gone"
 
 

@@ -30,7 +30,7 @@ from flatweights.ray.channels._member_channel import CoordinatorDiedError, Membe
 from flatweights.ray.channels._message import buffer_message
 from flatweights.ray.channels._protocol import NUMBER
 from flatweights.ray.channels._segments import Segments
-from flatweights.ray.core._peer import State
+from flatweights.ray.core._peer import PeerState
 from flatweights.ray.core._requests import Request, Response
 from flatweights.ray.members import _sessions
 from flatweights.ray.members._member import Member
@@ -121,7 +121,7 @@ def test_a_member_that_joins_again_between_two_kinds_of_call_gets_the_latest_of_
         calls = [threads.submit(average, one, kind, 100.0) for one in (first, second)]
         assert [call.result(PATIENCE)[0] for call in calls] == [100.0, 100.0]
     kill(second)
-    local.wait_until(lambda group: group.rendezvous.sessions[1].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is PeerState.DEAD)
     average(first, "critic", 101.0)
     again = local.join(1)
     value, result = average(again, "critic", 0.0)
@@ -144,7 +144,7 @@ def test_members_that_all_wait_for_another_kind_of_call_get_its_last_response(
     local = LocalProcessGroup(2)
     first, second = local.join_all()
     kill(second)
-    local.wait_until(lambda group: group.rendezvous.sessions[1].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is PeerState.DEAD)
     for kind in ("actor", "critic"):
         first.average({kind: np.full(2, 100.0)}, min_results=1)
     again = local.join(1)
@@ -168,7 +168,7 @@ def test_a_root_that_joins_again_sends_its_weights_in_time_for_any_broadcast(
             threads.submit(one.broadcast if k else one.average, {f"{k}": np.ones(2)})
     local.wait_until(lambda group: group.calls.number == 2)
     kill(first)
-    local.wait_until(lambda group: group.rendezvous.sessions[0].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[0].state is PeerState.DEAD)
     second.average({"0": np.ones(2)}, min_results=1)
     again = local.join(0)
     assert again.average({"0": np.zeros(2)}, min_results=1).late == (0,)
@@ -204,7 +204,7 @@ def test_a_call_whose_only_askers_have_died_is_not_closed(threads: ThreadPoolExe
     kill(first)
     with pytest.raises(MemberError):
         asked.result(PATIENCE)
-    local.wait_until(lambda group: group.rendezvous.sessions[0].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[0].state is PeerState.DEAD)
     value, result = mean_of(second, 2.0, min_results=1)
     assert (value, result.number, list(result.failed)) == (2.0, 1, [0])
     finish(local, second)
@@ -283,7 +283,7 @@ def test_a_group_ends_when_all_that_were_joining_have_given_up() -> None:
 
 
 def in_state(
-    local: LocalProcessGroup, threads: ThreadPoolExecutor, state: State
+    local: LocalProcessGroup, threads: ThreadPoolExecutor, state: PeerState
 ) -> tuple[Callable[[], None], Any, Future[Any] | None]:
     """Bring rank 0 of a process group of three into ``state``, and the other two to `WORKING`.
 
@@ -292,7 +292,7 @@ def in_state(
     """
     others = [local.enter(1), local.enter(2)]
     channels = [local.channel(entry) for entry in others]
-    if state is State.ENTERING:
+    if state is PeerState.ENTERING:
         entry = local.enter(0)
         entry.join_reply.result(PATIENCE)
 
@@ -300,7 +300,7 @@ def in_state(
             local.lose(entry, MemberDiedError("it was killed"))
 
         return die, (others, channels), None
-    if state is State.READY:
+    if state is PeerState.READY:
         entry = local.enter(0)
         channel = local.channel(entry)
         return channel.close, (others, channels), None
@@ -308,18 +308,22 @@ def in_state(
     first = local.join(0)
     both = [member.result(PATIENCE) for member in members]
     call_all(threads, [first, *both], [1.0, 2.0, 3.0])
-    if state is State.WORKING:
+    if state is PeerState.WORKING:
         return lambda: kill(first), both, None
     asked = threads.submit(mean_of, first, 50.0, min_results=1)
     local.until_asked(0)
     return lambda: kill(first), both, asked
 
 
-@pytest.mark.parametrize("state", [State.ENTERING, State.READY, State.WORKING, State.ASKING])
-def test_a_death_and_a_successor_in_each_state(threads: ThreadPoolExecutor, state: State) -> None:
+@pytest.mark.parametrize(
+    "state", [PeerState.ENTERING, PeerState.READY, PeerState.WORKING, PeerState.ASKING]
+)
+def test_a_death_and_a_successor_in_each_state(
+    threads: ThreadPoolExecutor, state: PeerState
+) -> None:
     """The successor comes before or after the death; the others ask before, between or after."""
     for events in itertools.permutations(["die", "enter", "ask"]):
-        is_open = state in (State.WORKING, State.ASKING)
+        is_open = state in (PeerState.WORKING, PeerState.ASKING)
         if not is_open and events[2] != "ask":
             continue  # nobody asks before all have joined
         local = LocalProcessGroup(3)
@@ -347,17 +351,17 @@ def test_a_death_and_a_successor_in_each_state(threads: ThreadPoolExecutor, stat
             assert (mean, got.used) == (value, result.used), events
         # A member that requests and dies is part of the call if the call closes before the death is
         # seen.
-        whole = {0.0, 20.0} if state is State.ASKING else {0.0}
+        whole = {0.0, 20.0} if state is PeerState.ASKING else {0.0}
         assert value in {(0, 1, 2): whole, (1, 2): {5.0}}[result.used], events
         if asked is not None:
             asked.exception(PATIENCE)
         finish(local, again, *others)
 
 
-@pytest.mark.parametrize("state", [State.ENTERING, State.READY])
+@pytest.mark.parametrize("state", [PeerState.ENTERING, PeerState.READY])
 @pytest.mark.parametrize("before", ["nobody", "has left", "has died"])
 def test_a_process_that_dies_while_it_joins_is_no_member(
-    threads: ThreadPoolExecutor, before: str, state: State
+    threads: ThreadPoolExecutor, before: str, state: PeerState
 ) -> None:
     """The others see the last member of its rank, if that has died."""
     local = LocalProcessGroup(2, min_size=1, grace=0.0)
@@ -370,7 +374,7 @@ def test_a_process_that_dies_while_it_joins_is_no_member(
         (second.leave if before == "has left" else lambda: kill(second))()
         local.wait_until(lambda group: not group.rendezvous.sessions[1].is_present)
     entry = local.enter(1)
-    channel = local.channel(entry) if state is State.READY else None
+    channel = local.channel(entry) if state is PeerState.READY else None
     entry.join_reply.result(PATIENCE)
     if before != "has died":
         value, result = mean_of(first, 5.0)  # waits for nobody
@@ -579,7 +583,7 @@ def test_a_root_whose_broadcast_is_no_longer_kept_takes_part_in_the_next(
     for call in [threads.submit(one.broadcast, model) for one in members]:
         call.result(PATIENCE)
     kill(members[0])
-    local.wait_until(lambda group: group.rendezvous.sessions[0].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[0].state is PeerState.DEAD)
     for k in range(12):
         layer_of(members[1], k, float(k))
     again = local.join(0)
@@ -598,7 +602,7 @@ def test_a_root_takes_part_in_a_broadcast_that_waits_for_it(threads: ThreadPoolE
     for call in [threads.submit(one.broadcast, model) for one in members]:
         call.result(PATIENCE)
     kill(members[0])
-    local.wait_until(lambda group: group.rendezvous.sessions[0].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[0].state is PeerState.DEAD)
     for k in range(12):  # the response of the broadcast is no longer kept
         layer_of(members[1], k, float(k))
     again = local.join(0)
@@ -668,7 +672,7 @@ def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     second._coordinator._channel.response = interrupt  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         second.average(np.ones(1))
-    local.wait_until(lambda group: group.rendezvous.sessions[1].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is PeerState.DEAD)
     with pytest.raises(WorkerError, match=r"^rank 1 left with KeyboardInterrupt"):
         first.average(np.ones(1))
     finish(local, first)
@@ -733,7 +737,7 @@ def test_a_member_that_cannot_apply_an_response_lacks_the_state(
     assert before[0].exception() is None
     assert before[1].exception() is error
     assert second.lacks_state
-    local.wait_until(lambda group: group.rendezvous.sessions[1].state is State.WORKING)
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is PeerState.WORKING)
     states[0].value[:] = 8.0
     asked = threads.submit(second.average_variables, gradients[1], state=states[1], min_results=1)
     local.wait_until(lambda group: group.calls.waiting.recovering)
@@ -756,7 +760,7 @@ def test_a_member_whose_leave_is_interrupted_is_waited_for_no_longer(
     second._coordinator.leave = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         second.leave()
-    local.wait_until(lambda group: group.rendezvous.sessions[1].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is PeerState.DEAD)
     finish(local, first)
 
 
@@ -779,7 +783,7 @@ def test_a_signal_handler_in_a_call_is_told_to_leave_later(threads: ThreadPoolEx
         sent.result(PATIENCE)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    local.wait_until(lambda group: group.rendezvous.sessions[0].state is State.DEAD)
+    local.wait_until(lambda group: group.rendezvous.sessions[0].state is PeerState.DEAD)
     finish(local, second)
 
 
@@ -1027,7 +1031,7 @@ def test_a_request_without_weights_passes_a_node_agent(
         is_urgent=True,
     )
     token, body, buffer = coordinator.next("hand")
-    session = Session(1, "process of rank 1", token, state=State.WORKING)
+    session = Session(1, "process of rank 1", token, state=PeerState.WORKING)
     session.receive(StoreRequest(body, buffer, None))
     assert session.look()
     assert session.fault is None

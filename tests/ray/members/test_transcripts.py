@@ -25,7 +25,6 @@ from calls import TheProcessGroup
 
 from flatweights.ray.core._events import (
     Action,
-    Answer,
     CopyState,
     Ended,
     Gave,
@@ -36,6 +35,7 @@ from flatweights.ray.core._events import (
     Reduced,
     Refused,
     Release,
+    Respond,
     Send,
     SendKept,
     SendState,
@@ -62,9 +62,9 @@ def lines_of(action: Action) -> list[str]:
             parts += [f"late {' '.join(map(str, action.late))}"] if action.late else []
         case SendKept():
             parts = [f"tell {ranks(action.peers)}: response {action.number}, which is kept"]
-        case Answer(peers, None):
+        case Respond(peers, None):
             parts = [f"tell {ranks(peers)}: go on"]
-        case Answer(peers, error):
+        case Respond(peers, error):
             parts = [f"tell {ranks(peers)}: {type(error).__name__}: {error}"]
         case TimeIsUp():
             parts = [f"tell {ranks(action.peers)}: the time is up for {action.others}"]

@@ -23,11 +23,11 @@ from flatweights.ray.nodes._node import NodeEnd, Route
 from flatweights.ray.nodes._pieces import canonical, packed_bytes
 from flatweights.ray.nodes._plan import Plan, Sums, nbytes_of
 from flatweights.ray.peers._by_channel import GroupChannels
-from flatweights.ray.peers._summary import Reading, read_into
+from flatweights.ray.peers._summary import ReadOptions, read_into
 
 DTYPES = [*REAL, *map(np.dtype, ("c8", "c16", "i8", "i4", "u1", "?"))]
 SUMS: tuple[Sums, ...] = ("float64", "float32")
-READING = Reading(screen=False, weigh=None)
+READING = ReadOptions(screen=False, weigh=None)
 
 
 @st.composite

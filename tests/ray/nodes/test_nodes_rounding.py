@@ -16,10 +16,10 @@ from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._rounding import Coding, Residuals
 from flatweights.ray.peers._by_channel import GroupChannels
-from flatweights.ray.peers._summary import Reading, read_into
+from flatweights.ray.peers._summary import ReadOptions, read_into
 from flatweights.wire import Difference, WireDType, average_differences, wire_layout
 
-READING = Reading(screen=True, weigh=None, is_encoded=True)
+READING = ReadOptions(screen=True, weigh=None, is_encoded=True)
 SIZES = {"a": 1_003, "b": 70, "c": 1}  # elements; those of "b" are float64
 
 Groups = Sequence[Sequence[int]]

@@ -12,12 +12,12 @@ from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._node import Route
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._agent import Agent, Command
-from flatweights.ray.peers._transport import Answer, Call
+from flatweights.ray.peers._transport import Call, PendingResult
 
 pytestmark = pytest.mark.ray
 
 
-class Owed(Answer):
+class Owed(PendingResult):
     """An answer that arrives when the test says so."""
 
     waiting: ClassVar[Callable[[], object]] = lambda: None

@@ -212,7 +212,7 @@ class Channels:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listening.bind(self.address)
         listening.listen(512)
-        self._met = _Met()
+        self._met = _Connections()
         self._listener = Listener(listening, "channels", self._met.greet)
         weakref.finalize(self, self._listener.close)
         self._doorbell = _core.Doorbell()
@@ -374,7 +374,7 @@ class Channels:
         self._poll.close()
 
 
-class _Met:
+class _Connections:
     """The workers that are expected, and those that have connected; a thread greets them."""
 
     def __init__(self) -> None:

@@ -27,7 +27,6 @@ from typing import NamedTuple
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.core._events import (
     Action,
-    Answer,
     CopyState,
     Detach,
     Ended,
@@ -43,6 +42,7 @@ from flatweights.ray.core._events import (
     Release,
     Repeated,
     Requested,
+    Respond,
     Send,
     SendAgain,
     SendKept,
@@ -52,14 +52,14 @@ from flatweights.ray.core._events import (
     TimeIsUp,
 )
 from flatweights.ray.core._healing import Healing
-from flatweights.ray.core._peer import Peer, Peers, State, ranks_of
+from flatweights.ray.core._peer import Peer, Peers, PeerState, ranks_of
 from flatweights.ray.core._requests import (
     LacksStateError,
     MemberDiedError,
     OutOfSyncError,
     Request,
 )
-from flatweights.ray.core._response_cache import Kept, ResponseCache
+from flatweights.ray.core._response_cache import CachedResponse, ResponseCache
 from flatweights.ray.core._waiting import Waiting
 
 _AGAIN = 2.0  # seconds, at least, in which members send weights again that were on a GPU
@@ -160,7 +160,7 @@ class Calls:
         peers = [*self.peers.present.values()]
         self.number += event.calls
         for request, number, nbytes in event.made:
-            kept = Kept(number, nbytes, None, self._cache.before(request))
+            kept = CachedResponse(number, nbytes, None, self._cache.before(request))
             self._do(Keep(self._cache.keep(request, kept, peers)))
         for peer in peers:
             peer.told(self.number)
@@ -187,7 +187,7 @@ class Calls:
 
     def _is_on_time(self, peer: Peer) -> bool:
         """Whether the open call waits for the request of a member."""
-        return peer.state is State.WORKING and peer.has == self.number
+        return peer.state is PeerState.WORKING and peer.has == self.number
 
     def _is_due(self, now: float) -> bool:
         """Whether to close the open call now."""
@@ -290,11 +290,11 @@ class Calls:
             peer.told(peer.has if number is None else number)
 
     def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
-        """Answer requests that are part of no call."""
+        """Respond requests that are part of no call."""
         self._settle(peers)
-        self._do(Answer(peers, error))
+        self._do(Respond(peers, error))
 
-    def _send_kept(self, kept: Kept, peer: Peer) -> None:
+    def _send_kept(self, kept: CachedResponse, peer: Peer) -> None:
         self._cache.give(kept, peer)
         self._settle([peer], kept.number)
         self._do(SendKept(kept.number, [peer]))
@@ -349,7 +349,7 @@ class Calls:
             late = tuple(call.late)
             if missed or waiting.behind:
                 late = tuple(sorted({*late, *ranks_of([*missed, *waiting.behind])}))
-            made = Kept(number, result.nbytes, result.gpu, cache.before(first))
+            made = CachedResponse(number, result.nbytes, result.gpu, cache.before(first))
             changes = cache.keep(first, made, [*asking, *recovering], served)
             self._do(Keep(changes))
         if first.gpu is not None:
@@ -419,7 +419,7 @@ class Calls:
                 healing.fail(event.why)
 
     def _heal(self, now: float) -> None:
-        """Answer members that wait for a state, if it is known; give up on late donors."""
+        """Respond members that wait for a state, if it is known; give up on late donors."""
         for healing in self.healings:
             healing.give_up_in_time(now)
             if not healing.is_known:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flatweights.ray.core._peer import Peer
 from flatweights.ray.core._requests import MemberDiedError, Request
-from flatweights.ray.core._response_cache import Changes
+from flatweights.ray.core._response_cache import CacheChanges
 
 # Events.
 
@@ -153,8 +153,8 @@ class SendKept(NamedTuple):
     peers: Sequence[Peer]
 
 
-class Answer(NamedTuple):
-    """Answer requests that are part of no call: by an error, unless it is None."""
+class Respond(NamedTuple):
+    """Respond requests that are part of no call: by an error, unless it is None."""
 
     peers: Sequence[Peer]
     error: Exception | None = None
@@ -202,7 +202,7 @@ class Release(NamedTuple):
 class Keep(NamedTuple):
     """Change which responses are kept, and where."""
 
-    changes: Changes
+    changes: CacheChanges
 
 
 class Detach(NamedTuple):
@@ -229,7 +229,7 @@ Action: TypeAlias = (
     Reduce
     | Send
     | SendKept
-    | Answer
+    | Respond
     | TimeIsUp
     | NobodyHas
     | SendAgain

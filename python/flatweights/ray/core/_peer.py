@@ -27,7 +27,7 @@ from flatweights.ray.core._requests import MemberDiedError, Request
 _NOTHING = Request("leave")
 
 
-class State(enum.Enum):
+class PeerState(enum.Enum):
     """The state of a member; see the table above."""
 
     ENTERING = enum.auto()
@@ -65,7 +65,7 @@ class Peer:
     before: Peer | None = None
     has_joined: bool = False
     has_channel: bool = False
-    state: State = State.ENTERING
+    state: PeerState = PeerState.ENTERING
     has: int = 0
     states: dict[str, int] = field(default_factory=dict)
     request: Request = _NOTHING
@@ -75,7 +75,7 @@ class Peer:
     @property
     def is_present(self) -> bool:
         """Whether it takes part: it is alive, and has not left."""
-        return self.state not in (State.LEFT, State.DEAD)
+        return self.state not in (PeerState.LEFT, PeerState.DEAD)
 
     @property
     def is_missed(self) -> bool:
@@ -84,7 +84,7 @@ class Peer:
 
     def ready(self) -> None:
         """Note that it can be told its first response."""
-        self.state = State.READY
+        self.state = PeerState.READY
 
     def join(self) -> None:
         """Note that it is a member from now on: if it dies, the others miss it."""
@@ -93,18 +93,22 @@ class Peer:
     def requests(self, request: Request, now: float) -> None:
         """Note what it asks."""
         self.request, self.deadline = request, Deadline.after(request.timeout, now)
-        self.state = State.ASKING
+        self.state = PeerState.ASKING
         self.join()
 
     def told(self, number: int) -> None:
         """Note that it gets response ``number``."""
         if number > self.has:
             self.has = number
-        self.state, self.request = State.WORKING, _NOTHING
+        self.state, self.request = PeerState.WORKING, _NOTHING
 
     def ends(self, why: MemberDiedError | None) -> None:
         """Note that it has left or, with a reason, ended in another way."""
-        self.state, self.why, self.request = State.DEAD if why else State.LEFT, why, _NOTHING
+        self.state, self.why, self.request = (
+            PeerState.DEAD if why else PeerState.LEFT,
+            why,
+            _NOTHING,
+        )
 
 
 class Peers:
@@ -146,7 +150,7 @@ class Peers:
 
     def working(self) -> list[Peer]:
         """Return the members that have not asked again."""
-        return [peer for peer in self.present.values() if peer.state is State.WORKING]
+        return [peer for peer in self.present.values() if peer.state is PeerState.WORKING]
 
 
 def ranks_of(peers: Iterable[Peer]) -> list[int]:

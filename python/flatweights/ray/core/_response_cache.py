@@ -29,7 +29,7 @@ _KINDS = 1024  # kinds of call of which the number of the last response is known
 _Value = TypeVar("_Value")
 
 
-class Kept(NamedTuple):
+class CachedResponse(NamedTuple):
     """The last response of one kind of call.
 
     Attributes:
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
         )
 
 
-class Changes(NamedTuple):
+class CacheChanges(NamedTuple):
     """The numbers of responses that are kept in another way from now on.
 
     Attributes:
@@ -85,8 +85,9 @@ class ResponseCache:
 
     def __init__(self) -> None:
         """Begin without calls."""
-        self._kept: dict[Kind, Kept] = {}  # the oldest first
-        self._small: dict[Kind, Kept] = {}  # small ones that were the oldest of these, likewise
+        self._kept: dict[Kind, CachedResponse] = {}  # the oldest first
+        # small ones that were the oldest of these, likewise
+        self._small: dict[Kind, CachedResponse] = {}
         self._made: dict[Kind, Made] = {}  # the oldest first
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
         self._twins: set[str] = set()  # the keys of requests that are twins
@@ -96,7 +97,7 @@ class ResponseCache:
         """Whether two models of one layout take turns in the calls of a member."""
         return bool(self._twins)
 
-    def answer_for(self, session: Peer) -> Kept | None:
+    def answer_for(self, session: Peer) -> CachedResponse | None:
         """Return the response that ``session`` gets at once; None if it has to wait.
 
         If it gets that response, `give` notes it.
@@ -124,7 +125,7 @@ class ResponseCache:
             raise _twin_error(session)
         return kept
 
-    def give(self, kept: Kept, session: Peer) -> None:
+    def give(self, kept: CachedResponse, session: Peer) -> None:
         """Note that ``session``, which is late, gets a response of its kind of call."""
         if session.request.state is not None:
             session.states[session.request.state] = kept.number
@@ -158,18 +159,22 @@ class ResponseCache:
             return made.number > session.has
         return session.number not in made.sessions
 
-    def last_for(self, session: Peer) -> Kept | None:
+    def last_for(self, session: Peer) -> CachedResponse | None:
         """Return the last response of the call that ``session`` makes; None if it is not kept."""
         return self._last(session.request.kind)
 
     def keep(
-        self, request: Request, made: Kept, sessions: Sequence[Peer], late: Sequence[Peer] = ()
-    ) -> Changes:
+        self,
+        request: Request,
+        made: CachedResponse,
+        sessions: Sequence[Peer],
+        late: Sequence[Peer] = (),
+    ) -> CacheChanges:
         """Keep a response of the call of ``request``, and not the last one of its kind.
 
         The ``sessions`` get it, and with it the state; so do those that are ``late`` for it.
         """
-        changes = Changes([], [])
+        changes = CacheChanges([], [])
         kind = request.kind
         last = self._kept.pop(kind, None) or self._small.pop(kind, None)
         if last is not None:
@@ -195,9 +200,9 @@ class ResponseCache:
         """Return the number of the last call with the state of ``request``; 0 without one."""
         return 0 if request.state is None else self._states.get(request.state, 0)
 
-    def forget(self, state: str | None) -> Changes:
+    def forget(self, state: str | None) -> CacheChanges:
         """Forget all calls with a state that no member has any more."""
-        changes = Changes([], [])
+        changes = CacheChanges([], [])
         for calls in (self._kept, self._small):
             for kind in [kind for kind in calls if kind[-1] == state]:
                 changes.released.append(calls.pop(kind).number)
@@ -206,7 +211,7 @@ class ResponseCache:
         self._states.pop(state or "", None)
         return changes
 
-    def _last(self, kind: Kind) -> Kept | None:
+    def _last(self, kind: Kind) -> CachedResponse | None:
         return self._kept.get(kind) or self._small.get(kind)
 
     def _was_late(self, session: Peer) -> bool:

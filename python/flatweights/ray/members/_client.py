@@ -42,7 +42,7 @@ from flatweights.ray.members._again import Repeatable, response_again
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._coordinator import Coordinator
 from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
-from flatweights.ray.members._platform import PLATFORM, Platform
+from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._rendezvous import JoinReply
 from flatweights.ray.members._sessions import as_array
 from flatweights.ray.peers._wait import seconds_left
@@ -71,7 +71,9 @@ class Identity(NamedTuple):
     stays: ray.ObjectRef | None = None
 
     @classmethod
-    def of(cls, coordinator: ray.actor.ActorHandle, platform: Platform = PLATFORM) -> Identity:
+    def of(
+        cls, coordinator: ray.actor.ActorHandle, platform: MemberPlatform = PLATFORM
+    ) -> Identity:
         """Introduce this process to a coordinator."""
         token, who = platform.introduce()
         return cls(token, who, coordinator.stay.remote(token))
@@ -86,7 +88,7 @@ class CoordinatorClient(ABC):
     """
 
     def __init__(
-        self, actor: ray.actor.ActorHandle, identity: Identity, platform: Platform = PLATFORM
+        self, actor: ray.actor.ActorHandle, identity: Identity, platform: MemberPlatform = PLATFORM
     ) -> None:
         """Take the actor, which is the coordinator or the agent of this node, and the identity."""
         self.is_asking = self.is_told = False
@@ -219,7 +221,7 @@ class ChannelClient(CoordinatorClient):
         identity: Identity,
         channel: MemberChannel,
         session: int,
-        platform: Platform = PLATFORM,
+        platform: MemberPlatform = PLATFORM,
     ) -> None:
         """Take the channel, which is attached, and the number of the session."""
         super().__init__(actor, identity, platform)
@@ -367,7 +369,10 @@ class StoreClient(CoordinatorClient):
     """An end that uses Ray's calls and its object store, for members without a channel."""
 
     def __init__(
-        self, coordinator: ray.actor.ActorHandle, identity: Identity, platform: Platform = PLATFORM
+        self,
+        coordinator: ray.actor.ActorHandle,
+        identity: Identity,
+        platform: MemberPlatform = PLATFORM,
     ) -> None:
         """Take the coordinator."""
         super().__init__(coordinator, identity, platform)
@@ -429,7 +434,7 @@ def enter(
     config: GroupConfig,
     timeout: float | None,
     end: float | None,
-    platform: Platform = PLATFORM,
+    platform: MemberPlatform = PLATFORM,
 ) -> Entered:
     """Find or start the coordinator, take a session, and wait for the others.
 
@@ -491,7 +496,9 @@ def enter(
         raise
 
 
-def _who_is_missing(coordinator: ray.actor.ActorHandle, own: int | None, platform: Platform) -> str:
+def _who_is_missing(
+    coordinator: ray.actor.ActorHandle, own: int | None, platform: MemberPlatform
+) -> str:
     """Return a clause about the ranks, except the ``own`` one, that have not joined."""
     try:
         absent = platform.get(coordinator.absent.remote(), _ABSENT)
@@ -508,7 +515,7 @@ def _end_of(
     join_reply: JoinReply,
     identity: Identity,
     end: float | None,
-    platform: Platform,
+    platform: MemberPlatform,
 ) -> CoordinatorClient:
     """Make the channel that a join reply allows; otherwise return an end that uses Ray's store.
 

@@ -23,7 +23,7 @@ from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.core._requests import MemberDiedError
 from flatweights.ray.members._call_queue import Result
 from flatweights.ray.members._config import GroupConfig
-from flatweights.ray.members._platform import PLATFORM, Platform
+from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._rendezvous import Entry, JoinReply
 from flatweights.ray.members._sessions import RemoteWeights, Reply, StoreRequest
@@ -38,7 +38,7 @@ class Coordinator:
         self,
         name: str,
         config: GroupConfig,
-        platform: Platform = PLATFORM,
+        platform: MemberPlatform = PLATFORM,
         group: type[ProcessGroup] = ProcessGroup,
     ) -> None:
         """Hold a process group.

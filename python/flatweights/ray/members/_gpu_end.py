@@ -15,7 +15,7 @@ from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._gpu_segments import GpuSegments, Handle, OwnSegment
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.core._requests import Placed
-from flatweights.ray.members._reductions import Reduced, Reduction
+from flatweights.ray.members._reductions import Reduction, SegmentsReduced
 
 # Bytes of weights that stay on a GPU. It runs the kernels of one process at a time, and takes some
 # 0.3 ms to go from one to another, which an average needs twice. With two members on an H100, the
@@ -100,10 +100,10 @@ class GpuEnd:
             reduced = self._reduced(Reduction(*pickle.loads(body)))
         except Exception as error:  # the weights are averaged on the host then
             is_fault = not isinstance(error, (MemoryError, OSError, ChannelError))
-            reduced = Reduced(None, (), reason_in_a_line(error), is_fault)
+            reduced = SegmentsReduced(None, (), reason_in_a_line(error), is_fault)
         return pickle.dumps(tuple(reduced))
 
-    def _reduced(self, wanted: Reduction) -> Reduced:
+    def _reduced(self, wanted: Reduction) -> SegmentsReduced:
         layout, own = self._layout, self._own
         if layout is None or own is None:
             raise RuntimeError("this member has gathered nothing")
@@ -117,7 +117,7 @@ class GpuEnd:
         self.tell(out)
         reach("reduced")
         spoiled = tuple(k for k, is_flagged in enumerate(flags) if is_flagged)
-        return Reduced(out.handle.placed, spoiled)
+        return SegmentsReduced(out.handle.placed, spoiled)
 
     def memory(self, placed: Placed) -> _core.DeviceSegment | _core.PeerDeviceSegment:
         """Return a segment of this member or of another, mapped.

@@ -33,7 +33,7 @@ from flatweights.ray.channels._gpu_segments import Handle
 from flatweights.ray.channels._protocol import REDUCE
 from flatweights.ray.core._peer import Peer
 from flatweights.ray.core._requests import Placed, Request
-from flatweights.ray.members._reductions import Reduced, Reduction
+from flatweights.ray.members._reductions import Reduction, SegmentsReduced
 from flatweights.ray.members._sessions import Session
 
 _PATIENCE = 2.0  # seconds for an average: milliseconds, unless that member is stopped or has died
@@ -216,7 +216,7 @@ class GpuRounds:
 
     def _reduced(
         self, channel: DriverChannel, sessions: Sequence[Session], weights: Sequence[float]
-    ) -> Reduced:
+    ) -> SegmentsReduced:
         segments = []
         for session in sessions:
             assert session.channel is not None
@@ -235,7 +235,7 @@ class GpuRounds:
                 raise TimeoutError(f"it has not averaged within {_PATIENCE} s")
             self._channels.wait([channel], left)
         _, (body, _) = channel.take()
-        return Reduced(*pickle.loads(body))
+        return SegmentsReduced(*pickle.loads(body))
 
     def _kept(self, owner: Session, layout: Layout, placed: Placed) -> Stayed:
         assert owner.channel is not None

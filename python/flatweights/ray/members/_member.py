@@ -46,7 +46,7 @@ from flatweights.ray.core._requests import (
 from flatweights.ray.members._again import Again
 from flatweights.ray.members._client import CoordinatorClient, Sent, enter
 from flatweights.ray.members._config import GRACE, GroupConfig
-from flatweights.ray.members._platform import PLATFORM, Platform
+from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._rendezvous import JoinReply
 from flatweights.ray.members._train import train_worker
 from flatweights.ray.members._turns import Turns
@@ -148,7 +148,7 @@ def joined(
     config: GroupConfig,
     timeout: float | None,
     end: float | None,
-    platform: Platform = PLATFORM,
+    platform: MemberPlatform = PLATFORM,
 ) -> Member:
     """Return the member that `join` returns, whose arguments were checked; see `enter`.
 

@@ -22,7 +22,7 @@ from flatweights import _core
 from flatweights._sources import Kind, Template
 from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.channels._end import ChannelError
-from flatweights.ray.core._peer import State
+from flatweights.ray.core._peer import PeerState
 from flatweights.ray.core._requests import MemberDiedError
 from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._sessions import (
@@ -115,7 +115,7 @@ class NodeAgent:
             ChannelError: If it has not connected.
         """
         session = self._sessions.get(token)
-        if session is None or session.state is not State.ENTERING:
+        if session is None or session.state is not PeerState.ENTERING:
             raise ChannelError("no such member")
         session.attach(self._channels.connect(token, nonce))
         self._coordinator.hand.remote(token, None, None)

@@ -36,24 +36,24 @@ _getting = threading.Lock()
 _Result = TypeVar("_Result")
 
 
-class Place(NamedTuple):
+class ActorPlace(NamedTuple):
     """Where an actor runs: the node, and the actor's handle."""
 
     node: str
     actor: ray.actor.ActorHandle
 
 
-class Platform:
+class MemberPlatform:
     """Ray, memory that two processes map, threads, and the names of this process."""
 
     # Of a coordinator.
 
-    def begin_coordinator(self) -> Place:
+    def begin_coordinator(self) -> ActorPlace:
         """Prepare this process, which is an actor, to be a coordinator; return where it is."""
         # An actor without CPUs gets one thread. But its members wait while it averages.
         os.environ.pop("OMP_NUM_THREADS", None)
         context = ray.get_runtime_context()
-        return Place(context.get_node_id(), context.current_actor)
+        return ActorPlace(context.get_node_id(), context.current_actor)
 
     def channels(self) -> Channels:
         """Return the coordinator's ends of channels, without any.
@@ -144,4 +144,4 @@ class Platform:
     seconds_since_end = staticmethod(seconds_since_end)
 
 
-PLATFORM = Platform()
+PLATFORM = MemberPlatform()

@@ -41,7 +41,6 @@ from flatweights.ray.channels._protocol import RESEND
 from flatweights.ray.core._calls import Calls
 from flatweights.ray.core._events import (
     Action,
-    Answer,
     CopyState,
     Detach,
     Ended,
@@ -58,6 +57,7 @@ from flatweights.ray.core._events import (
     Repeated,
     RequestAgain,
     Requested,
+    Respond,
     Send,
     SendAgain,
     SendKept,
@@ -66,19 +66,19 @@ from flatweights.ray.core._events import (
     Tick,
     TimeIsUp,
 )
-from flatweights.ray.core._peer import Peer, State, ranks_of
+from flatweights.ray.core._peer import Peer, PeerState, ranks_of
 from flatweights.ray.core._requests import (
     CallsDifferError,
     MemberDiedError,
     Request,
     Response,
 )
-from flatweights.ray.core._response_cache import Changes
+from flatweights.ray.core._response_cache import CacheChanges
 from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._gpu_rounds import GpuRounds, RequestAgainError, Stayed
 from flatweights.ray.members._node_agent import NodeAgentActor, NodeAgentResponse, SentWeights
-from flatweights.ray.members._platform import PLATFORM, Platform
+from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._rendezvous import Rendezvous
 from flatweights.ray.members._repetitions import Ending, Repetitions
 from flatweights.ray.members._sessions import (
@@ -102,7 +102,7 @@ _CALLS = 16  # calls that an agent runs at a time, without waiting for each othe
 _log = logging.getLogger("flatweights")
 
 
-class _Kept(NamedTuple):
+class _Encoded(NamedTuple):
     """A response that members may yet get: its body, and its weights."""
 
     body: bytes
@@ -124,7 +124,7 @@ class ProcessGroup:
         config: GroupConfig,
         node: str,
         coordinator: ray.actor.ActorHandle,
-        platform: Platform = PLATFORM,
+        platform: MemberPlatform = PLATFORM,
     ) -> None:
         """Prepare; `run` holds the process group.
 
@@ -149,7 +149,7 @@ class ProcessGroup:
         self._gpu = GpuRounds(self._channels)
         self._repetitions = Repetitions(name, self._channels)
         self._seconds_waited = 0.0  # for the open call
-        self._kept: dict[int, _Kept] = {}  # responses for members that are late, by number
+        self._kept: dict[int, _Encoded] = {}  # responses for members that are late, by number
         self._given: Packed | None = None  # a state that has just come
         self._states: dict[int, Packed] = {}  # states that heal members, by number of the response
         self.queue = CallQueue(self._channels)
@@ -205,7 +205,7 @@ class ProcessGroup:
         series = self._repetitions.run(self.calls.number, patience)
         self._seconds_waited = series.seconds_waited
         for number, (response, weights) in series.responses.items():
-            self._kept[number] = _Kept(pickle.dumps(response.fields), weights)
+            self._kept[number] = _Encoded(pickle.dumps(response.fields), weights)
         if series.calls:
             self._tell(Repeated(series.calls, series.made))
         return series.ending
@@ -229,7 +229,7 @@ class ProcessGroup:
         elif isinstance(action, SendKept):
             kept = self._kept[action.number]
             self._post(action.number, kept.body, kept.weights, _sessions(action.peers))
-        elif isinstance(action, Answer):
+        elif isinstance(action, Respond):
             self._answer(action.peers, action.error)
         elif isinstance(action, TimeIsUp):
             why: dict[int, Exception] = dict.fromkeys(action.others, late_error(action.timeout))
@@ -313,12 +313,12 @@ class ProcessGroup:
         self.calls.receive(StateCopied(number, why), _clock.now())
 
     def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
-        """Answer requests that are part of no call."""
+        """Respond requests that are part of no call."""
         for session in _sessions(peers):
             response = Response(session.has, self._size, self.rendezvous.peers.ranks(), error=error)
             self._post(session.has, ray.cloudpickle.dumps(response.fields), None, [session])
 
-    def _keep(self, changes: Changes) -> None:
+    def _keep(self, changes: CacheChanges) -> None:
         """Change which responses are kept, and where."""
         for number in changes.moved:
             kept = self._kept[number]
@@ -435,7 +435,7 @@ class ProcessGroup:
             self._repetitions.make_ready(response, weights.layout, sessions)
         body = pickler.dumps(response.fields)
         if result is not None:
-            self._kept[send.number] = _Kept(body, weights)
+            self._kept[send.number] = _Encoded(body, weights)
         reach("sending")
         exchanged = None if result is None else result._exchanged
         self._post(send.number, body, weights, _sessions(send.peers), exchanged)
@@ -619,7 +619,9 @@ class ProcessGroup:
     def _welcome(self) -> None:
         """Give members that are ready their first response, once the process group is open."""
         ready = [
-            session for session in self.rendezvous.present.values() if session.state is State.READY
+            session
+            for session in self.rendezvous.present.values()
+            if session.state is PeerState.READY
         ]
         was_open = self.rendezvous.is_open
         self.rendezvous.open_for(len(ready))
@@ -723,7 +725,7 @@ class ProcessGroup:
             ChannelError: If it has not connected.
         """
         session = self.rendezvous.present.get(token)
-        if session is None or session.state is not State.ENTERING:
+        if session is None or session.state is not PeerState.ENTERING:
             raise ChannelError("no such member")
         session.attach(self._channels.connect(token, nonce))
 

@@ -19,7 +19,7 @@ class Reduction(NamedTuple):
     weights: tuple[float, ...]
 
 
-class Reduced(NamedTuple):
+class SegmentsReduced(NamedTuple):
     """The answer.
 
     Attributes:

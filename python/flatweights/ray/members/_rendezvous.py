@@ -18,7 +18,7 @@ import ray
 from flatweights.ray import _clock
 from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.core._deadline import Deadline
-from flatweights.ray.core._peer import Peers, State
+from flatweights.ray.core._peer import Peers, PeerState
 from flatweights.ray.core._requests import MemberDiedError
 from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._config import GroupConfig
@@ -142,7 +142,9 @@ class Rendezvous:
     def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
         joined = {
-            session.rank for session in self.present.values() if session.state is not State.ENTERING
+            session.rank
+            for session in self.present.values()
+            if session.state is not PeerState.ENTERING
         }
         return [rank for rank in range(self._config.size) if rank not in joined]
 

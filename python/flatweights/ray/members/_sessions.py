@@ -32,7 +32,7 @@ from flatweights.ray.channels._driver_channel import DriverChannel
 from flatweights.ray.channels._message import Message, buffer_message
 from flatweights.ray.channels._protocol import ASKED_AGAIN, COMMAND, NUMBER, REDUCED, REPEAT, RESEND
 from flatweights.ray.channels._segments import Segments
-from flatweights.ray.core._peer import Peer, State
+from flatweights.ray.core._peer import Peer, PeerState
 from flatweights.ray.core._requests import MemberDiedError, Request, end_of, remember
 from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.peers._by_agent import AgentEnd
@@ -132,7 +132,7 @@ class Session(Peer):
 
     def look(self) -> bool:
         """Read from the member; return whether there is a request, or the member has ended."""
-        if self.state is State.WORKING:
+        if self.state is PeerState.WORKING:
             try:
                 self._read()
             except Exception as error:  # it died while it sent a segment, or its data are invalid
@@ -233,7 +233,7 @@ def wait_for(
         channels = [
             one.channel
             for one in sessions
-            if one.state is State.WORKING and one.channel is not None
+            if one.state is PeerState.WORKING and one.channel is not None
         ]
         # All requests but the last are read while that member still works. The first one may begin
         # the time of a call, even if it does not ring.

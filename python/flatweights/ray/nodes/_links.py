@@ -178,7 +178,7 @@ class Links:
             began = _clock.now()
             # Each node begins with the node after it, so no two begin with the same one.
             order = [(self.me + step) % self.size for step in range(1, self.size)]
-            peers = [_Peer(self, place, self._sockets[place], number) for place in order]
+            peers = [_Endpoint(self, place, self._sockets[place], number) for place in order]
 
             def pass_on(place: int, index: int) -> None:
                 if buffers := arrived(place, index):
@@ -223,7 +223,7 @@ class Links:
                 connection.close()
 
 
-class _Peer:
+class _Endpoint:
     """The buffers that are sent to one peer in a swap, and received from it.
 
     Attributes:
@@ -344,7 +344,7 @@ def _step(steps: Iterator[None]) -> Iterator[None] | None:
     return None
 
 
-def _poll(waiting: Mapping[int, _Peer], end: float) -> list[tuple[int, int]]:
+def _poll(waiting: Mapping[int, _Endpoint], end: float) -> list[tuple[int, int]]:
     """Wait until a socket is ready, at most until ``end``; return descriptors and events."""
     poll = select.poll()
     for descriptor, peer in waiting.items():
@@ -352,7 +352,7 @@ def _poll(waiting: Mapping[int, _Peer], end: float) -> list[tuple[int, int]]:
     return poll.poll(milliseconds(end))
 
 
-def _worst(peers: Iterable[_Peer]) -> int:
+def _worst(peers: Iterable[_Endpoint]) -> int:
     """Return the place of the peer with most missing buffers: others may wait for it, too."""
     return max(peers, key=lambda peer: peer.missing).place
 

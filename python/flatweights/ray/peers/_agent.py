@@ -23,8 +23,8 @@ from flatweights.ray.nodes._node import NodeEnd, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._by_channel import GroupChannels, Worker
 from flatweights.ray.peers._store import payload_of
-from flatweights.ray.peers._summary import Reading, read_into
-from flatweights.ray.peers._transport import Answer, Call, Payload, weights_of
+from flatweights.ray.peers._summary import ReadOptions, read_into
+from flatweights.ray.peers._transport import Call, Payload, PendingResult, weights_of
 from flatweights.ray.peers._wait import wait_any
 
 _SLICE = 0.1  # seconds after which answers are reported even if others are missing
@@ -65,7 +65,7 @@ class Command(NamedTuple):
     ranks: Mapping[int, tuple[ray.actor.ActorHandle, Sequence[Any]]]
     weights: Any
     fences: Sequence[ray.ObjectRef]
-    reading: Reading | None
+    reading: ReadOptions | None
 
 
 class Agent:
@@ -89,10 +89,10 @@ class Agent:
         self._over = 0  # the number of the last command whose round is over
         self._latest = 0  # the number of the latest command or exchange
         self._streaming: tuple[int, bytes] | None = None  # the exchange that is under way
-        self._reading: Reading | None = None
-        self._answers: dict[int, Answer] = {}
-        self._pending: dict[Answer, int] = {}
-        self._owed: dict[int, Answer] = {}  # by rank, answers to commands that are over
+        self._reading: ReadOptions | None = None
+        self._answers: dict[int, PendingResult] = {}
+        self._pending: dict[PendingResult, int] = {}
+        self._owed: dict[int, PendingResult] = {}  # by rank, answers to commands that are over
         self._exchanged: tuple[AverageOf, Payload] | None = None
 
     def address(self) -> Address | str:

@@ -20,8 +20,8 @@ from flatweights.ray.peers._backoff import Backoff
 from flatweights.ray.peers._by_channel import Worker
 from flatweights.ray.peers._call_log import CallLog
 from flatweights.ray.peers._store import argument_of, end_actor
-from flatweights.ray.peers._summary import Exchanged, Reading
-from flatweights.ray.peers._transport import Answer, Call
+from flatweights.ray.peers._summary import Exchanged, ReadOptions
+from flatweights.ray.peers._transport import Call, PendingResult
 from flatweights.ray.peers._wait import seconds_left
 
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
@@ -70,7 +70,7 @@ class NodeCall:
             self.agent.handle.finish.remote(self.number)
 
 
-class NodeAnswer(Answer):
+class NodeAnswer(PendingResult):
     """The answer of a worker that an agent called: a summary or a small value, until brought."""
 
     agent: AgentEnd
@@ -106,11 +106,11 @@ class NodeAnswer(Answer):
     @classmethod
     def wait(
         cls, answers: Sequence[NodeAnswer], timeout: float | None, enough: int = 1
-    ) -> list[Answer]:
+    ) -> list[PendingResult]:
         """Return the answers that have arrived."""
         end = None if timeout is None else _clock.now() + timeout
         while True:
-            there: list[Answer] = [one for one in answers if one._is_there]
+            there: list[PendingResult] = [one for one in answers if one._is_there]
             refs = list({one.ref: None for one in answers if one.ref is not None})
             if there or not refs:
                 return there
@@ -136,7 +136,7 @@ class NodeAnswer(Answer):
         self._value = self.agent.handle.give.remote(self._rank)
         return True
 
-    def overdue(self) -> Answer:
+    def overdue(self) -> PendingResult:
         """Return an answer that arrives once the worker is free again."""
         self.call.finish()
         self._value = None
@@ -203,7 +203,7 @@ class AgentEnd:
         call: Call,
         workers: Mapping[int, Worker],
         by_rank: Mapping[int, Sequence[Any]],
-        reading: Reading | None,
+        reading: ReadOptions | None,
     ) -> dict[int, NodeAnswer]:
         """Call workers of its node; return their answers.
 

@@ -32,9 +32,9 @@ from flatweights.ray.channels._protocol import BROKEN, BY_CALL, COMMAND, VALUE, 
 from flatweights.ray.channels._worker_channel import NoChannel
 from flatweights.ray.peers._backoff import Backoff
 from flatweights.ray.peers._call_log import CallLog
-from flatweights.ray.peers._platform import PLATFORM, Platform
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._store import RayResult, argument_of, call_actor, sent_weights
-from flatweights.ray.peers._transport import Answer, Call, Payload, plain_weights
+from flatweights.ray.peers._transport import Call, Payload, PendingResult, plain_weights
 
 _MOST_OFFERED = 3  # segments for averages that the user keeps
 _INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=channels
@@ -60,7 +60,7 @@ class GroupChannels:
         asleep: The mailboxes whose workers `wake` is to wake; None if they are woken at once.
     """
 
-    def __init__(self, platform: Platform = PLATFORM) -> None:
+    def __init__(self, platform: GroupPlatform = PLATFORM) -> None:
         """Make no channels yet.
 
         Raises:
@@ -159,7 +159,7 @@ class GroupChannels:
         self.last = None
 
 
-class ChannelResult(Answer):
+class ChannelResult(PendingResult):
     """The answer to a command, or to the Ray call that brings it."""
 
     def __init__(
@@ -191,13 +191,13 @@ class ChannelResult(Answer):
     @classmethod
     def wait(
         cls, answers: Sequence["ChannelResult"], timeout: float | None, enough: int = 1
-    ) -> list[Answer]:
+    ) -> list[PendingResult]:
         """Return the answers that have arrived."""
         begin = now = _clock.now()
         end = None if timeout is None else begin + timeout
         if timeout is not None and timeout <= 0:  # no sleep will learn of deaths
             answers[0]._channels.look()
-        there: dict[Answer, None] = {}
+        there: dict[PendingResult, None] = {}
         while True:
             by_ray: dict[ray.ObjectRef, list[ChannelResult]] = {}
             is_enough = False  # an answer has failed, or come through Ray
@@ -348,7 +348,7 @@ class Worker:
         self._backoff = Backoff(f"rank {rank} is")
         self.transport = f"store: {channels.backoff.reason}" if channels.backoff.reason else ""
 
-    def call(self, call: Call) -> Answer:
+    def call(self, call: Call) -> PendingResult:
         """Post the call to the channel, or make it through Ray."""
         channel = self._channel
         if channel is None or channel.is_closed or channel.is_given_up:

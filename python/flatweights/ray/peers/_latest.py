@@ -14,7 +14,7 @@ from flatweights._weights import FlatWeights, frozen
 from flatweights.ray._result import is_arrays, may_change
 from flatweights.ray._round import Round
 from flatweights.ray._wire import GroupWire
-from flatweights.ray.peers._platform import PLATFORM, Platform
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._store import payload_of, sent_weights
 from flatweights.ray.peers._transport import BY_VALUE, Payload, Stamp
 from flatweights.wire import Difference
@@ -45,7 +45,7 @@ class Latest:
     are_all: bool = False
     base: Payload | None = None
     before: Latest | None = None
-    platform: Platform = PLATFORM
+    platform: GroupPlatform = PLATFORM
     _full: Payload | None = None
 
     def after(self, weights: Any, version: Stamp) -> Latest:

@@ -20,7 +20,7 @@ from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._worker_channel import WorkerChannel
 
 
-class Platform:
+class GroupPlatform:
     """Ray, threads, and memory that two processes map."""
 
     # Of a driver.
@@ -99,4 +99,4 @@ def _was_restarted() -> bool:
         return bool(context.was_current_actor_reconstructed)
 
 
-PLATFORM = Platform()
+PLATFORM = GroupPlatform()

@@ -19,9 +19,9 @@ from flatweights.ray._errors import (
     reason_in_a_line,
 )
 from flatweights.ray.peers._by_channel import GroupChannels, Worker
-from flatweights.ray.peers._platform import PLATFORM, Platform
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._store import RayResult
-from flatweights.ray.peers._transport import Answer, Call, Stamp
+from flatweights.ray.peers._transport import Call, PendingResult, Stamp
 from flatweights.ray.peers._wait import wait_any
 
 _PAUSE, _MOST_PAUSE = 0.05, 1.0  # seconds until it asks a worker again whether it is back
@@ -30,7 +30,7 @@ _log = logging.getLogger("flatweights")
 
 
 @dataclass(eq=False)
-class Record:
+class WorkerRecord:
     """The state of one worker.
 
     Attributes:
@@ -49,7 +49,7 @@ class Record:
 
     worker: Worker
     why: Exception | None = None
-    in_flight: Answer | None = None
+    in_flight: PendingResult | None = None
     version: Stamp | None = None
     is_new: bool = False
     has_left: bool = False
@@ -57,9 +57,10 @@ class Record:
     is_busy: bool = False
     asks_again: float = 0.0
     _pause: float = 0.0  # seconds before that
-    _probe: tuple[Answer, Stamp | None] | None = None  # the last answer, and the weights it is on
+    # the last answer, and the weights it is on
+    _probe: tuple[PendingResult, Stamp | None] | None = None
 
-    def send(self, call: Call) -> Answer:
+    def send(self, call: Call) -> PendingResult:
         """Make a call; the worker owes the answer from then on."""
         self.in_flight = answer = self.worker.call(call)
         self.kept = None
@@ -67,11 +68,11 @@ class Record:
 
     @staticmethod
     def send_all(
-        records: Mapping[int, Record],
+        records: Mapping[int, WorkerRecord],
         ranks: Iterable[int],
         call: Call,
         by_rank: Mapping[int, Sequence[Any]],
-        answers: dict[int, Answer],
+        answers: dict[int, PendingResult],
     ) -> None:
         """Call ``ranks``, each with its arguments in ``by_rank``; add the ``answers`` at once."""
         for rank in ranks:
@@ -80,13 +81,13 @@ class Record:
             record.in_flight = answers[rank] = record.worker.call(this)
             record.kept = None
 
-    def track(self, answer: Answer) -> None:
+    def track(self, answer: PendingResult) -> None:
         """Note the answer to a call that was not made by `send`."""
         self.in_flight, self.kept = answer, None
 
     def complete(
         self,
-        answer: Answer,
+        answer: PendingResult,
         *,
         is_there: bool = True,
         is_late: bool = False,
@@ -115,7 +116,9 @@ class Record:
 
     @staticmethod
     def complete_all(
-        records: Mapping[int, Record], answers: Mapping[int, Answer], version: Stamp | None
+        records: Mapping[int, WorkerRecord],
+        answers: Mapping[int, PendingResult],
+        version: Stamp | None,
     ) -> None:
         """Do the work of `complete` for answers that have all arrived."""
         for rank, answer in answers.items():
@@ -144,7 +147,7 @@ class Record:
         self.why = None
         self.asks_again = self._pause = 0.0
 
-    def probe(self, answer: Answer, version: Stamp | None) -> Answer:
+    def probe(self, answer: PendingResult, version: Stamp | None) -> PendingResult:
         """Note the answer to a call that asks an unhealthy worker to take weights."""
         self.track(answer)
         self._probe = answer, version
@@ -216,7 +219,7 @@ class Ranks:
     """
 
     def __init__(
-        self, handles: Iterable[ray.actor.ActorHandle], platform: Platform = PLATFORM
+        self, handles: Iterable[ray.actor.ActorHandle], platform: GroupPlatform = PLATFORM
     ) -> None:
         """Take actors of `FlatWorker` classes; all count as healthy.
 
@@ -224,9 +227,9 @@ class Ranks:
             ValueError: If there is none, or one is given twice.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
-        self._records: dict[int, Record] = {}
-        self._joining: dict[int, tuple[Record, ray.ObjectRef]] = {}  # a `ping` of its actor
-        self._leaving: list[tuple[Record, bool]] = []  # owe an answer; whether to end then
+        self._records: dict[int, WorkerRecord] = {}
+        self._joining: dict[int, tuple[WorkerRecord, ray.ObjectRef]] = {}  # a `ping` of its actor
+        self._leaving: list[tuple[WorkerRecord, bool]] = []  # owe an answer; whether to end then
         self.admitted: list[int] = []
         self._news: tuple[list[int], list[int]] = [], []  # the ranks that were added and removed
         self._span = 0
@@ -270,12 +273,12 @@ class Ranks:
                 raise ValueError(f"rank {rank}: expected another actor than that of rank {first}")
         return actors
 
-    def _record_of(self, actor: ray.actor.ActorHandle) -> Record:
+    def _record_of(self, actor: ray.actor.ActorHandle) -> WorkerRecord:
         """Return a new record, with the next rank."""
         self._span += 1
-        return Record(Worker(actor, self._span - 1, self.channels))
+        return WorkerRecord(Worker(actor, self._span - 1, self.channels))
 
-    def _all(self) -> dict[int, Record]:
+    def _all(self) -> dict[int, WorkerRecord]:
         """Return the records by rank, including workers that are being added."""
         return self._records | {rank: record for rank, (record, _) in self._joining.items()}
 
@@ -406,14 +409,14 @@ class Ranks:
         """Forget the oldest `news`, which a round has listed."""
         del self._news[0][: len(joined)], self._news[1][: len(left)]
 
-    def get(self, rank: int) -> Record | None:
+    def get(self, rank: int) -> WorkerRecord | None:
         """Return the record of ``rank``; None if no worker has this rank."""
         return self._records.get(rank)
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, rank: int) -> Record:
+    def __getitem__(self, rank: int) -> WorkerRecord:
         return self._records[rank]
 
     def check(self, ranks: Iterable[int] | None) -> Sequence[int]:
@@ -445,7 +448,7 @@ class Ranks:
             )
         return ready
 
-    def _check_of(self, there: Mapping[int, Record], ranks: Iterable[int]) -> list[int]:
+    def _check_of(self, there: Mapping[int, WorkerRecord], ranks: Iterable[int]) -> list[int]:
         if not isinstance(ranks, Iterable):
             raise TypeError(f"ranks: expected a list of integers, got {ranks!r}")
         checked = sorted(as_integer(rank, "ranks") for rank in ranks)

@@ -13,10 +13,10 @@ from flatweights._weights import FlatWeights
 from flatweights.ray._errors import WorkerError
 from flatweights.ray._result import copied
 from flatweights.ray.peers._latest import Latest, check_follows, is_change, merged, model_of
-from flatweights.ray.peers._platform import PLATFORM, Platform
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 
 
-class Start:
+class GroupStart:
     """The initial weights of a group, and weights that were published before its first call.
 
     Attributes:
@@ -26,7 +26,7 @@ class Start:
         layout: The layout of the weights that workers started from; None if unknown.
     """
 
-    def __init__(self, initial: Any, platform: Platform = PLATFORM) -> None:
+    def __init__(self, initial: Any, platform: GroupPlatform = PLATFORM) -> None:
         """Take the argument of `WorkerGroup`, and what it uses of Ray."""
         self._get = platform.get
         initial = model_of(initial)

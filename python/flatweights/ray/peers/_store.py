@@ -11,8 +11,8 @@ import ray.util.client
 from flatweights._weights import FlatWeights
 from flatweights.ray._result import is_arrays
 from flatweights.ray._wire import WireMessage, nbytes_of
-from flatweights.ray.peers._platform import PLATFORM, Platform
-from flatweights.ray.peers._transport import BY_VALUE, Answer, Call, Payload, weights_of
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
+from flatweights.ray.peers._transport import BY_VALUE, Call, Payload, PendingResult, weights_of
 
 
 def check_cluster() -> None:
@@ -29,20 +29,20 @@ def check_cluster() -> None:
         )
 
 
-def payload_of(value: Any, platform: Platform = PLATFORM) -> Payload:
+def payload_of(value: Any, platform: GroupPlatform = PLATFORM) -> Payload:
     """Return the payload that brings ``value`` to workers."""
     nbytes = value.buffer.nbytes if type(value) is FlatWeights else nbytes_of(value)
     return Payload(value, nbytes or 0, lambda: platform.put(value), platform=platform)
 
 
-class RayResult(Answer):
+class RayResult(PendingResult):
     """A reference to an object that a worker or another process makes.
 
     Attributes:
         ref: The reference; None once it was let go of.
     """
 
-    def __init__(self, ref: ray.ObjectRef | None, platform: Platform = PLATFORM) -> None:
+    def __init__(self, ref: ray.ObjectRef | None, platform: GroupPlatform = PLATFORM) -> None:
         """Take a reference; several answers may have the same."""
         self.ref = ref
         self._platform = platform
@@ -50,7 +50,7 @@ class RayResult(Answer):
     @classmethod
     def wait(
         cls, answers: Sequence[RayResult], timeout: float | None, enough: int = 1
-    ) -> list[Answer]:
+    ) -> list[PendingResult]:
         """Wait for an answer; return all that have arrived, of which each may have failed."""
         refs = list({answer.ref: None for answer in answers})
         if None in refs:  # an interrupt came after it was let go of
@@ -110,7 +110,7 @@ def sent_weights(payload: Payload) -> Any:
 end_actor = PLATFORM.end
 
 
-def call_actor(handle: ray.actor.ActorHandle, call: Call, platform: Platform) -> RayResult:
+def call_actor(handle: ray.actor.ActorHandle, call: Call, platform: GroupPlatform) -> RayResult:
     """Make a call on an actor; references among the arguments are resolved, as Ray does."""
     run, weights = handle.call_version, argument_of(call.payload)
     ref = run.remote(call.head, weights, call.method, *call.args, **call.kwargs)

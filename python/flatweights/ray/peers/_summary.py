@@ -39,7 +39,7 @@ class Summary(NamedTuple):
     error: Exception | None = None
 
 
-class Reading(NamedTuple):
+class ReadOptions(NamedTuple):
     """The way in which results are read.
 
     Attributes:
@@ -53,7 +53,7 @@ class Reading(NamedTuple):
     is_encoded: bool = False
 
 
-def read_into(models: dict[int, Bytes], rank: int, result: Any, reading: Reading) -> Summary:
+def read_into(models: dict[int, Bytes], rank: int, result: Any, reading: ReadOptions) -> Summary:
     """Keep the bytes of the weights in ``result``, without a copy; return a summary.
 
     Args:

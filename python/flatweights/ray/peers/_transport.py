@@ -1,20 +1,20 @@
 """The interface between rounds and workers: calls, and answers to them.
 
-Rounds (averages, `WorkerGroup`) know only `Answer` and `wait_any`, and not the way of a call.
-`call_actor` and `RayResult` go through Ray's actor calls and its object store; channels and agents
-(`flatweights.ray.channels`, `flatweights.ray.nodes`) are other ways. One round may mix several. The
-contract:
+Rounds (averages, `WorkerGroup`) know only `PendingResult` and `wait_any`, and not the way of a
+call. `call_actor` and `RayResult` go through Ray's actor calls and its object store; channels and
+agents (`flatweights.ray.channels`, `flatweights.ray.nodes`) are other ways. One round may mix
+several. The contract:
 
-- A call returns an `Answer` at once. The worker answers its calls in their order.
+- A call returns an `PendingResult` at once. The worker answers its calls in their order.
 - `wait_any` waits for several answers, of any ways, until a deadline. A worker that died counts as
   having answered: its answer raises.
-- `Answer.take` returns the value, or raises the worker's exception. The value may be a view of
-  memory that is not the driver's: it is valid until `Answer.release`, and until the next call or
-  message to that worker at the latest. A round copies the values that it keeps, and lets go of
-  each answer that it has waited for before it returns. It may take a value repeatedly.
+- `PendingResult.take` returns the value, or raises the worker's exception. The value may be a view
+  of memory that is not the driver's: it is valid until `PendingResult.release`, and until the next
+  call or message to that worker at the latest. A round copies the values that it keeps, and lets go
+  of each answer that it has waited for before it returns. It may take a value repeatedly.
 - A late answer is kept as owed, and nothing is sent to that worker before it has answered. An
-  answer whose round was broken off is abandoned: see `Answer.abandon`. So no worker is sent weights
-  in the middle of a call.
+  answer whose round was broken off is abandoned: see `PendingResult.abandon`. So no worker is sent
+  weights in the middle of a call.
 - Weights are sent as the `Payload` of a call. Before that, it is prepared: brought within reach of
   that worker, once for all workers of its way. If preparing raises, nothing was sent.
   Memory that was sent is never written again: a round owns it until the round is dropped.
@@ -43,7 +43,7 @@ from flatweights._layout import unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray._result import Packed
 from flatweights.ray._wire import Travels
-from flatweights.ray.peers._platform import PLATFORM, Platform
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.wire import WireDType
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def plain_weights(value: Any) -> Any:
     return None if value is None else (None, [value])
 
 
-def weights_of(value: Any, platform: Platform = PLATFORM) -> Any:
+def weights_of(value: Any, platform: GroupPlatform = PLATFORM) -> Any:
     """Return the weights, given a result of `argument_of`, or, maybe `Packed`, `plain_weights`."""
     if type(value) is tuple and len(value) == 1:
         return platform.get(value[0])
@@ -92,7 +92,7 @@ def weights_of(value: Any, platform: Platform = PLATFORM) -> Any:
     return value
 
 
-class Answer(ABC):
+class PendingResult(ABC):
     """The answer to one call, which may not have arrived yet.
 
     Attributes:
@@ -113,7 +113,7 @@ class Answer(ABC):
     @abstractmethod
     def wait(
         cls, answers: Sequence[Any], timeout: float | None, enough: int = 1
-    ) -> Sequence[Answer]:
+    ) -> Sequence[PendingResult]:
         """Return the ``answers``, all of this class, that have arrived.
 
         Args:
@@ -145,7 +145,7 @@ class Answer(ABC):
         """
         return False
 
-    def abandon(self) -> Answer | None:
+    def abandon(self) -> PendingResult | None:
         """Note that the value of an answer that has not arrived is no longer needed.
 
         Returns:
@@ -154,7 +154,7 @@ class Answer(ABC):
         """
         return self
 
-    def overdue(self) -> Answer:
+    def overdue(self) -> PendingResult:
         """Return, for a late answer, one that arrives once the worker is free again."""
         return self
 
@@ -188,7 +188,7 @@ class Payload:
     is_frozen: bool = False
     exchanged: Exchanged | None = None
     nbytes_sent: int = 0
-    platform: Platform = PLATFORM
+    platform: GroupPlatform = PLATFORM
 
 
 class Call(NamedTuple):

@@ -12,7 +12,7 @@ from flatweights.ray._result import weight_of
 from flatweights.ray._wire import nbytes_of
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.peers._store import RayResult
-from flatweights.ray.peers._transport import Answer
+from flatweights.ray.peers._transport import PendingResult
 from flatweights.robust import AnyRule, Rule
 
 _FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow later
@@ -147,21 +147,21 @@ class Arrivals:
         deadline: The time after which ranks that have not answered are late.
     """
 
-    def __init__(self, deadline: Deadline, answers: Mapping[int, Answer] = {}) -> None:
+    def __init__(self, deadline: Deadline, answers: Mapping[int, PendingResult] = {}) -> None:
         """Take answers by rank; `expect` adds more.
 
         Args:
             deadline: The time after which ranks that have not answered are late.
             answers: The answers.
         """
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, PendingResult] = {}
         self.arrived: set[int] = set()
         self.failed: dict[int, Exception] = {}
         self.quarantined: set[int] = set()
         self.late: list[int] = []
         self.seconds_waited = 0.0
         self.deadline = deadline
-        self._pending: dict[Answer, int] = {}
+        self._pending: dict[PendingResult, int] = {}
         self._is_let_go = False  # whether all answers that have come were let go of
         if answers:
             self.expect(answers)
@@ -169,7 +169,7 @@ class Arrivals:
     @classmethod
     def over(
         cls,
-        answers: Mapping[int, Answer],
+        answers: Mapping[int, PendingResult],
         *,
         failed: Mapping[int, Exception],
         late: Sequence[int],
@@ -194,19 +194,19 @@ class Arrivals:
         arrivals.seconds_waited = seconds_waited
         return arrivals
 
-    def expect(self, answers: Mapping[int, Answer]) -> None:
+    def expect(self, answers: Mapping[int, PendingResult]) -> None:
         """Wait for ``answers``, too."""
         self.answers |= answers
         self._pending |= {answer: rank for rank, answer in answers.items()}
 
-    def arrive(self, rank: int, answer: Answer) -> None:
+    def arrive(self, rank: int, answer: PendingResult) -> None:
         """Count ``answer``, which has arrived, as the answer of a rank."""
         self.answers[rank] = answer
         self.arrived.add(rank)
         self._is_let_go = False
 
     @property
-    def unanswered(self) -> dict[int, Answer]:
+    def unanswered(self) -> dict[int, PendingResult]:
         """The answers that workers still owe: of late ranks, and of ranks not waited for."""
         if not (self.late or self._pending):
             return {}
@@ -343,23 +343,23 @@ def seconds_left(end: float | None) -> float | None:
 
 
 def wait_any(
-    answers: Collection[Answer], deadline: float | None = None, enough: int = 1
-) -> list[Answer]:
+    answers: Collection[PendingResult], deadline: float | None = None, enough: int = 1
+) -> list[PendingResult]:
     """Wait for the first of ``answers``; return all that have arrived, none if the time is up.
 
     Args:
         answers: At least one answer, of any ways.
         deadline: The time at which to stop, by `time.monotonic`; never, if None.
-        enough: See `Answer.wait`.
+        enough: See `PendingResult.wait`.
     """
-    transports: dict[type[Answer], list[Answer]] = {}
+    transports: dict[type[PendingResult], list[PendingResult]] = {}
     for answer in answers:
         transports.setdefault(type(answer), []).append(answer)
     is_alone = len(transports) == 1
     while True:
         left = None if deadline is None else seconds_left(deadline)
         patience = left if is_alone else min(_SLICE, _SLICE if left is None else left)
-        there: list[Answer] = []
+        there: list[PendingResult] = []
         for transport, expected in transports.items():
             count = len(expected)
             most = enough if enough < count else count

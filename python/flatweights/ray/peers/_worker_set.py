@@ -52,12 +52,12 @@ from flatweights.ray.peers._agent import Agent
 from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
 from flatweights.ray.peers._by_channel import Worker
 from flatweights.ray.peers._latest import Latest, model_of
-from flatweights.ray.peers._platform import PLATFORM, Platform
-from flatweights.ray.peers._ranks import Ranks, Record
-from flatweights.ray.peers._start import Start
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
+from flatweights.ray.peers._ranks import Ranks, WorkerRecord
+from flatweights.ray.peers._start import GroupStart
 from flatweights.ray.peers._store import RayResult, argument_of, check_cluster
-from flatweights.ray.peers._summary import Reading
-from flatweights.ray.peers._transport import Answer, Call, Payload, Stamp
+from flatweights.ray.peers._summary import ReadOptions
+from flatweights.ray.peers._transport import Call, Payload, PendingResult, Stamp
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in, wait_any
 
 Outcome = TypeVar("Outcome")
@@ -82,7 +82,7 @@ class WorkerSet(Ranks):
         wire: GroupWire | None,
         initial: Any,
         sums: Sums = "float64",
-        platform: Platform = PLATFORM,
+        platform: GroupPlatform = PLATFORM,
     ) -> None:
         """Take actors of `FlatWorker` classes; all count as healthy.
 
@@ -101,7 +101,7 @@ class WorkerSet(Ranks):
         super().__init__(handles, platform)
         self.agents = Agents(self.channels.offer, sums, Agent, ())
         self.latest = Latest(wire, platform=platform)
-        self._start = Start(initial, platform)
+        self._start = GroupStart(initial, platform)
         self._nbytes = 0  # of the last average that was made in this process
         self._name, self._counts = secrets.token_hex(8), itertools.count(1)
 
@@ -219,7 +219,7 @@ class WorkerSet(Ranks):
         arrivals: Arrivals,
         ranks: Collection[int],
         by_rank: Mapping[int, Sequence[Any]] = {},
-        reading: Reading | None = None,
+        reading: ReadOptions | None = None,
     ) -> None:
         """Call ``ranks``; their answers arrive in ``arrivals``.
 
@@ -243,7 +243,7 @@ class WorkerSet(Ranks):
             if agent is not None and (reading is not None or agent.has(exchanged)):
                 far.setdefault(agent, {})[rank] = worker
         by_agent = {rank for workers in far.values() for rank in workers} if far else ()
-        answers: dict[int, Answer] = {}
+        answers: dict[int, PendingResult] = {}
         try:
             self.channels.let_sleep()
             for agent, workers in far.items():
@@ -253,7 +253,7 @@ class WorkerSet(Ranks):
                     records[rank].track(answers[rank])
             if by_agent:
                 ranks = [rank for rank in ranks if rank not in by_agent]
-            Record.send_all(records, ranks, call, by_rank, answers)
+            WorkerRecord.send_all(records, ranks, call, by_rank, answers)
         except BaseException:
             # The one that was being called may have the call, and take the weights that it brings.
             for rank in (rank for rank in ranks if rank not in answers):
@@ -429,7 +429,7 @@ class WorkerSet(Ranks):
     def _probe(self, ranks: Sequence[int]) -> list[int]:
         """Ask dead ranks to take the latest weights; return those that have."""
         self.check_open()
-        now, sent, back = _clock.now(), list[Answer](), list[int]()
+        now, sent, back = _clock.now(), list[PendingResult](), list[int]()
         records = [self._records[rank] for rank in ranks]
         for record in records:
             if record.in_flight is not None and not record.is_probed:  # from before its death
@@ -448,8 +448,8 @@ class WorkerSet(Ranks):
                 back.append(record.worker.rank)
         return self.mark_healthy(back)
 
-    def probe(self, rank: int) -> tuple[Answer, Call, Latest]:
-        """Ask a worker that was lost to take the latest weights; see `Record.end_probe`."""
+    def probe(self, rank: int) -> tuple[PendingResult, Call, Latest]:
+        """Ask a worker that was lost to take the latest weights; see `WorkerRecord.end_probe`."""
         record = self._records[rank]
         record.mark_stale()
         call, latest = self.call_on_latest(rank, None, (), {})
@@ -504,7 +504,7 @@ class WorkerSet(Ranks):
         """Whether it does not matter what workers have: the first call brings initial weights."""
         return self.latest.version is None and self._start.initial is not None
 
-    def _ping(self, record: Record) -> RayResult:
+    def _ping(self, record: WorkerRecord) -> RayResult:
         return RayResult(record.worker.handle.ping.remote(), self.platform)
 
     def _complete_published(self, timeout: float | None) -> None:
@@ -522,7 +522,7 @@ class WorkerSet(Ranks):
                 self.publish(whole)
 
     def _first_weights(self, weights: Any, timeout: float | None) -> Any:
-        """Return the first weights to send, if the call sends ``weights``; see `Start`."""
+        """Return the first weights to send, if the call sends ``weights``; see `GroupStart`."""
         lowest = functools.partial(self._weights_of_lowest, timeout)
         return self._start.weights_with(weights, self.latest, lowest, timeout)
 
@@ -585,7 +585,7 @@ class WorkerSet(Ranks):
         unanswered, late, records = arrivals.unanswered, arrivals.late, self._records
         version = self.latest.version if took else None
         if not unanswered and (not took or took == arrivals.answers.keys()):
-            Record.complete_all(records, arrivals.answers, version)
+            WorkerRecord.complete_all(records, arrivals.answers, version)
         else:
             for rank, answer in arrivals.answers.items():
                 records[rank].complete(

@@ -166,7 +166,7 @@ class Board:
         connection.close()
 
 
-class Reading:
+class BoardState:
     """A reader's end of a board; it is connected.
 
     Attributes:

@@ -25,7 +25,7 @@ VERSIONS = 10**12
 _NAMESPACE = b"flatweights"
 
 
-class Record(NamedTuple):
+class PublisherRecord(NamedTuple):
     """One publisher of a name.
 
     Attributes:
@@ -54,13 +54,15 @@ def this_node() -> str:
     return node
 
 
-def claim(name: str, layout: bytes, address: BoardAddress) -> tuple[Record, Record | None]:
+def claim(
+    name: str, layout: bytes, address: BoardAddress
+) -> tuple[PublisherRecord, PublisherRecord | None]:
     """Become the publisher of ``name``; return the new record, and that of the last publisher."""
     node, who = this_node(), f"process {os.getpid()} on {socket.gethostname()}"
     while True:
         before = find(name)
         number = 0 if before is None else before.number + 1
-        record = Record(number, node, who, layout, address)
+        record = PublisherRecord(number, node, who, layout, address)
         exists = internal_kv._internal_kv_put(
             _key(name, number), pickle.dumps(tuple(record)), False, namespace=_NAMESPACE
         )
@@ -68,7 +70,7 @@ def claim(name: str, layout: bytes, address: BoardAddress) -> tuple[Record, Reco
             return record, before
 
 
-def find(name: str) -> Record | None:
+def find(name: str) -> PublisherRecord | None:
     """Return the record of the publisher of ``name``; None if there was none yet.
 
     Raises:
@@ -88,10 +90,10 @@ def is_superseded(name: str, number: int) -> bool:
     return bool(internal_kv._internal_kv_exists(key, namespace=_NAMESPACE))
 
 
-def _read(key: bytes) -> Record:
+def _read(key: bytes) -> PublisherRecord:
     value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
     number, node, who, layout, address = pickle.loads(value)
-    return Record(number, node, who, layout, BoardAddress(*address))
+    return PublisherRecord(number, node, who, layout, BoardAddress(*address))
 
 
 def _prefix(name: str) -> bytes:

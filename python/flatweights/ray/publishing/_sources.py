@@ -17,7 +17,7 @@ from flatweights.ray import _clock
 from flatweights.ray._errors import check_connected
 from flatweights.ray._listener import kept, milliseconds
 from flatweights.ray.publishing._answer import answer_of
-from flatweights.ray.publishing._board import BoardAddress, Reading
+from flatweights.ray.publishing._board import BoardAddress, BoardState
 
 News = tuple[int, float, NDArray[np.uint8]]
 """A version, the `time.monotonic` of its publication on this machine, and its packed buffer."""
@@ -81,8 +81,8 @@ class BoardSource(Source):
     def __init__(
         self, transport: str, number: int, layout: bytes, address: BoardAddress, end: float
     ) -> None:
-        """Connect; raises as `Reading` does."""
-        self._reading = Reading(address, end)
+        """Connect; raises as `BoardState` does."""
+        self._reading = BoardState(address, end)
         self._reader = self._reading.reader
         super().__init__(transport, number, layout, self._reader.take)
         self._ours, self._waker = map(kept, socket.socketpair())

@@ -93,7 +93,7 @@ class Subscriber:
         self._max_age = max_age
         self._checked: Any = _NOTHING  # the last argument of `update`: polls check it once
         self._published = 0.0  # the time of `version`, by `time.monotonic`
-        self._state = state = _State(name, self._target)
+        self._state = state = _Subscription(name, self._target)
         self._lock = state.lock
         state.connect(timeout)
         threading.Thread(target=state.watch, name="flatweights-subscriber", daemon=True).start()
@@ -231,7 +231,7 @@ class Subscriber:
             )
 
 
-class _State:
+class _Subscription:
     """The state that a subscriber shares with the thread that watches over its source.
 
     Attributes:
@@ -253,7 +253,7 @@ class _State:
         self._target = target
         self._mismatch: ValueError | None = None
         # A newer publisher that has published nothing yet.
-        self._next: tuple[Source, _names.Record] | None = None
+        self._next: tuple[Source, _names.PublisherRecord] | None = None
         self._who = ""
         self._is_over = False
         self._is_closed = False
@@ -350,7 +350,7 @@ class _State:
             return False
         return source.wait_for_end(0.0) or _names.is_superseded(self._name, source.number)
 
-    def _set(self, source: Source, record: _names.Record) -> None:
+    def _set(self, source: Source, record: _names.PublisherRecord) -> None:
         self.layout = unpickle_layout(source.layout)
         self.source = source
         self.take = source.take

@@ -25,7 +25,7 @@ from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.peers._shared_actor import shared_actor
 from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._board import Board, BoardAddress, FullError
-from flatweights.ray.publishing._names import Record, find, is_superseded, this_node
+from flatweights.ray.publishing._names import PublisherRecord, find, is_superseded, this_node
 from flatweights.ray.publishing._sources import PULL, BoardSource, PulledSource, Source
 
 _TRY = 2.0  # seconds after which a board that does not answer counts as stopped
@@ -37,7 +37,7 @@ _START = 60.0  # seconds in which an actor has to start
 _log = logging.getLogger("flatweights")
 
 
-def connect(name: str, record: Record, end: float) -> Source:
+def connect(name: str, record: PublisherRecord, end: float) -> Source:
     """Return the source from which this process gets the weights of a publisher.
 
     If there are some, it waits until they have come to this node.
@@ -83,7 +83,7 @@ def connect(name: str, record: Record, end: float) -> Source:
     return source
 
 
-def outlet_of(name: str, record: Record) -> ray.actor.ActorHandle:
+def outlet_of(name: str, record: PublisherRecord) -> ray.actor.ActorHandle:
     """Return the actor on the publisher's node that reads for others."""
     outlet = f"outlet:{name}:{record.number}"
     return shared_actor(Outlet, outlet, record.node, 64, name, tuple(record))
@@ -107,7 +107,7 @@ class Outlet:
     def __init__(self, name: str, record: tuple[Any, ...]) -> None:
         """Connect to the board of the publisher."""
         self._name = name
-        self._record = Record(*record)
+        self._record = PublisherRecord(*record)
         self._asked = _clock.now()
         self._turn = threading.Lock()
         self._put: Newest | None = None
@@ -220,7 +220,7 @@ class Relay:
                     ended = record.number if is_superseded(self._name, record.number) else ended
             _clock.sleep(_LOOK)
 
-    def _relay(self, record: Record) -> None:
+    def _relay(self, record: PublisherRecord) -> None:
         """Copy the versions of a publisher to the board, until it has ended."""
         outlet = outlet_of(self._name, record)
         newest = answer_of(outlet.ping.remote(), _START)
@@ -244,7 +244,7 @@ class Relay:
                 self._is_offered = True
                 self._changed.notify_all()
 
-    def _board_for(self, record: Record, *, is_offered: bool) -> Board:
+    def _board_for(self, record: PublisherRecord, *, is_offered: bool) -> Board:
         with self._changed:
             old = self._board
             if old is None or self._layout != record.layout:

@@ -31,7 +31,7 @@ from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
-from flatweights.ray.peers._summary import Exchanged, Reading, Summary, read_into
+from flatweights.ray.peers._summary import Exchanged, ReadOptions, Summary, read_into
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.rounds._codec import PLAIN, Codec
 from flatweights.ray.rounds._letting_go import forget_values
@@ -72,7 +72,7 @@ class NodesAverage:
             out: The model to write to; a new one, if None.
             codec: The encoding of weights; agents average encoded weights directly.
         """
-        self.reading = Reading(
+        self.reading = ReadOptions(
             screen=spec.nonfinite != "propagate",
             weigh=spec.weights if callable(spec.weights) else None,
             is_encoded=codec.is_encoded,

@@ -38,8 +38,8 @@ from flatweights.ray._result import copied
 from flatweights.ray._round import Round
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.peers._latest import Latest
-from flatweights.ray.peers._ranks import Record
-from flatweights.ray.peers._transport import Answer, Stamp
+from flatweights.ray.peers._ranks import WorkerRecord
+from flatweights.ray.peers._transport import PendingResult, Stamp
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, wait_any
 from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
@@ -72,8 +72,8 @@ class _Sent:
     """
 
     rank: int
-    record: Record
-    answer: Answer
+    record: WorkerRecord
+    answer: PendingResult
     kind: Literal["work", "probe", "owed"]
     version: Stamp | None
     publication: int
@@ -83,12 +83,12 @@ class _Sent:
     is_free: bool = False
 
 
-class _Kept(Answer):
+class _KeptResult(PendingResult):
     """A value, or an error, that was copied before its worker was called again."""
 
     is_in_store = False
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: PendingResult) -> None:
         self._value: Any = None
         self._error: Exception | None = None
         try:
@@ -141,7 +141,7 @@ class AsCompleted:
         self._asked = None if ranks is None else {*ranks}
         self._buffer = buffer
         self._max_staleness = max_staleness
-        self._out: dict[Answer, _Sent] = {}  # oldest first
+        self._out: dict[PendingResult, _Sent] = {}  # oldest first
         self._there: list[_Sent] = []  # answered, and in no round yet
         self._idle: list[int] = []  # ranks to call
         self._lost: set[int] = set()  # ranks to ask whether they are back
@@ -288,7 +288,7 @@ class AsCompleted:
     def _expect(
         self,
         rank: int,
-        answer: Answer,
+        answer: PendingResult,
         kind: Literal["work", "probe", "owed"],
         latest: Latest,
         timeout: float | None = None,
@@ -388,7 +388,9 @@ class AsCompleted:
         else:
             self._lost.add(sent.rank)
 
-    def _keep(self, answer: Answer, before: Callable[[bool], None] | None, is_there: bool) -> None:
+    def _keep(
+        self, answer: PendingResult, before: Callable[[bool], None] | None, is_there: bool
+    ) -> None:
         """Keep the value of an answer that another call of the group has waited for.
 
         If that call or loop waits no longer, although the answer has not arrived, this loop begins
@@ -411,7 +413,7 @@ class AsCompleted:
         if record.has_left:
             return
         if sent.kind == "work" and record.why is None and is_there:
-            self._there.append(dataclasses.replace(sent, answer=_Kept(answer)))
+            self._there.append(dataclasses.replace(sent, answer=_KeptResult(answer)))
         else:
             self._idle.append(sent.rank)
 
@@ -458,7 +460,7 @@ class AsCompleted:
                 continue
             taken[sent.rank] = sent
             if len(taken) < self._buffer:
-                sent.answer, answer = _Kept(sent.answer), sent.answer
+                sent.answer, answer = _KeptResult(sent.answer), sent.answer
                 answer.release()
                 sent.is_free = True
                 self._idle.append(sent.rank)
@@ -605,7 +607,7 @@ class AsCompleted:
         )
 
 
-def _has_failed(answer: Answer) -> bool:
+def _has_failed(answer: PendingResult) -> bool:
     """Whether an answer that has arrived is an error."""
     if answer.packed is not None:
         return False

@@ -12,7 +12,7 @@ from flatweights.ray._errors import WorkerError, raised
 from flatweights.ray._report import report
 from flatweights.ray._round import Round
 from flatweights.ray._wire import Travels
-from flatweights.ray.peers._transport import Answer, Payload
+from flatweights.ray.peers._transport import Payload, PendingResult
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in
 from flatweights.ray.peers._worker_set import WorkerSet, note_seconds
 from flatweights.ray.rounds._allreduce import NodesAverage
@@ -99,7 +99,7 @@ def _with_all(
     return by_rank | work.arguments_of([rank for rank in called if rank not in by_rank])
 
 
-def average_of_answers(answers: Mapping[int, Answer], spec: RoundSpec, out: Any) -> Round:
+def average_of_answers(answers: Mapping[int, PendingResult], spec: RoundSpec, out: Any) -> Round:
     """Average the results of calls that the caller has made; see `flatweights.ray.average`."""
     arrivals = Arrivals(deadline_in(spec.timeout), answers)
     result = DriverAverage(arrivals, spec, out).run()

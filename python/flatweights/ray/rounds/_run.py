@@ -15,7 +15,7 @@ from flatweights.ray.rounds._work import Work
 
 
 @dataclasses.dataclass(eq=False)
-class Run:
+class RoundRun:
     """The arguments of `WorkerGroup.run`, which are checked.
 
     Attributes:

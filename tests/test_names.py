@@ -1,0 +1,19 @@
+"""The names of classes: each stands for one thing in the package."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "python" / "flatweights"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        if "examples" in path.parts:  # each is a program by itself
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.strip("_")].append(str(path.relative_to(PACKAGE)))
+    assert len(places) > 100
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
