@@ -357,11 +357,7 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
 
     def interrupted(*args: Any, **options: Any) -> None:
         if ends.epoch == config["dies"][1] and not starts:
-            if place.rank == 1:
-                wait_until_taken(notes.parent, config["dies"][1])
-                os.kill(os.getpid(), signal.SIGKILL)
-            while not [*notes.parent.glob("rank 1/start * again")]:
-                time.sleep(0.01)
+            _die_or_be_late(place.rank, config)
         report(*args, **options)
 
     if config.get("reports"):
@@ -381,12 +377,7 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if self.epoch == dies and batch == 7:
-                wait_until_taken(notes.parent, min(config["dies"].values()))
-                if not config.get("coordinator"):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                for actor in ray.util.list_named_actors(all_namespaces=True):
-                    if actor["name"].startswith("flatweights:train-"):
-                        ray.kill(ray.get_actor(**actor))
+                _kill_worker_or_coordinator(config)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.epochs += 1
@@ -414,6 +405,26 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
     np.savez(notes / "state.npz", *map(np.asarray, state))
     facts = {"begin": begin, "done": done, "epochs": fit.epoch}
     (notes / "end").write_text(json.dumps(facts))
+
+
+def _die_or_be_late(rank: int, config: Mapping[str, Any]) -> None:
+    """As rank 1, die before a report; as rank 0, go on once rank 1 is being replaced."""
+    folder = Path(config["folder"])
+    if rank == 1:
+        wait_until_taken(folder, config["dies"][1])
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not [*folder.glob("rank 1/start * again")]:
+        time.sleep(0.01)
+
+
+def _kill_worker_or_coordinator(config: Mapping[str, Any]) -> None:
+    """Kill this process, or the coordinator of its process group."""
+    wait_until_taken(Path(config["folder"]), min(config["dies"].values()))
+    if not config.get("coordinator"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].startswith("flatweights:train-"):
+            ray.kill(ray.get_actor(**actor))
 
 
 def tried(config: Mapping[str, Any]) -> None:

@@ -343,41 +343,57 @@ class Oracle:
                 self._fail(f"{name} was told response {number} without a request")
             member.has_joined, member.has = True, 0
             return
-        request = sent.request
-        took = self._world.now - sent.at
-        if request.timeout is not None and request.operation in _CALLS and not request.lacks:
-            stopped = self._seconds_stopped(sent.at, member.process)
-            if took > request.timeout + _SLACK + stopped:
-                self._fail(f"{name} waited {took:.2f} s with timeout {request.timeout}")
-        if request.operation == "heal" and number < 0:
-            known = record.known.get(-number)
-            if known is None:
-                self._fail(f"{name} was healed by no response")
-            elif known.state != self._state_in(content):
-                self._fail(f"{name} was healed with another state than the donor's")
-            self.counts["healed"] += 1
+        self._check_seconds(member, sent)
+        if sent.request.operation == "heal" and number < 0:
+            self._check_healed(record, number, content, member)
         elif not is_call:
-            if isinstance(response.error, OutOfSyncError):
-                member.passed_by = record.last + 1
-            if response.error is None and request.operation != "give":
-                self._fail(f"{name} got an empty answer to {request}")
-            elif response.error is not None and request.operation == "give":
-                self._fail(f"{name} got {response.error!r} for its state")
-            elif response.error is not None and not self._is_fair(record, response.error, sent):
-                self._fail(f"{name} got {response.error!r} to {request}")
-            elif request.operation == "give" and member.has in record.known:
-                record.known[member.has].is_given = True
-            return
+            self._check_other_answer(record, response.error, member, sent)
         else:
             if session.number not in (*response.sessions, *response.recovering):
                 self._check_late(record, number, member, sent)
             member.has = max(member.has, number)
             if response.error is None:
-                member.got[request.kind] = number
-                if request.state is not None:
+                member.got[sent.request.kind] = number
+                if sent.request.state is not None:
                     member.of_state = number
             if sent.call is not None:
                 sent.call.answers.append((number, response))
+
+    def _check_seconds(self, member: Noted, sent: Sent) -> None:
+        """Check that a member is told an answer within its timeout."""
+        request, took = sent.request, self._world.now - sent.at
+        if request.timeout is not None and request.operation in _CALLS and not request.lacks:
+            stopped = self._seconds_stopped(sent.at, member.process)
+            if took > request.timeout + _SLACK + stopped:
+                name = member.process.name
+                self._fail(f"{name} waited {took:.2f} s with timeout {request.timeout}")
+
+    def _check_healed(
+        self, record: Record, number: int, content: bytes | None, member: Noted
+    ) -> None:
+        """Check the state before a step that a member gets, since it has lacked it."""
+        name, known = member.process.name, record.known.get(-number)
+        if known is None:
+            self._fail(f"{name} was healed by no response")
+        elif known.state != self._state_in(content):
+            self._fail(f"{name} was healed with another state than the giver's")
+        self.counts["healed"] += 1
+
+    def _check_other_answer(
+        self, record: Record, error: Exception | None, member: Noted, sent: Sent
+    ) -> None:
+        """Check an answer that is no response of a call: an error, or thanks for a state."""
+        name, request = member.process.name, sent.request
+        if isinstance(error, OutOfSyncError):
+            member.passed_by = record.last + 1
+        if error is None and request.operation != "give":
+            self._fail(f"{name} got an empty answer to {request}")
+        elif error is not None and request.operation == "give":
+            self._fail(f"{name} got {error!r} for its state")
+        elif error is not None and not self._is_fair(record, error, sent):
+            self._fail(f"{name} got {error!r} to {request}")
+        elif request.operation == "give" and member.has in record.known:
+            record.known[member.has].is_given = True
 
     def _check_late(self, record: Record, number: int, member: Noted, sent: Sent) -> None:
         """Check a response of a call in which a member took no part."""

@@ -340,51 +340,19 @@ class World:
         """Run until nothing is left to do ("done"), nothing can go on ("stuck"), an invariant does
         not hold ("violated"), or too many steps were made ("steps").
         """
-        draw, timers, events = self.draw, self._timers, self._events
+        draw = self.draw
         while not self.failures:
             self.steps += 1
             if self.steps > most_steps:
                 return "steps"
             now = self.now
-            while timers and (timers[0][0] <= now or timers[0][2].waits != timers[0][3]):
-                _, _, task, wait = heapq.heappop(timers)
-                if task.waits == wait:
-                    self.look(task)
-            later = events[0][0] if events else _NEVER
-            if timers and timers[0][0] < later:
-                later = timers[0][0]
-            ready: list[Task | None] = []
-            total = 0.0
-            is_any_done = False  # with waiting, or over
-            for task in self._looked_at:
-                process = task.process
-                condition = task.condition
-                if task.is_over:
-                    is_any_done = True
-                elif process.is_dead:
-                    if task.has_begun:  # it unwinds
-                        ready.append(task)
-                        total += task.weight
-                    else:
-                        self._end(task)
-                        is_any_done = True
-                elif process.stopped_until > now:
-                    later = min(later, process.stopped_until)
-                elif condition is None or condition() or (task.end is not None and task.end <= now):
-                    if not task.is_in_loop or process.in_loop in (None, task):
-                        ready.append(task)
-                        total += task.weight
-                else:
-                    task.is_looked_at = False
-                    is_any_done = True
-            if is_any_done:
-                self._looked_at = [
-                    task for task in self._looked_at if task.is_looked_at and not task.is_over
-                ]
-            if events and events[0][0] <= now:
+            later = self._look_at_timers(now)
+            ready, total, continued = self._look_at_tasks(now)
+            if self._events and self._events[0][0] <= now:
                 ready.append(None)
                 total += 1.0
             if not ready:
+                later = min(later, continued)
                 if later == _NEVER:
                     return "stuck" if self._tasks else "done"
                 self.at_rest()
@@ -398,6 +366,48 @@ class World:
             if chosen.is_over:
                 self._end(chosen)
         return "violated"
+
+    def _look_at_timers(self, now: float) -> float:
+        """Look at the tasks whose time is up; return the time of the next timer or event."""
+        timers, events = self._timers, self._events
+        while timers and (timers[0][0] <= now or timers[0][2].waits != timers[0][3]):
+            _, _, task, wait = heapq.heappop(timers)
+            if task.waits == wait:
+                self.look(task)
+        later = events[0][0] if events else _NEVER
+        return timers[0][0] if timers and timers[0][0] < later else later
+
+    def _look_at_tasks(self, now: float) -> tuple[list[Task | None], float, float]:
+        """Return the tasks that can go on, their weight together, and when a stopped one may."""
+        ready: list[Task | None] = []
+        total, continued = 0.0, _NEVER
+        is_any_done = False  # with waiting, or over
+        for task in self._looked_at:
+            process = task.process
+            condition = task.condition
+            if task.is_over:
+                is_any_done = True
+            elif process.is_dead:
+                if task.has_begun:  # it unwinds
+                    ready.append(task)
+                    total += task.weight
+                else:
+                    self._end(task)
+                    is_any_done = True
+            elif process.stopped_until > now:
+                continued = min(continued, process.stopped_until)
+            elif condition is None or condition() or (task.end is not None and task.end <= now):
+                if not task.is_in_loop or process.in_loop in (None, task):
+                    ready.append(task)
+                    total += task.weight
+            else:
+                task.is_looked_at = False
+                is_any_done = True
+        if is_any_done:
+            self._looked_at = [
+                task for task in self._looked_at if task.is_looked_at and not task.is_over
+            ]
+        return ready, total, continued
 
     def _end(self, task: Task) -> None:
         if not task.has_begun:

@@ -72,20 +72,30 @@ def channel_steps(channel: Channel, writes: bool, variant: str) -> Iterator[Chan
 
 
 def driver_steps(channel: Channel, writes: bool, variant: str) -> Iterator[Channel]:
-    answered = channel.word in (AWAY, WAITING)
-    if variant == "posts while one is late":
-        answered = True
-        if channel.driver == WAITS:
-            yield channel._replace(driver=IDLE)
+    is_answered = channel.word in (AWAY, WAITING) or variant == "posts while one is late"
+    if channel.driver == IDLE and is_answered:
+        yield from _idle_steps(channel, writes, variant)
+    elif channel.driver == DISMISSES:
+        yield channel._replace(driver=IDLE, word=AWAY if channel.word == WAITING else channel.word)
+    elif channel.driver == REQUESTS:
+        has_ended = channel.ends and SERVE not in channel.queue and DISMISSED not in channel.queue
+        needs_call = has_ended or not _may_serve(channel)
+        if variant == "counts on a call that was dismissed":
+            needs_call = has_ended
+        yield channel._replace(driver=CALLS if needs_call else WAITS)
+    elif channel.driver == CALLS:
+        yield _called(channel, SERVE)._replace(driver=WAITS)
+    elif channel.driver == WAITS:
+        yield from _waiting_steps(channel, variant)
+    elif channel.driver == READS:
+        yield channel._replace(driver=IDLE)
+
+
+def _idle_steps(channel: Channel, writes: bool, variant: str) -> Iterator[Channel]:
+    """Yield the states after the driver's steps while no answer is missing."""
     in_order = not channel.is_behind or variant == "does not dismiss after a raw call"
     has_room = len(channel.queue) < MOST_CALLS
-    if (
-        channel.driver == IDLE
-        and answered
-        and in_order
-        and has_room
-        and not (channel.ended or writes)
-    ):
+    if in_order and has_room and not (channel.ended or writes):
         # The command mentions the driver's segment: held from before it is posted.
         posted = channel._replace(word=COMMAND, in_flight=channel.in_flight + 1, holds=True)
         if channel.is_member or variant == "never calls":
@@ -94,36 +104,27 @@ def driver_steps(channel: Channel, writes: bool, variant: str) -> Iterator[Chann
             yield posted._replace(driver=REQUESTS)
         else:
             yield posted._replace(driver=WAITS)
-    if channel.driver == REQUESTS:
-        has_ended = channel.ends and SERVE not in channel.queue and DISMISSED not in channel.queue
-        needs_call = has_ended or not _may_serve(channel)
-        if variant == "counts on a call that was dismissed":
-            needs_call = has_ended
-        yield channel._replace(driver=CALLS if needs_call else WAITS)
-    if channel.is_member:
-        has_room = False  # the driver does not call or dismiss it
+    if channel.is_member or channel.worker == DEAD:
+        return  # the driver does not call or dismiss it
     # dismiss: a store, then a swap
-    elif channel.driver == IDLE and answered and channel.worker != DEAD:
-        queue = channel.queue.replace(SERVE, DISMISSED)
-        in_call = channel.worker != OUT
-        yield channel._replace(driver=DISMISSES, queue=queue, is_dismissed=in_call, is_behind=False)
-    if channel.driver == DISMISSES:
-        yield channel._replace(driver=IDLE, word=AWAY if channel.word == WAITING else channel.word)
-    if channel.driver == CALLS:
-        yield _called(channel, SERVE)._replace(driver=WAITS)
-    if channel.driver == IDLE and has_room and channel.worker != DEAD and answered:
+    queue = channel.queue.replace(SERVE, DISMISSED)
+    in_call = channel.worker != OUT
+    yield channel._replace(driver=DISMISSES, queue=queue, is_dismissed=in_call, is_behind=False)
+    if has_room:
         yield _called(channel, SERVE)  # ahead of time
         yield _called(channel, RAW)
-    if channel.driver == WAITS and channel.word == COMMAND:  # withdraw
-        yield channel._replace(word=AWAY, driver=IDLE, in_flight=channel.in_flight - 1, holds=False)
-    if channel.driver == WAITS and channel.word in (AWAY, WAITING):
-        yield channel._replace(driver=READS)
-    if channel.driver == WAITS and variant == "reads when it is late":
-        yield channel._replace(driver=READS)
-    if channel.driver == WAITS and channel.worker == DEAD:  # the end of the socket
-        yield channel._replace(driver=IDLE, ended=True)
-    if channel.driver == READS:
+
+
+def _waiting_steps(channel: Channel, variant: str) -> Iterator[Channel]:
+    """Yield the states after the driver's steps while it waits for the answer."""
+    if variant == "posts while one is late":
         yield channel._replace(driver=IDLE)
+    if channel.word == COMMAND:  # withdraw
+        yield channel._replace(word=AWAY, driver=IDLE, owed=channel.owed - 1, holds=False)
+    if channel.word in (AWAY, WAITING) or variant == "reads when it is late":
+        yield channel._replace(driver=READS)
+    if channel.worker == DEAD:  # the end of the socket
+        yield channel._replace(driver=IDLE, ended=True)
 
 
 def _may_serve(channel: Channel) -> bool:
@@ -138,7 +139,23 @@ def _called(channel: Channel, call: str) -> Channel:
 
 
 def worker_steps(channel: Channel, variant: str) -> Iterator[Channel]:
-    if channel.worker == OUT and channel.queue:
+    if channel.worker == OUT:
+        yield from _begun_calls(channel)
+    elif channel.worker == ENTERS:
+        yield channel._replace(worker=LOOKS, word=WAITING if channel.word == AWAY else channel.word)
+    elif channel.worker == LOOKS:
+        yield from _looking_steps(channel, variant)
+    elif channel.worker in (LEAVES, GOES):
+        yield from _leaving_steps(channel, variant)
+    elif channel.worker == RUNS:
+        yield from _running_steps(channel, variant)
+    if channel.worker not in (RUNS, DEAD) and channel.holds and channel.word in (AWAY, WAITING):
+        yield channel._replace(holds=False)
+
+
+def _begun_calls(channel: Channel) -> Iterator[Channel]:
+    """Yield the states after the worker has begun its next call, or returned by itself."""
+    if channel.queue:
         left = channel._replace(queue=channel.queue[1:])
         if channel.queue[0] == RAW:
             yield left
@@ -146,49 +163,53 @@ def worker_steps(channel: Channel, variant: str) -> Iterator[Channel]:
             is_dismissed = channel.queue[0] == DISMISSED
             enters = LOOKS if is_dismissed else ENTERS
             yield left._replace(worker=enters, ends=False, is_dismissed=is_dismissed)
-    if channel.worker == OUT and channel.is_member:
+    if channel.is_member:
         yield channel._replace(worker=ENTERS, ends=False)
-    if channel.worker == ENTERS:
-        yield channel._replace(worker=LOOKS, word=WAITING if channel.word == AWAY else channel.word)
+
+
+def _looking_steps(channel: Channel, variant: str) -> Iterator[Channel]:
+    """Yield the state after the worker has looked at the word."""
+    if channel.word == COMMAND:
+        if channel.is_dismissed and variant != "takes it though dismissed":
+            yield channel._replace(worker=OUT, is_dismissed=False, ends=True)
+        else:
+            yield channel._replace(worker=RUNS, word=BUSY, owed=channel.owed - 1)
+    elif channel.word == WAITING:  # its time is up
+        ends = variant != "leaves and says so later" or channel.ends
+        yield channel._replace(worker=LEAVES, ends=ends)
+    elif channel.word == AWAY:
+        yield channel._replace(worker=GOES)
+
+
+def _leaving_steps(channel: Channel, variant: str) -> Iterator[Channel]:
+    """Yield the state after the worker has left its mailbox, or found that it has to look again."""
     says_so = variant != "leaves and says so later"
     out = channel._replace(worker=OUT, is_dismissed=False)
-    if channel.worker == LOOKS:
-        if (
-            channel.word == COMMAND
-            and channel.is_dismissed
-            and variant != "takes it though dismissed"
-        ):
-            yield out._replace(ends=True)
-        elif channel.word == COMMAND:
-            yield channel._replace(worker=RUNS, word=BUSY, in_flight=channel.in_flight - 1)
-        if channel.word == WAITING:  # its time is up
-            yield channel._replace(worker=LEAVES, ends=says_so or channel.ends)
-        if channel.word == AWAY:
-            yield channel._replace(worker=GOES)
     if channel.worker == LEAVES:
-        if channel.word == WAITING or variant == "leaves by a plain store":
-            if says_so:
-                yield out._replace(word=AWAY)
-            else:
-                yield channel._replace(worker=GOES, word=AWAY)
-        else:
+        if channel.word != WAITING and variant != "leaves by a plain store":
             yield channel._replace(worker=LOOKS)
-    if channel.worker == GOES and not channel.ends:
+        elif says_so:
+            yield out._replace(word=AWAY)
+        else:
+            yield channel._replace(worker=GOES, word=AWAY)
+    elif not channel.ends:
         yield channel._replace(ends=True)
-    if channel.worker == GOES and channel.ends:
+    else:
         looks_again = says_so and variant != "is dismissed and does not look again"
         yield channel._replace(worker=LOOKS) if looks_again and channel.word == COMMAND else out
-    if channel.worker == RUNS and variant == "answers before it writes":
+
+
+def _running_steps(channel: Channel, variant: str) -> Iterator[Channel]:
+    """Yield the states after a worker that runs a command has announced its end, or answered."""
+    if variant == "answers before it writes":
         yield channel._replace(word=WAITING)
-    if channel.worker == RUNS:
-        if not channel.ends:
-            yield channel._replace(ends=True)
-        for after in (channel._replace(word=WAITING, worker=LOOKS), out._replace(word=AWAY)):
-            if after.worker == LOOKS or channel.ends:
-                yield after._replace(holds=False)
-                yield after  # it keeps a view
-    if channel.worker not in (RUNS, DEAD) and channel.holds and channel.word in (AWAY, WAITING):
-        yield channel._replace(holds=False)
+    if not channel.ends:
+        yield channel._replace(ends=True)
+    out = channel._replace(worker=OUT, is_dismissed=False)
+    for after in (channel._replace(word=WAITING, worker=LOOKS), out._replace(word=AWAY)):
+        if after.worker == LOOKS or channel.ends:
+            yield after._replace(holds=False)
+            yield after  # it keeps a view
 
 
 def check(state: State) -> None:

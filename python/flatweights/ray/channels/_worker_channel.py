@@ -153,11 +153,7 @@ class WorkerChannel(ChannelEnd):
     def _run(self, worker: Any, box: list[Any]) -> bytes | None:
         """Run the command in the mailbox; return the answer, None if the result is in ``box``."""
         try:
-            if self._doorbell is None:
-                self.receive()
-            _, buffers, body = self.read()
-            if self._doorbell is None:  # checked after `read`, so that no segment stays held
-                raise self._missing("expected a doorbell, got none")
+            _, buffers, body = self._read_first() if self._doorbell is None else self.read()
         except (ChannelError, OSError, ValueError, MemoryError) as error:
             self._is_broken = True
             return join_message(BROKEN, f"{type(error).__name__}: {error}".encode())
@@ -206,6 +202,18 @@ class WorkerChannel(ChannelEnd):
         if failpoints.hook is not None:
             failpoints.reach("gathered")
         return answer
+
+    def _read_first(self) -> tuple[int, list[Any], bytes]:
+        """Return the first command, as `read` does, once the driver's doorbell has come.
+
+        Raises:
+            ChannelError: Also if the driver has not sent the doorbell before the command.
+        """
+        self.receive()
+        command = self.read()
+        if self._doorbell is None:  # checked after `read`, so that no segment stays held
+            raise self._missing("expected a doorbell, got none")
+        return command
 
     def _value_of(self, message: Message) -> Any:
         """Return the value of an answer that cannot be sent, in memory of its own."""

@@ -213,12 +213,7 @@ class ChannelResult(PendingResult):
                 elif answer._by_ray is not None:
                     by_ray.setdefault(answer._by_ray.ref, []).append(answer)
             if by_ray:
-                ready = answers[0]._platform.wait([*by_ray], 0, len(by_ray))
-                came = [answer for ref in ready for answer in by_ray.pop(ref)]
-                dead = [a for rest in by_ray.values() for a in rest if a._is_without_news()]
-                for answer in dead:
-                    answer._count_as_dead()
-                came += dead
+                came = cls._take_out(by_ray, answers[0]._platform)
                 there |= dict.fromkeys(came)
                 is_enough = is_enough or bool(came)
             more = enough - len(there)
@@ -239,6 +234,23 @@ class ChannelResult(PendingResult):
                 for answer in answers:
                     if answer not in there:
                         answer.look_at_call()
+
+    @staticmethod
+    def _take_out(
+        by_ray: dict[ray.ObjectRef, list["ChannelAnswer"]], platform: Platform
+    ) -> list["ChannelAnswer"]:
+        """Return the answers whose Ray calls have ended, and those of workers that died silently.
+
+        Args:
+            by_ray: The answers that come through Ray, by call; it loses the calls that have ended.
+            platform: What this process uses of Ray.
+        """
+        ready = platform.wait([*by_ray], 0, len(by_ray))
+        came = [answer for ref in ready for answer in by_ray.pop(ref)]
+        dead = [a for rest in by_ray.values() for a in rest if a._is_without_news()]
+        for answer in dead:
+            answer._count_as_dead()
+        return came + dead
 
     def _is_there(self) -> bool:
         """Whether the answer has come through the channel; if it cannot, wait for the Ray call."""
