@@ -335,7 +335,7 @@ def train_and_be_replaced(config: Mapping[str, Any]) -> None:
     Args:
         config: ``folder`` for notes; ``dies``, by rank, the epoch; ``epochs``, how many others each
             has to have done afterwards, or None if the training ends with the epoch of the death;
-            ``coordinator``, whether the coordinator of the process group is killed instead; ``reports``,
+            ``coordinator``, whether that of the process group is killed instead; ``reports``,
             whether rank 1 dies in a report of that epoch, and that of rank 0 comes once it is being
             replaced.
     """

@@ -120,7 +120,7 @@ def _waiting_steps(channel: Channel, variant: str) -> Iterator[Channel]:
     if variant == "posts while one is late":
         yield channel._replace(driver=IDLE)
     if channel.word == COMMAND:  # withdraw
-        yield channel._replace(word=AWAY, driver=IDLE, owed=channel.owed - 1, holds=False)
+        yield channel._replace(word=AWAY, driver=IDLE, in_flight=channel.in_flight - 1, holds=False)
     if channel.word in (AWAY, WAITING) or variant == "reads when it is late":
         yield channel._replace(driver=READS)
     if channel.worker == DEAD:  # the end of the socket
@@ -173,7 +173,7 @@ def _looking_steps(channel: Channel, variant: str) -> Iterator[Channel]:
         if channel.is_dismissed and variant != "takes it though dismissed":
             yield channel._replace(worker=OUT, is_dismissed=False, ends=True)
         else:
-            yield channel._replace(worker=RUNS, word=BUSY, owed=channel.owed - 1)
+            yield channel._replace(worker=RUNS, word=BUSY, in_flight=channel.in_flight - 1)
     elif channel.word == WAITING:  # its time is up
         ends = variant != "leaves and says so later" or channel.ends
         yield channel._replace(worker=LEAVES, ends=ends)

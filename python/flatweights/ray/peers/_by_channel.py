@@ -237,8 +237,8 @@ class ChannelResult(PendingResult):
 
     @staticmethod
     def _take_out(
-        by_ray: dict[ray.ObjectRef, list["ChannelAnswer"]], platform: Platform
-    ) -> list["ChannelAnswer"]:
+        by_ray: dict[ray.ObjectRef, list["ChannelResult"]], platform: GroupPlatform
+    ) -> list["ChannelResult"]:
         """Return the answers whose Ray calls have ended, and those of workers that died silently.
 
         Args:
