@@ -308,7 +308,7 @@ def ours_of(case: Case) -> dict[str, tuple[str, Any, dict[str, Any]]]:
     if small:
         found[f"{OURS}, over streams"] = ("streams", "streams", {})
     if case.workers > 1:
-        key = ("streams", 'sums="float32"')
+        key = ("streams", 'reduce_dtype="float32"')
         found[f"{OURS}, float32 sums"] = ("", key, {"sums": "float32"})
     if not small:
         key = ("streams", 'wire_dtype="bfloat16"')

@@ -104,15 +104,15 @@ def _over_sockets(rank: int, addresses: list[str]) -> Allreduce:
         sender.join()
 
     def allreduce(vector: Vector) -> Vector:
-        pieces = np.array_split(vector, count)
+        shards = np.array_split(vector, count)
         for step in range(count - 1):
-            own = pieces[(rank - step - 1) % count]
+            own = shards[(rank - step - 1) % count]
             other = np.empty_like(own)
-            pass_on(pieces[(rank - step) % count], other)
+            pass_on(shards[(rank - step) % count], other)
             np.add(own, other, out=own)
-        pieces[(rank + 1) % count] /= count
+        shards[(rank + 1) % count] /= count
         for step in range(count - 1):
-            pass_on(pieces[(rank + 1 - step) % count], pieces[(rank - step) % count])
+            pass_on(shards[(rank + 1 - step) % count], shards[(rank - step) % count])
         return vector
 
     return allreduce

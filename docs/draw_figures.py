@@ -154,7 +154,7 @@ def draw_links(record: dict[str, Any], theme: Theme) -> None:
     lines: dict[str, list[float]] = {
         "guide's loop, and through the driver": [far * n for n in workers],
         "agents": [far / NODES * (1 + min(n, 2)) for n in workers],
-        'agents, sums="float32"': [far / NODES * 2 for n in workers],
+        'agents, reduce_dtype="float32"': [far / NODES * 2 for n in workers],
     }
     colours = (theme.ways[0], theme.ways[2], theme.ways[1])
     for (name, models), colour, above in zip(lines.items(), colours, (8, 7, -17), strict=True):

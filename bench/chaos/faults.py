@@ -27,7 +27,7 @@ STORE = "object store full"
 ACTORS = {
     "coordinator killed": ("Coordinator",),
     "agent killed": ("Agent", "NodeAgentActor"),
-    "relay killed": ("Relay", "Outlet"),
+    "relay killed": ("Relay", "Proxy"),
 }
 """Faults of processes without a rank: the names of their classes."""
 PUBLISHER = "publisher killed"

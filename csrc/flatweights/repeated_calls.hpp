@@ -47,8 +47,8 @@ struct Repeated {
 // The bell that members ring, and the descriptors at which the coordinator sleeps.
 struct Sleep {
   Doorbell* door;
-  int bell;                       // the eventfd that the doorbell rings
-  int poll;                       // an epoll of the bell, and of the members' sockets
+  int bell;                         // the eventfd that the doorbell rings
+  int poll;                         // an epoll of the bell, and of the members' sockets
   const std::atomic<bool>* queued;  // whether another thread wants the coordinator to stop
 };
 

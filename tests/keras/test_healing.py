@@ -80,8 +80,8 @@ class Fit:
     def _wait_for_others(self, seconds: float) -> None:
         averaging = averaging_of(self.model)
         assert averaging is not None
-        for lease in (averaging.lease, self.logs._lease):
-            lease.timeout = seconds  # the shortest of all members' counts
+        for handle in (averaging.handle, self.logs._handle):
+            handle.timeout = seconds  # the shortest of all members' counts
 
     def _run(self) -> tuple[Any, list[Any]]:
         optimizer = average_gradients(

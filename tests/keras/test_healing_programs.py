@@ -126,7 +126,7 @@ class Run:
             if done == STEPS - 2:
                 self.until_all_are_back(rank)
             step(tf.constant(min(done, STEPS - 1)))
-            averaging.lease.timeout = self.program.timeout  # the first step was traced
+            averaging.handle.timeout = self.program.timeout  # the first step was traced
             self.used[int(optimizer.iterations) - 1].add(results[-1].used)
             with self._lock:
                 self.away.discard(rank)

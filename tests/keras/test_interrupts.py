@@ -43,7 +43,7 @@ def batches():
         if k == 5 and rank == 1 and has_timeout:
             while not stalled.exists():
                 time.sleep(0.01)
-            optimizer.apply.__self__.lease.timeout = 1.0
+            optimizer.apply.__self__.handle.timeout = 1.0
         yield np.ones((4, 2)), np.ones(4)
 
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

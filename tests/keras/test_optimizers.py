@@ -205,8 +205,8 @@ def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> Non
 
     optimizer = keras.optimizers.Adam(gradient_accumulation_steps=4)
     average_gradients(optimizer, member=member)
-    lease = optimizer.apply.__self__.lease
-    lease._given = Counting()
+    handle = optimizer.apply.__self__.handle
+    handle._given = Counting()
     model = build("dense", 0)
     model.compile(optimizer, "mse")
     model.fit(*images("dense"), batch_size=12, verbose=0)  # 20 steps
@@ -446,16 +446,16 @@ def test_what_is_said_to_one_counts_for_all(member: flatweights.ray.Member) -> N
     seen: list[Any] = []
 
     def look(*_: Any) -> None:
-        for lease in (weights._lease, logs._lease, optimizer.apply.__self__.lease):
-            seen.append((lease.take(), lease.timeout))
-        seen.extend(one._lease.min_results for one in (weights, logs))
+        for handle in (weights._handle, logs._handle, optimizer.apply.__self__.handle):
+            seen.append((handle.take(), handle.timeout))
+        seen.extend(one._handle.min_results for one in (weights, logs))
 
     spy = keras.callbacks.LambdaCallback(on_epoch_begin=look)
     model.fit(x, y, verbose=0, callbacks=[logs, spy, weights])
     assert seen == [(member, 3.0)] * 3 + [1, 1]
     # In another training, what its own callbacks say.
     spy = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda *_: seen.append(optimizer.apply.__self__.lease.timeout)
+        on_epoch_begin=lambda *_: seen.append(optimizer.apply.__self__.handle.timeout)
     )
     model.fit(x, y, verbose=0, callbacks=[AverageLogs(member=member, timeout=5.0), spy])
     assert seen[-1] == 5.0

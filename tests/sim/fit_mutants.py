@@ -101,7 +101,7 @@ FIT = {
     ),
     "a root that was not waited for ends the training of all": (
         "_start.py",
-        "may_be_late = lease.min_results is not None",
+        "may_be_late = handle.min_results is not None",
         "may_be_late = False",
     ),
 }

@@ -20,7 +20,7 @@ from tests.sim.programs import Arrays, Named, Program
 
 from flatweights import Layout
 from flatweights.keras._fit_states import Phase
-from flatweights.keras._lease import MemberLease
+from flatweights.keras._member_handle import MemberHandle
 from flatweights.keras._progress import Position, Progress, TrainingState, keepers_among
 from flatweights.keras._start import FitStart, start_alike
 from flatweights.ray._errors import WorkerError
@@ -84,8 +84,8 @@ class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
         self.on_train_begin()
 
 
-class Lease(MemberLease):
-    """The lease of a `fit`; the oracle knows what it sends."""
+class Handle(MemberHandle):
+    """The handle of a `fit`; the oracle knows what it sends."""
 
     def __init__(self, fit: Fit, member: Member) -> None:
         plan = fit.program.plan
@@ -139,7 +139,7 @@ class Fit:
         self._callbacks = [self._logs, self._averaging, self._stopping]
         self._state = state_of(self._variables, self._callbacks)
         self._copied = state_of(Arrays(None, self.weights, self.iterations), self._callbacks)
-        self._lease = Lease(self, member)
+        self._handle = Handle(self, member)
         self._progress: Progress | None = None
         self._named: dict[str, Named] = {}
         self._is_traced = False
@@ -165,7 +165,7 @@ class Fit:
         """Train, as `keras.Model.fit` does."""
         plan, model = self._plan, self._model
         self._begin_alike(None)
-        progress = self._progress = Progress(self._lease, self._logs, self._callbacks, self._state)
+        progress = self._progress = Progress(self._handle, self._logs, self._callbacks, self._state)
         if self.member.lacks_state:
             progress.join()
         first = model.first or 0
@@ -196,7 +196,7 @@ class Fit:
             return FitStart(False, epoch, b"names", values, {})
 
         with self.sends(None, None):
-            start_alike(self._lease, self._variables, own)
+            start_alike(self._handle, self._variables, own)
 
     def _train(self, epoch: int) -> None:
         """Train for an epoch, or until a callback ends it."""
@@ -252,7 +252,7 @@ class Fit:
             with self.sends(vector, state) as sent:
                 calls.append(sent)
                 return member.average_variables(
-                    variables, sent.weight, state=state, **self._lease.terms
+                    variables, sent.weight, state=state, **self._handle.terms
                 )
 
         result = progress.average(call, in_step=in_step)

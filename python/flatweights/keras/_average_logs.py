@@ -15,7 +15,7 @@ from flatweights.keras._average_weights import AverageWeights
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._gradients import averaging_of_optimizer
 from flatweights.keras._hooks import callbacks_beside
-from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.keras._member_handle import MemberHandle, calls_are_equal
 from flatweights.keras._progress import SAVING, AnyState, check_before
 from flatweights.keras._report import Report
 from flatweights.ray import Member, Round
@@ -82,7 +82,7 @@ class AverageLogs(MemberCallback):
             TypeError: If ``member`` is not a `Member`, or ``rule`` is not a rule.
             ValueError: If ``timeout``, ``min_results`` or ``nonfinite`` is out of range.
         """
-        super().__init__(MemberLease("AverageLogs", member, timeout, min_results))
+        super().__init__(MemberHandle("AverageLogs", member, timeout, min_results))
         check_nonfinite(nonfinite)
         self._nonfinite = nonfinite
         self._rule = None if rule is None else _over_members(Rule.of(rule))
@@ -143,7 +143,7 @@ class AverageLogs(MemberCallback):
         def exchange(member: Member, state: AnyState | None) -> Round:
             return member.average(
                 part,
-                **self._lease.terms,
+                **self._handle.terms,
                 nonfinite="raise" if self._nonfinite == "raise" else "propagate",
                 rule=self._rule,
                 state=state,

@@ -18,7 +18,7 @@ from flatweights._numbers import check_count, real_number
 from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._hooks import callbacks_beside
-from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.keras._member_handle import MemberHandle, calls_are_equal
 from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import (
     SAVING,
@@ -157,7 +157,7 @@ class AverageWeights(MemberCallback):
         self._choice: dict[str, Any] = Choice(exclude, only).arguments
         needs_all = "" if outer is None else "AverageWeights(outer=...)"
         super().__init__(
-            MemberLease("AverageWeights", member, timeout, min_results, needs_all=needs_all)
+            MemberHandle("AverageWeights", member, timeout, min_results, needs_all=needs_all)
         )
         self._every = every
         self._unit = unit
@@ -243,10 +243,10 @@ class AverageWeights(MemberCallback):
         if ends and self._is_started and not self._trained:
             # Keras has just set the weights to this member's own moving averages.
             self._trained, self._since = True, self._last_weight
-        trained, lease = self._trained, self._lease
+        trained, handle = self._trained, self._handle
         # Members that have been late are not at the same call as the others.
-        if lease.timeout is None or lease.min_results is None:
-            trained = any(lease.gather(trained, "the end of training", at="end").weights.values())
+        if handle.timeout is None or handle.min_results is None:
+            trained = any(handle.gather(trained, "the end of training", at="end").weights.values())
         if trained:
             self._progress = None  # all members that are still there have the state
             self._average("epoch")
@@ -256,13 +256,13 @@ class AverageWeights(MemberCallback):
 
     def _average_best(self, keeper: Any) -> None:
         """Average the best weights that ``keeper`` is about to set: no average ended that epoch."""
-        lease, best = self._lease, keeper.best_weights
+        handle, best = self._handle, keeper.best_weights
         weight = self._samples.read() or 1.0 if self._weight == "samples" else self._weight
-        has_best = lease.gather(best is not None, "best weights", at="end").weights.values()
+        has_best = handle.gather(best is not None, "best weights", at="end").weights.values()
         if best is not None and all(has_best):
             chosen = [*compress(best, self._averaged)]
             with calls_are_equal(self._member, "end"):
-                result = self._member.average(chosen, weight, **lease.terms, **self._options)
+                result = self._member.average(chosen, weight, **handle.terms, **self._options)
             averages = iter(result.weights)
             pairs = zip(best, self._averaged, strict=True)
             keeper.best_weights = [next(averages) if averaged else own for own, averaged in pairs]
@@ -324,7 +324,7 @@ class AverageWeights(MemberCallback):
             numbers = {n: f"{one:g}" for n, one in self.outer.state.items() if "/" not in n}
             settings = {"outer": type(self.outer).__name__, **numbers}
             expected = "outer: expected an optimizer with the same settings in all members"
-            check_alike(expected, self._lease.gather(settings, "outer", at="start").weights)
+            check_alike(expected, self._handle.gather(settings, "outer", at="start").weights)
             self._stepped = model
         self._is_started = True
 
@@ -333,20 +333,20 @@ class AverageWeights(MemberCallback):
 
         If that member dies meanwhile, another one takes its place.
         """
-        lease, member = self._lease, self._member
+        handle, member = self._handle, self._member
         while True:
-            ranks = lease.gather(None, "the first weights", at="start").used
+            ranks = handle.gather(None, "the first weights", at="start").used
             with calls_are_equal(member, "start"):
                 try:
                     self._take_from(min(ranks), outer)
                     return
                 except WorkerError:
-                    if lease.min_results is None:
+                    if handle.min_results is None:
                         raise
 
     def _take_from(self, root: int, outer: Outer | None) -> None:
         """Give all the variables, and the outer optimizer, of ``root``."""
-        member, timeout = self._member, self._lease.timeout
+        member, timeout = self._member, self._handle.timeout
         if self._plain is not None:
             member.broadcast_variables(self._plain, root, timeout=timeout)
         if self._learned is None or outer is None:
@@ -369,7 +369,7 @@ class AverageWeights(MemberCallback):
             if self._learned is not None and self.outer is not None:
                 weights = self._learned.get_weights()
                 self.round = self._member.average(
-                    weights, weight, timeout=self._lease.timeout, **self._options
+                    weights, weight, timeout=self._handle.timeout, **self._options
                 )
                 self._learned.set_weights(self.outer.step(self.round.weights))
             if self._plain is not None:
@@ -386,7 +386,7 @@ class AverageWeights(MemberCallback):
             plain,
             weight,
             state=state,
-            **self._lease.terms,
+            **self._handle.terms,
             **self._options,
         )
 

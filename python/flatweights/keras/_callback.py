@@ -10,7 +10,7 @@ from typing import Any, Literal
 import keras
 
 from flatweights.keras._gradients import averaging_of
-from flatweights.keras._lease import MemberLease, agree
+from flatweights.keras._member_handle import MemberHandle, agree
 from flatweights.keras._progress import AnyState
 from flatweights.keras._samples import Samples
 from flatweights.ray import Member, Round
@@ -28,10 +28,10 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     weighs_logs = False
 
-    def __init__(self, lease: MemberLease) -> None:
-        """Average with the member of ``lease``, on its terms."""
+    def __init__(self, handle: MemberHandle) -> None:
+        """Average with the member of ``handle``, on its terms."""
         super().__init__()
-        self._lease = lease
+        self._handle = handle
         self._params_of_fit: Any = None
         with _lock:
             _callbacks.add(self)
@@ -57,9 +57,9 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         # All callbacks of a `fit` have the same dictionary.
         with _lock:
             of_this_fit = [one for one in _callbacks if one.params is self.params is not None]
-        leases = {id(one): one._lease for one in (self, *of_this_fit)}
-        agree([*leases.values(), *([] if averaging is None else [averaging.lease])])
-        self._member: Member = self._lease.take()
+        leases = {id(one): one._handle for one in (self, *of_this_fit)}
+        agree([*leases.values(), *([] if averaging is None else [averaging.handle])])
+        self._member: Member = self._handle.take()
         if averaging is not None:
             averaging.begin_fit(self)
         self._averaging = averaging
@@ -113,4 +113,4 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the process group, if no member was given."""
-        self._lease.end()
+        self._handle.end()

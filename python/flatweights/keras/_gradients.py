@@ -28,8 +28,8 @@ from flatweights.keras._hooks import (
     running_fit,
     variables_of,
 )
-from flatweights.keras._lease import (
-    MemberLease,
+from flatweights.keras._member_handle import (
+    MemberHandle,
     calls_are_equal,
     check_in_time,
     out_of_sync_is_error,
@@ -171,9 +171,9 @@ def average_gradients(
     options = {"nonfinite": nonfinite, "rule": None if rule is None else Rule.of(rule)}
     check_nonfinite(nonfinite)
     check_sparse(sparse, optimizer, options["rule"])
-    lease = MemberLease("average_gradients", member, timeout, min_results)
+    handle = MemberHandle("average_gradients", member, timeout, min_results)
     more = [*state] if isinstance(state, (list, tuple)) else [] if state is None else [state]
-    Averaging(optimizer, lease, options, more, sparse)
+    Averaging(optimizer, handle, options, more, sparse)
     synchronize(_averaging_of_layer)
     return optimizer
 
@@ -184,7 +184,7 @@ class Averaging:
     Attributes:
         number: Its number in this process; later ones have higher numbers.
         rule: The rule that replaces the mean of gradients.
-        lease: The member, and the time and the number of members that its calls wait for.
+        handle: The member, and the time and the number of members that its calls wait for.
         progress: The member's progress in a `fit` that goes on without members that are late or
             have died; None if it needs all.
     """
@@ -192,7 +192,7 @@ class Averaging:
     def __init__(
         self,
         optimizer: Any,
-        lease: MemberLease,
+        handle: MemberHandle,
         options: dict[str, Any],
         more: Sequence[Any],
         sparse: Sparse,
@@ -201,12 +201,12 @@ class Averaging:
 
         Args:
             optimizer: The optimizer.
-            lease: See the attribute.
+            handle: See the attribute.
             options: Those of each average.
             more: Parts of the state that heals members, besides variables and slots.
             sparse: Whether rows of tables travel, or "auto".
         """
-        self.lease = lease
+        self.handle = handle
         self.number = next(_numbers)
         self.rule = options["rule"]
         self._more = more
@@ -252,7 +252,7 @@ class Averaging:
             return
         self._params, self.progress, self._begun = callback.params, None, None
         self._know(model)
-        if not model.built and self.lease.min_results is not None:
+        if not model.built and self.handle.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
         callbacks = callbacks_beside(callback)
         self._callbacks = callbacks
@@ -260,10 +260,10 @@ class Averaging:
             # Even if the last training did not end, or a member has other weights since `build`.
             self._is_started = False
             self._optimizer.build(model.trainable_variables)
-            if self.lease.min_results is not None:
+            if self.handle.min_results is not None:
                 state = self._state_of(model.weights, keepers_among(callbacks))
-                self.progress = Progress(self.lease, callback, callbacks, state, self._more)
-                if self.lease.take().lacks_state:
+                self.progress = Progress(self.handle, callback, callbacks, state, self._more)
+                if self.handle.take().lacks_state:
                     self.progress.join()
             self._begun = model
         function = model.train_function
@@ -322,7 +322,7 @@ class Averaging:
     def _average_accumulated(self, sums: list[Any]) -> list[Any]:
         """Return the averages of accumulated gradients, in a step that applies them."""
         averages = self._average(sums, self._accumulated)
-        if self.lease.min_results is not None:
+        if self.handle.min_results is not None:
             self._touch(self._accumulated, averages)
         return averages
 
@@ -399,7 +399,7 @@ class Averaging:
 
     def _check_fit(self, fit: Fit | None) -> None:
         """Raise if ``fit`` is one whose members may come back, without our callbacks."""
-        if self.lease.min_results is not None and self.progress is None and fit is not None:
+        if self.handle.min_results is not None and self.progress is None and fit is not None:
             if averaging_of(fit.model) is not self:
                 raise ValueError(
                     "average_gradients(min_results=): expected the optimizer that the model was "
@@ -440,8 +440,8 @@ class Averaging:
         if self._is_started:
             return
         callbacks, self._callbacks = self._callbacks, None
-        member = self.lease.take()
-        if self.lease.min_results is not None and member.lacks_state:  # it will be healed
+        member = self.handle.take()
+        if self.handle.min_results is not None and member.lacks_state:  # it will be healed
             self._is_started = True
             return
         state = self._variables_with_slots(variables)
@@ -455,13 +455,13 @@ class Averaging:
                     "one whose optimizer has slots without values. Call the model on a batch, as "
                     "in model(x[:1]), or begin it with keras.Input"
                 ) from error
-            may_end_apart = self.lease.min_results is not None
+            may_end_apart = self.handle.min_results is not None
             settings = settings_of(self._optimizer, callbacks, may_end_apart=may_end_apart)
             names = _digest(json.dumps(state.layout.names).encode())
             return FitStart(in_step, epoch, names, _digest(values), settings)
 
-        started = start_alike(self.lease, state, own)
-        if self.lease.min_results is None:
+        started = start_alike(self.handle, state, own)
+        if self.handle.min_results is None:
             self._is_far = any(transport != "shm" for transport in started.transports.values())
         self._is_started = True
 
@@ -607,15 +607,15 @@ class Averaging:
         It sends no state: members are healed with the gradients, since their variables must not
         change before that. A member that is to be healed meets the others there.
         """
-        progress, is_whole = self.progress, self.lease.min_results is None
+        progress, is_whole = self.progress, self.handle.min_results is None
         if (progress is not None and progress.is_apart) or (
-            not is_whole and self.lease.take().lacks_state
+            not is_whole and self.handle.take().lacks_state
         ):
             exchange.pass_on(tensors)
             return
         with self._step(), exchange.of(tensors):
-            result = self.lease.take().average_variables(
-                exchange, nonfinite=self._options["nonfinite"], **self.lease.terms
+            result = self.handle.take().average_variables(
+                exchange, nonfinite=self._options["nonfinite"], **self.handle.terms
             )
             if is_whole:
                 check_in_time(result, exchange.layout.slots[0].name)
@@ -624,7 +624,7 @@ class Averaging:
     def _step(self) -> Iterator[None]:
         """Enclose a call of a step, whose error `fit` is to raise."""
         try:
-            with calls_are_equal(self.lease.take(), "step"):
+            with calls_are_equal(self.handle.take(), "step"):
                 yield
         except BaseException as error:
             self._is_started = False  # all members start again in the next fit
@@ -651,13 +651,13 @@ class Averaging:
         state takes part nevertheless, to learn how many rows there are. In a `fit`, it goes on to
         where it is healed: the others may be at the end of an epoch.
         """
-        progress, is_whole = self.progress, self.lease.min_results is None
-        if progress is not None and (progress.is_apart or self.lease.take().lacks_state):
+        progress, is_whole = self.progress, self.handle.min_results is None
+        if progress is not None and (progress.is_apart or self.handle.take().lacks_state):
             tables.write(called, [tables.read(called)], is_among=True)
             return
         with self._step():
             self._start(tables.variables, in_step=True)
-            member, terms = self.lease.take(), self.lease.terms
+            member, terms = self.handle.take(), self.handle.terms
             if member.lacks_state:
                 terms["timeout"] = None  # as in all calls in which it waits for the others
             result = member.all_gather(tables.read(called), tables.what, **terms)
@@ -681,14 +681,14 @@ class Averaging:
             result: Round | None
             if progress is not None:
                 result = progress.average(functools.partial(self._call, exchange), in_step=True)
-            elif self.lease.min_results is not None:
+            elif self.handle.min_results is not None:
                 state = with_more(self._state_of(exchange.variables), self._more)
                 result = self._call_or_pass(exchange, state)
             else:
-                result = self._call(exchange, self.lease.take(), None)
+                result = self._call(exchange, self.handle.take(), None)
                 check_in_time(result, "gradients")
             if result is not None:
-                rank = self.lease.take().rank
+                rank = self.handle.take().rank
                 if rank in result.used and rank not in (*result.late, *result.healed):
                     exchange.check()
                 return
@@ -700,7 +700,7 @@ class Averaging:
         That is so if the member lacks the state, and the others average another number of rows: it
         cannot learn that number here. Its next step can, which heals it.
         """
-        member = self.lease.take()
+        member = self.handle.take()
         try:
             with out_of_sync_is_error(member, isinstance(exchange, SparseExchange)):
                 return self._call(exchange, member, state)
@@ -712,7 +712,7 @@ class Averaging:
             exchange,
             exchange.weight,
             state=state,
-            **self.lease.terms,
+            **self.handle.terms,
             **self._options,
         )
 
@@ -725,14 +725,14 @@ class Averaging:
             self.progress.end()
             self.progress = None
         elif was_started:
-            self.lease.gather(None, "the end of training", at="end")
+            self.handle.gather(None, "the end of training", at="end")
         elif steps > before:
             raise RuntimeError(
                 "average_gradients: this fit has averaged nothing, since Keras had traced its step "
                 "before. Call average_gradients before compile, or compile the model again"
             )
         self._finalize(var_list)
-        self.lease.end()
+        self.handle.end()
 
 
 def averaging_of(model: Any) -> Averaging | None:

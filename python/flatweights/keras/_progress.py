@@ -18,7 +18,7 @@ from flatweights._core import move_parts
 from flatweights.keras import _fit_states as fit
 from flatweights.keras._fit_states import Action, FitState, Phase, move
 from flatweights.keras._hooks import SWAPPED, begin_at, end_data, know_direction
-from flatweights.keras._lease import MemberLease
+from flatweights.keras._member_handle import MemberHandle
 from flatweights.ray import Member, OutOfSyncError, Round, _clock
 from flatweights.tensorflow import TensorFlowVariables
 
@@ -184,7 +184,7 @@ class Progress:
 
     def __init__(
         self,
-        lease: MemberLease,
+        handle: MemberHandle,
         callback: Any,
         callbacks: list[Any],
         state: TrainingState,
@@ -193,7 +193,7 @@ class Progress:
         """Begin, before the first epoch.
 
         Args:
-            lease: The member.
+            handle: The member.
             callback: One of the callbacks of the `fit`.
             callbacks: All callbacks of the `fit`, in the list by which Keras calls them.
             state: The state that heals a member.
@@ -201,7 +201,7 @@ class Progress:
         """
         self.params: dict[str, Any] = callback.params
         self.has_joined = False
-        self._lease = lease
+        self._handle = handle
         self._model = callback.model
         self._state = state
         self._more = more
@@ -253,7 +253,7 @@ class Progress:
     def end(self) -> None:
         """Meet the others at the end; wait a while for those that are late or being replaced."""
         self._show()
-        patience = max(_LAST, self._lease.timeout or 0.0, _REPLACED * self._lease.is_replaceable)
+        patience = max(_LAST, self._handle.timeout or 0.0, _REPLACED * self._handle.is_replaceable)
         self._until = _clock.now() + patience
         self._tell(fit.FitEnds())
         begin_at(self._model, None)
@@ -272,7 +272,7 @@ class Progress:
             call: A call of the member with the state.
             in_step: Whether it is made in a step, rather than at the end of a batch or of an epoch.
         """
-        member = self._lease.take()
+        member = self._handle.take()
         member.raise_if_out_of_sync = True
         try:
             result = call(member, self.state)
@@ -299,7 +299,7 @@ class Progress:
             case Action.MEET:
                 return self._meet()
             case Action.MEET_RECOVERING:
-                self._lease.take().lacks_state = True
+                self._handle.take().lacks_state = True
                 return self._meet()
             case Action.KEEP:
                 self._copy = [*map(_copy_of, (self._state, *self._more))]
@@ -329,17 +329,17 @@ class Progress:
 
     def _meet(self) -> fit.Met:
         """Send this member's place; get healed if needed."""
-        member, ends = self._lease.take(), self.phase is Phase.ENDING
+        member, ends = self._handle.take(), self.phase is Phase.ENDING
         member.raise_if_out_of_sync = False
         _clock.sleep(self._pause)
-        met = self._lease.gather((self._now.epoch, ends), "place", at="epoch", state=self.state)
+        met = self._handle.gather((self._now.epoch, ends), "place", at="epoch", state=self.state)
         places: list[tuple[int, bool]] = [met.weights[rank] for rank in sorted(met.used)]
         is_healed = member.rank in met.healed
         if is_healed:
             self._take_over()
         if ends:
             self._pause = min(2 * self._pause or _PAUSE, 1.0)
-        may_come = bool(met.late or (met.failed and self._lease.is_replaceable))
+        may_come = bool(met.late or (met.failed and self._handle.is_replaceable))
         may_come = may_come and _clock.now() < self._until
         return fit.Met(places[0][0], any(over for _, over in places), is_healed, may_come)
 

@@ -15,7 +15,7 @@ import ray
 from flatweights._daemon import in_daemon
 from flatweights._numbers import check_count
 from flatweights.keras._callback import MemberCallback
-from flatweights.keras._lease import MemberLease, calls_are_equal
+from flatweights.keras._member_handle import MemberHandle, calls_are_equal
 from flatweights.keras._samples import Samples
 from flatweights.ray import _clock, is_replaceable
 
@@ -66,7 +66,7 @@ class Report(MemberCallback):
             TypeError: If ``every`` is not an integer.
             ValueError: If it is below 1.
         """
-        super().__init__(MemberLease("Report", None))
+        super().__init__(MemberHandle("Report", None))
         self._every = check_count(every, "every")
         self._saves = save
         self._saves_weights_only = False  # Keras cannot save the structure of the model
@@ -226,7 +226,7 @@ class Report(MemberCallback):
         Args:
             metrics: What is reported; if empty, this worker has nothing to report.
         """
-        timeout = self._lease.timeout and max(self._lease.timeout, _PATIENCE)
+        timeout = self._handle.timeout and max(self._handle.timeout, _PATIENCE)
         are_all_there = len(self._member.ranks) == self._member.size
         folder = self._saved() if metrics and are_all_there and not self._waits() else None
         has_begun = asked_again = False
@@ -234,7 +234,7 @@ class Report(MemberCallback):
             reports = bool(metrics and not has_begun) or self._waits()
             with calls_are_equal(self._member, "report"):
                 met = self._member.all_gather(
-                    reports, "reports", timeout=timeout, min_results=self._lease.min_results
+                    reports, "reports", timeout=timeout, min_results=self._handle.min_results
                 )
             if met.late and not asked_again:  # a new worker is late for its first call of a kind
                 asked_again = True

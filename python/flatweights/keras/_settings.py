@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from flatweights.keras._lease import named
+from flatweights.keras._member_handle import named
 from flatweights.ray import CallsDifferError
 
 # Callbacks of Keras that change the learning rate, and those that end the training.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from flatweights.keras._lease import (
-    MemberLease,
+from flatweights.keras._member_handle import (
+    MemberHandle,
     calls_are_equal,
     check_in_time,
     out_of_sync_is_error,
@@ -33,13 +33,13 @@ class FitStart(NamedTuple):
     settings: dict[str, str]
 
 
-def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], FitStart]) -> Round:
+def start_alike(handle: MemberHandle, variables: Variables, own: Callable[[], FitStart]) -> Round:
     """Give all members the ``variables`` of the lowest rank, unless they have them.
 
     If the others train already, the member lacks the state afterwards: it will be healed.
 
     Args:
-        lease: The member.
+        handle: The member.
         variables: Its variables.
         own: Returns what it tells the others.
 
@@ -51,14 +51,14 @@ def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], FitS
         TimeoutError: If all members are needed, and this one is late.
         ValueError: If it is too late to set the variables.
     """
-    member = lease.take()
+    member = handle.take()
     while True:
         start = own()
         if start.epoch is None:
-            started = lease.gather(tuple(start), "the start of training", at="start")
+            started = handle.gather(tuple(start), "the start of training", at="start")
         else:
-            started = lease.gather(tuple(start), "the first epoch", at="epoch")
-        if lease.min_results is None:
+            started = handle.gather(tuple(start), "the first epoch", at="epoch")
+        if handle.min_results is None:
             check_in_time(started, "the start of training")
         elif member.rank in started.late:
             member.lacks_state = True
@@ -77,14 +77,14 @@ def start_alike(lease: MemberLease, variables: Variables, own: Callable[[], FitS
                 "model.optimizer.build(model.trainable_variables) before fit, which sets them, or "
                 "use the callback AverageLogs, which calls it"
             )
-        may_be_late = lease.min_results is not None
+        may_be_late = handle.min_results is not None
         try:
             with calls_are_equal(member, "start"), out_of_sync_is_error(member, may_be_late):
-                member.broadcast_variables(variables, root, timeout=lease.timeout)
+                member.broadcast_variables(variables, root, timeout=handle.timeout)
         except OutOfSyncError:  # they have not waited for this member, which may be the root
             member.lacks_state = True
         except WorkerError:
-            if lease.min_results is None:
+            if handle.min_results is None:
                 raise
             continue  # the root has died: another one takes its place
         return started

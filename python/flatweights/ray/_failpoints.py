@@ -23,7 +23,7 @@ JOIN = ("entering", "entered", "attached")
 
 NODE = ("exchanging", "merging", "placing")
 """Points of an exchange between nodes, in each agent and in the driver: before anything is sent,
-with the other nodes' parts of its own piece, with the average of that piece."""
+with the other nodes' parts of its own shard, with the average of that shard."""
 
 hook: Callable[[str], None] | None = None
 

@@ -17,7 +17,7 @@ from flatweights.ray._turn import Turn, alone
 from flatweights.ray._variables import Variables
 from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
-from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.ray.nodes._plan import ReduceDType, check_reduce_dtype
 from flatweights.ray.peers._actor_spec import ActorSpec
 from flatweights.ray.peers._by_rank import ByRank, check_by_rank
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
@@ -80,7 +80,7 @@ class WorkerGroup:
         max_inflight: int = 4,
         wire_dtype: WireDType | None = None,
         initial: Any = "lowest",
-        sums: Sums = "float64",
+        reduce_dtype: ReduceDType = "float64",
     ) -> None:
         """Take actors of `FlatWorker` classes, by rank.
 
@@ -99,19 +99,19 @@ class WorkerGroup:
                 the lowest healthy rank; or None, if workers start from weights of their own.
                 `FlatWorker.get_weights`, `FlatWorker.get_flat` and `FlatWorker.ping` read the
                 workers' state and send no initial weights.
-            sums: How sums of several workers of a node travel to other nodes: ``"float64"``; or
-                ``"float32"``, the average of a node's workers, rounded to their dtype, in half the
-                bytes. It adds an error of half a unit in the last place of that average. With a
-                ``wire_dtype``, sums travel in 16 bits, and this has no effect.
+            reduce_dtype: How sums of several workers of a node travel to other nodes:
+                ``"float64"``; or ``"float32"``, the average of a node's workers, rounded to their
+                dtype, in half the bytes. It adds an error of half a unit in the last place of that
+                average. With a ``wire_dtype``, sums travel in 16 bits, and this has no effect.
 
         Raises:
-            ValueError: If there is no actor, or ``wire_dtype``, ``initial`` or ``sums`` is not one
-                of these.
+            ValueError: If there is no actor, or ``wire_dtype``, ``initial`` or ``reduce_dtype`` is
+                not one of these.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         wire = None if wire_dtype is None else GroupWire(wire_dtype)
         _check_initial(initial)
-        self._worker_set = WorkerSet(actors, wire, initial, sums, self._platform)
+        self._worker_set = WorkerSet(actors, wire, initial, reduce_dtype, self._platform)
         self._max_inflight = check_count(max_inflight, "max_inflight")
         self._turn = Turn("WorkerGroup", self._platform.lock(), self._platform.thread)
         self._count = 0  # of rounds
@@ -127,7 +127,7 @@ class WorkerGroup:
         max_inflight: int = 4,
         wire_dtype: WireDType | None = None,
         initial: Any = "lowest",
-        sums: Sums = "float64",
+        reduce_dtype: ReduceDType = "float64",
         arguments: Callable[[int], Sequence[Any]] | None = None,
         **ray_options: Any,
     ) -> WorkerGroup:
@@ -140,7 +140,7 @@ class WorkerGroup:
             max_inflight: See `average`.
             wire_dtype: See the constructor.
             initial: See the constructor.
-            sums: See the constructor.
+            reduce_dtype: See the constructor.
             arguments: A function of the rank that returns more arguments, after ``args``.
             **ray_options: Ray's options for the actors: ``num_gpus=1``, ``max_restarts=-1``.
 
@@ -155,7 +155,7 @@ class WorkerGroup:
             raise TypeError(f"worker: expected a subclass of FlatWorker, got {worker!r}")
         check_count(n, "n")
         check_count(max_inflight, "max_inflight")
-        check_sums(sums)  # before an actor is started
+        check_reduce_dtype(reduce_dtype)  # before an actor is started
         _check_initial(initial)
         if wire_dtype is not None:
             GroupWire(wire_dtype)
@@ -167,7 +167,7 @@ class WorkerGroup:
                 max_inflight=max_inflight,
                 wire_dtype=wire_dtype,
                 initial=initial,
-                sums=sums,
+                reduce_dtype=reduce_dtype,
             )
         except BaseException:
             for actor in actors:

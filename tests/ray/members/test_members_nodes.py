@@ -82,7 +82,7 @@ def gathered(member: Member, size: int) -> Any:
 
 
 def averaged_in_float32(member: Member) -> Any:
-    with join("narrow", rank=member.rank, size=member.size, sums="float32") as other:
+    with join("narrow", rank=member.rank, size=member.size, reduce_dtype="float32") as other:
         return averaged(other)
 
 

@@ -21,7 +21,7 @@ from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._rendezvous import JoinReply
-from flatweights.ray.nodes._plan import check_sums
+from flatweights.ray.nodes._plan import check_reduce_dtype
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 COORDINATOR = """
@@ -102,13 +102,13 @@ def test_members_of_a_killed_coordinator_are_told() -> None:
     assert coordinator.returncode == 0
 
 
-def test_members_agree_on_the_terms() -> None:
+def test_members_agree_on_the_configuration() -> None:
     group = ProcessGroup("agreed", GroupConfig.of(2, "float32", 1, 9.0), "here", None)
     refused = {
         GroupConfig.of(3, "float32", 1, 9.0): "size: expected 2, as the others, got 3",
         GroupConfig.of(
             2, "float64", 1, 9.0
-        ): "sums: expected 'float32', as the others, got 'float64'",
+        ): "reduce_dtype: expected 'float32', as the others, got 'float64'",
         GroupConfig.of(2, "float32"): "min_size: expected 1, as the others, got 2",
         GroupConfig.of(2, "float32", 1, 8.0): "grace: expected 9.0, as the others, got 8.0",
     }
@@ -119,8 +119,8 @@ def test_members_agree_on_the_terms() -> None:
         assert str(entry.join_reply.exception()) == said
         assert entry.over.done()
     group._channels.close()
-    with pytest.raises(ValueError, match="sums: expected 'float64' or 'float32', got 'f4'"):
-        check_sums("f4")
+    with pytest.raises(ValueError, match="reduce_dtype: expected 'float64' or 'float32', got 'f4'"):
+        check_reduce_dtype("f4")
 
 
 def test_a_coordinator_sleeps_while_members_are_still_to_join() -> None:

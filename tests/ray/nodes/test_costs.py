@@ -38,7 +38,7 @@ def by_agents(nodes: int, of_node: float, mean: float) -> Links:
     for sender in range(nodes):
         for receiver in range(nodes):
             links.send(sender, receiver, of_node * M / nodes)  # its part of a node's sums
-            links.send(sender, receiver, mean * M / nodes)  # a piece of the mean
+            links.send(sender, receiver, mean * M / nodes)  # a shard of the mean
     return links
 
 
@@ -52,7 +52,7 @@ def test_bytes_are_those_of_the_messages(nodes: int, workers: int) -> None:
         "streams": by_agents(nodes, exact, 1),
     }
     if workers > 1:
-        expected["streams", 'sums="float32"'] = by_agents(nodes, 1, 1)
+        expected["streams", 'reduce_dtype="float32"'] = by_agents(nodes, 1, 1)
     expected["streams", 'wire_dtype="bfloat16"'] = by_agents(nodes, 0.5, 0.5)
     for key, links in expected.items():
         assert found[key].sent == pytest.approx(max(links.sent.values())), key

@@ -20,18 +20,18 @@ from flatweights import FlatWeights, RunningAverage
 from flatweights._sources import Template
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._node import NodeEnd, Route
-from flatweights.ray.nodes._pieces import canonical, packed_bytes
-from flatweights.ray.nodes._plan import Plan, Sums, nbytes_of
+from flatweights.ray.nodes._plan import Plan, ReduceDType, nbytes_of
+from flatweights.ray.nodes._shards import canonical, packed_bytes
 from flatweights.ray.peers._by_channel import GroupChannels
 from flatweights.ray.peers._summary import ReadOptions, read_into
 
 DTYPES = [*REAL, *map(np.dtype, ("c8", "c16", "i8", "i4", "u1", "?"))]
-SUMS: tuple[Sums, ...] = ("float64", "float32")
+SUMS: tuple[ReduceDType, ...] = ("float64", "float32")
 READING = ReadOptions(screen=False, weigh=None)
 
 
 @st.composite
-def exchanges(draw: st.DrawFn) -> tuple[list[list[int]], list[float], Sums, list[Any]]:
+def exchanges(draw: st.DrawFn) -> tuple[list[list[int]], list[float], ReduceDType, list[Any]]:
     """Groups by node, weights by rank, the dtype of sums, and a model for each rank."""
     sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any))
     ranks = draw(st.permutations(range(sum(sizes))))
@@ -41,7 +41,7 @@ def exchanges(draw: st.DrawFn) -> tuple[list[list[int]], list[float], Sums, list
         start += size
     weight = st.sampled_from([0.0, 0.25, 1.0, 1.0, 3.0, 1e-3])
     weights = draw(st.lists(weight, min_size=len(ranks), max_size=len(ranks)).filter(any))
-    sums: Sums = draw(st.sampled_from(["float64", "float32"]))
+    sums: ReduceDType = draw(st.sampled_from(["float64", "float32"]))
     return groups, weights, sums, draw(models(len(ranks)))
 
 
@@ -69,7 +69,10 @@ def models(draw: st.DrawFn, count: int) -> list[Any]:
 
 
 def plan_of(
-    groups: Sequence[Sequence[int]], weights: Sequence[float], sums: Sums, models: Sequence[Any]
+    groups: Sequence[Sequence[int]],
+    weights: Sequence[float],
+    sums: ReduceDType,
+    models: Sequence[Any],
 ) -> Plan:
     template = Template.of(canonical(models[0])[0])
     return Plan(1, template, tuple(map(tuple, groups)), dict(enumerate(weights)), sums)
@@ -85,7 +88,7 @@ def expected_of(plan: Plan, models: Sequence[Any]) -> Any:
     for group in groups:
         of_group = [weights[rank] for rank in group]
         one = RunningAverage()
-        if plan.sums == "float32" and len(group) > 1 and any(of_group):
+        if plan.reduce_dtype == "float32" and len(group) > 1 and any(of_group):
             one.add(fw.average([models[rank] for rank in group], of_group), sum(of_group))
         else:
             one.add_all([models[rank] for rank in group], of_group)
@@ -104,23 +107,23 @@ def averaged(plan: Plan, models: Sequence[Any]) -> bytes:
     if plan.template.kind.name != "ARRAY":
         out[:] = 0  # padding
     nodes = range(len(plan.groups))
-    for piece in nodes:
+    for shard in nodes:
         received = []
         for node in nodes:
             own = {rank: packed[rank] for rank in plan.groups[node]}
-            sent = plan.contribution(node, piece, own)
-            coming = plan.new_contribution(node, piece)
+            sent = plan.contribution(node, shard, own)
+            coming = plan.new_contribution(node, shard)
             assert [part.nbytes for part in sent] == [part.nbytes for part in coming]
             for part, there in zip(sent, coming, strict=True):
                 there[:] = part
             received.append(coming)
-        plan.merge(piece, received, out[plan.bounds(piece)])
+        plan.merge(shard, received, out[plan.bounds(shard)])
     return out.tobytes()
 
 
 @settings(max_examples=300)
 @given(exchanges())
-def test_pieces_are_the_documented_average(exchange: Any) -> None:
+def test_shards_are_the_documented_average(exchange: Any) -> None:
     groups, weights, sums, models = exchange
     plan = plan_of(groups, weights, sums, models)
     assert averaged(plan, models) == bits(plan, expected_of(plan, models))

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flatweights.ray.nodes._shards import Bytes
 from numpy.typing import NDArray
 
 import flatweights as fw
 from flatweights._sources import Template
 from flatweights.ray.nodes._node import NodeEnd, Route
-from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._rounding import Coding, Residuals
 from flatweights.ray.peers._by_channel import GroupChannels
@@ -71,7 +71,7 @@ class Oracle:
 
     def __init__(self, nodes: int) -> None:
         self.of_ranks = [self.zeros() for _ in range(nodes)]
-        self.of_pieces = [self.zeros() for _ in range(nodes)]
+        self.of_shards = [self.zeros() for _ in range(nodes)]
 
     @staticmethod
     def zeros() -> Errors:
@@ -107,7 +107,7 @@ class Oracle:
             for name, size in SIZES.items():
                 at = slots[name].offset + 2 * np.arange(size)
                 where[name] = (at >= bounds.start) & (at < bounds.stop)
-            mean = self.round(mean, self.of_pieces[node], where)
+            mean = self.round(mean, self.of_shards[node], where)
         return mean
 
 
@@ -119,16 +119,16 @@ class End:
         self.residuals = Residuals()
 
     def cut(self, plan: Plan, me: int) -> list[list[Bytes]]:
-        """Its contribution to each piece."""
+        """Its contribution to each shard."""
         assert plan.coding is not None
         self.residuals.begin(plan.number, plan.settled[me], plan.coding)
         plan = plan._replace(residuals=self.residuals)
-        return [plan.contribution(me, piece, self.models) for piece in range(len(plan.groups))]
+        return [plan.contribution(me, shard, self.models) for shard in range(len(plan.groups))]
 
     def merge(
         self, plan: Plan, me: int, parts: Sequence[Sequence[Sequence[Bytes]]], mean: Bytes
     ) -> None:
-        """Write the average of its piece."""
+        """Write the average of its shard."""
         plan = plan._replace(residuals=self.residuals)
         plan.merge(me, [each[me] for each in parts], mean[plan.bounds(me)])
 
@@ -163,7 +163,7 @@ def test_nodes_have_the_differences_that_error_feedback_gives(rng: np.random.Gen
     ends, oracle = [End() for _ in range(3)], Oracle(3)
     settled = dict.fromkeys(range(3), 0)
     for number in range(1, 25):
-        # Groups change, and so do the pieces of a node, with the nodes that take part.
+        # Groups change, and so do the shards of a node, with the nodes that take part.
         groups, weights = CASES[number % len(CASES)]
         nodes = range(2) if number % 5 == 0 else range(3)
         groups = groups if len(nodes) == 3 else [groups[0], [*groups[1], *groups[2]]]
@@ -217,7 +217,7 @@ def test_an_agent_that_is_restarted_begins_with_errors_of_zero(rng: np.random.Ge
     for number in range(1, 7):
         if number == 4:
             ends[1] = End()
-            oracle.of_ranks[1], oracle.of_pieces[1] = Oracle.zeros(), Oracle.zeros()
+            oracle.of_ranks[1], oracle.of_shards[1] = Oracle.zeros(), Oracle.zeros()
         sent = {rank: encoded(model_of(rng, rank)) for rank in range(6)}
         groups = [[0, 3], [1, 4], [2, 5]]
         plan = plan_of(number, groups, dict.fromkeys(range(6), 1.0), sent)

@@ -299,7 +299,7 @@ def averages_have_the_bits_that_are_documented(nodes: Nodes) -> None:
 
 @check
 def sums_of_float32_are_the_average_of_averages(nodes: Nodes) -> None:
-    group = nodes.new_group("streams", sums="float32")
+    group = nodes.new_group("streams", reduce_dtype="float32")
     meet_anyhow(group)
     given = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     found = group.average("give", "vector", weights=given)
@@ -492,7 +492,7 @@ def bytes_out_are_those_that_are_sent(nodes: Nodes) -> None:
         assert third.record()["bytes"] == {"in": 6 * nbytes, "out": nbytes}
 
 
-ROUNDING = 4 * 2**-9 * 1e-3  # of a step: worker, node's average, piece's average, driver
+ROUNDING = 4 * 2**-9 * 1e-3  # of a step: worker, node's average, shard's average, driver
 
 
 @check

@@ -1,4 +1,4 @@
-"""Exchanges over streams give the bits of exchanges in one piece, without a network."""
+"""Exchanges over streams give the bits of exchanges in one shard, without a network."""
 
 import itertools
 import secrets
@@ -10,12 +10,12 @@ import pytest
 
 import flatweights as fw
 from flatweights._sources import Template
-from flatweights.ray.nodes._plan import Plan, Sums
+from flatweights.ray.nodes._plan import Plan, ReduceDType
 from flatweights.ray.nodes._stream_exchange import StreamExchange
 from flatweights.ray.nodes._streams import Streams
 
 
-def plan_of(model: fw.FlatWeights, groups: tuple[tuple[int, ...], ...], sums: Sums) -> Plan:
+def plan_of(model: fw.FlatWeights, groups: tuple[tuple[int, ...], ...], sums: ReduceDType) -> Plan:
     weights = {rank: 1.0 + rank % 3 for group in groups for rank in group}
     return Plan(1, Template.of(model, "model"), groups, weights, sums)
 
@@ -33,7 +33,7 @@ def plan_of(model: fw.FlatWeights, groups: tuple[tuple[int, ...], ...], sums: Su
 )
 @pytest.mark.parametrize("size", [1, 50, 1_000_003])
 def test_blocks_do_not_change_the_bits(
-    groups: tuple[tuple[int, ...], ...], sums: Sums, size: int, rng: np.random.Generator
+    groups: tuple[tuple[int, ...], ...], sums: ReduceDType, size: int, rng: np.random.Generator
 ) -> None:
     models = {
         rank: fw.FlatWeights(
@@ -45,9 +45,9 @@ def test_blocks_do_not_change_the_bits(
     plan = plan_of(models[0], groups, sums)
     by_node = [{rank: models[rank].buffer for rank in group} for group in groups]
     expected = np.zeros_like(models[0].buffer)
-    for piece in range(len(groups)):
-        parts = [plan.contribution(k, piece, by_node[k]) for k in range(len(groups))]
-        plan.merge(piece, parts, expected[plan.bounds(piece)])
+    for shard in range(len(groups)):
+        parts = [plan.contribution(k, shard, by_node[k]) for k in range(len(groups))]
+        plan.merge(shard, parts, expected[plan.bounds(shard)])
 
     streams = [Streams("127.0.0.1") for _ in groups]
     peers, epoch = [each.address for each in streams], secrets.token_bytes(16)
@@ -67,13 +67,13 @@ def test_blocks_do_not_change_the_bits(
             each.close()
 
 
-def test_a_large_piece_has_blocks_and_a_small_one_has_not() -> None:
+def test_a_large_shard_has_blocks_and_a_small_one_has_not() -> None:
     groups = ((0,), (1,))
     small = plan_of(fw.FlatWeights({"a": np.zeros(100, "f4")}), groups, "float64")
     large = plan_of(fw.FlatWeights({"a": np.zeros(2_000_000, "f4")}), groups, "float64")
     assert small.in_blocks() == small
     assert large.in_blocks().blocks == 7
-    pieces = [large.in_blocks().bounds(k) for k in range(14)]
-    assert pieces[0].start == 0
-    assert pieces[-1].stop == 8_000_000
-    assert all(a.stop == b.start for a, b in itertools.pairwise(pieces))
+    shards = [large.in_blocks().bounds(k) for k in range(14)]
+    assert shards[0].start == 0
+    assert shards[-1].stop == 8_000_000
+    assert all(a.stop == b.start for a, b in itertools.pairwise(shards))

@@ -163,8 +163,8 @@ def test_what_goes_may_depend_on_what_came() -> None:
             return result
 
         expected = [
-            [sum(data[node][piece][k] for node in range(size)) for k in range(blocks)]
-            for piece in range(size)
+            [sum(data[node][shard][k] for node in range(size)) for k in range(blocks)]
+            for shard in range(size)
         ]
         for result in some.together(reduce):
             np.testing.assert_array_equal(result, expected)

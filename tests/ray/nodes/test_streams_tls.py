@@ -72,9 +72,9 @@ def test_nothing_passes_in_the_clear() -> None:
     secret = b"the weights of a model" * 10
 
     def pass_on(source: socket.socket, target: socket.socket) -> None:
-        while piece := source.recv(1 << 16):
-            seen.append(piece)
-            target.sendall(piece)
+        while shard := source.recv(1 << 16):
+            seen.append(shard)
+            target.sendall(shard)
 
     with nodes(2) as some, socket.create_server(("127.0.0.1", 0)) as proxy:
         real = some.streams[1].address

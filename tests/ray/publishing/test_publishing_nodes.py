@@ -116,7 +116,7 @@ def publish_to_nodes() -> None:
     # Processes without readers end.
     for actor in actors:
         ray.kill(actor)
-    for kind in ("Relay", "Outlet"):
+    for kind in ("Relay", "Proxy"):
         expect_readers_soon(kind)
         wait_until(functools.partial(is_gone, kind))
     newer.close()

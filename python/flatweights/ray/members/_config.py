@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flatweights._numbers import check_count
-from flatweights.ray.nodes._plan import Sums, check_sums
+from flatweights.ray.nodes._plan import ReduceDType, check_reduce_dtype
 from flatweights.ray.peers._wait import check_timeout
 
 GRACE = 30.0  # seconds
@@ -16,14 +16,14 @@ class GroupConfig(NamedTuple):
 
     Attributes:
         size: The largest number of members.
-        sums: The dtype in which sums travel between nodes.
+        reduce_dtype: The dtype in which sums travel between nodes.
         min_size: The number of members with which it opens once the grace is over.
         grace: Seconds for which it waits for the others, after the first one is ready; for ever, if
             None.
     """
 
     size: int
-    sums: Sums
+    reduce_dtype: ReduceDType
     min_size: int
     grace: float | None
 
@@ -31,7 +31,7 @@ class GroupConfig(NamedTuple):
     def of(
         cls,
         size: int,
-        sums: Sums = "float64",
+        reduce_dtype: ReduceDType = "float64",
         min_size: int | None = None,
         grace: float | None = GRACE,
     ) -> GroupConfig:
@@ -42,11 +42,14 @@ class GroupConfig(NamedTuple):
             TypeError: If one that should be a number is not.
         """
         size = check_count(size, "size")
-        check_sums(sums)
+        check_reduce_dtype(reduce_dtype)
         if min_size is None:
-            return cls(size, sums, size, None)
+            return cls(size, reduce_dtype, size, None)
         return cls(
-            size, sums, check_count(min_size, "min_size", size), check_timeout(grace, "grace")
+            size,
+            reduce_dtype,
+            check_count(min_size, "min_size", size),
+            check_timeout(grace, "grace"),
         )
 
     def check_same(self, other: GroupConfig) -> None:

@@ -50,7 +50,7 @@ from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._rendezvous import JoinReply
 from flatweights.ray.members._train import train_worker
 from flatweights.ray.members._turns import Turns
-from flatweights.ray.nodes._plan import Sums
+from flatweights.ray.nodes._plan import ReduceDType
 from flatweights.ray.peers._wait import check_timeout, seconds_left
 from flatweights.robust import AnyRule, Rule
 
@@ -75,7 +75,7 @@ def join(
     min_size: int | None = None,
     grace: float | None = GRACE,
     timeout: float | None = 300.0,
-    sums: Sums = "float64",
+    reduce_dtype: ReduceDType = "float64",
 ) -> Member:
     """Join a process group: a set of processes that average their weights, each by its own calls.
 
@@ -107,14 +107,14 @@ def join(
         grace: Seconds for which the process group waits for all members, after the first is ready;
             for ever, if None. Without ``min_size`` it has no effect.
         timeout: Seconds to wait until all, or enough, members have joined; for ever, if None.
-        sums: How sums of several members of a node travel to other nodes: ``"float64"`` or
+        reduce_dtype: How sums of several members of a node travel to other nodes: ``"float64"`` or
             ``"float32"``; see `WorkerGroup`.
 
     Raises:
         TimeoutError: If not enough have joined in time; it lists the missing ranks.
         ValueError: If ``rank`` is out of range or another process has it, ``size``, ``min_size``,
-            ``grace`` or ``sums`` differs from that of the others, or ``grace`` is not less than
-            ``timeout``.
+            ``grace`` or ``reduce_dtype`` differs from that of the others, or ``grace`` is not less
+            than ``timeout``.
         RuntimeError: If Ray is not initialized, or this thread runs an event loop, which the wait
             would block.
         MemberError: If the coordinator ended while this process joined.
@@ -131,7 +131,7 @@ def join(
         raise NotInTrainError(
             "outside of Ray Train expected join(name, rank=..., size=...), got no size"
         )
-    config = GroupConfig.of(size, sums, min_size, grace)
+    config = GroupConfig.of(size, reduce_dtype, min_size, grace)
     if rank is not None:
         rank = _check_rank(rank, config.size, "rank")
     if config.grace is not None and end is not None and config.grace >= (timeout or 0.0):

@@ -2,7 +2,7 @@
 
 The members of its node make channels to it, as other members do to the coordinator. Large weights
 stay
-here: the coordinator gets only the requests, and lets node agents exchange pieces. Small weights go
+here: the coordinator gets only the requests, and lets node agents exchange shards. Small weights go
 to the coordinator with the request.
 """
 

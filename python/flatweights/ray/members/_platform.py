@@ -24,7 +24,7 @@ from flatweights.ray._errors import check_connected
 from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._ended import mark_end, seconds_since_end
-from flatweights.ray.nodes._plan import Sums
+from flatweights.ray.nodes._plan import ReduceDType
 from flatweights.ray.peers._by_agent import Agents
 from flatweights.ray.peers._shared_actor import shared_actor
 
@@ -64,10 +64,15 @@ class MemberPlatform:
         return Channels()
 
     def agents(
-        self, offer: Callable[[int], None], sums: Sums, cls: type, args: tuple[Any, ...], calls: int
+        self,
+        offer: Callable[[int], None],
+        reduce_dtype: ReduceDType,
+        cls: type,
+        args: tuple[Any, ...],
+        calls: int,
     ) -> Agents:
         """Return the agents of other nodes, without any; see `Agents`."""
-        return Agents(offer, sums, cls, args, calls)
+        return Agents(offer, reduce_dtype, cls, args, calls)
 
     def start_thread(self, run: Callable[..., object], args: tuple[Any, ...], name: str) -> None:
         """Call ``run`` in a thread of its own, which does not keep the process alive."""

@@ -144,7 +144,9 @@ class ProcessGroup:
         self._node = node
         self._channels = platform.channels()
         offer = self._channels.segments.offer
-        self._agents = platform.agents(offer, config.sums, NodeAgentActor, (coordinator,), _CALLS)
+        self._agents = platform.agents(
+            offer, config.reduce_dtype, NodeAgentActor, (coordinator,), _CALLS
+        )
         self._put = platform.put
         self._gpu = GpuRounds(self._channels)
         self._repetitions = Repetitions(name, self._channels)

@@ -1,1 +1,1 @@
-"""Rounds between nodes: an agent on each, and the exchange of pieces between them."""
+"""Rounds between nodes: an agent on each, and the exchange of shards between them."""

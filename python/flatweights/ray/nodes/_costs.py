@@ -50,9 +50,9 @@ class TransportCost:
     Attributes:
         transport: ``"the guide's loop"`` (`ray.get` of all results in the driver, ``sum(ws) / n``,
             one `ray.put`); ``"driver"``, where a group averages in the driver; ``"streams"``, where
-            one agent per node exchanges pieces with the others.
-        options: The option of the group: ``sums="float32"`` or ``wire_dtype="bfloat16"``; else
-            empty.
+            one agent per node exchanges shards with the others.
+        options: The option of the group: ``reduce_dtype="float32"`` or ``wire_dtype="bfloat16"``;
+            else empty.
         sent: Bytes of weights through the busiest link out of a node.
         received: Bytes of weights through the busiest link into one.
         critical: Bytes that must pass one link one after the other: a round takes at least their
@@ -205,7 +205,7 @@ class _Setting:
         if self.nodes > 1:
             yield self._by_agents()
         if self.nodes > 1 and self.workers > 1:
-            yield self._by_agents(sums=1.0, options='sums="float32"')
+            yield self._by_agents(sums=1.0, options='reduce_dtype="float32"')
         if self.nodes > 1 and self.is_float32:
             yield self._by_agents(sums=0.5, mean=0.5, options='wire_dtype="bfloat16"')
 

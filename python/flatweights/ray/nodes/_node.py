@@ -1,4 +1,4 @@
-"""One node's part of an exchange: it sends sums, averages its piece, and receives the others."""
+"""One node's part of an exchange: it sends sums, averages its shard, and receives the others."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flatweights.ray import _clock
 from flatweights.ray._failpoints import reach
 from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._links import StreamError
-from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._rounding import Residuals
+from flatweights.ray.nodes._shards import Bytes
 from flatweights.ray.nodes._stream_exchange import StreamExchange
 from flatweights.ray.nodes._streams import Streams
 from flatweights.wire import Difference
@@ -104,7 +104,7 @@ class NodeEnd:
             self._streams.break_off(epoch)
 
     def stream(self, plan: Plan, me: int, route: Route) -> Traffic:
-        """Exchange with all other nodes, piece by piece.
+        """Exchange with all other nodes, shard by shard.
 
         Raises:
             StreamError: If a node does not answer, its answer is invalid, or the round is over.

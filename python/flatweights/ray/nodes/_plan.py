@@ -1,16 +1,16 @@
 """The plan of an exchange between nodes, the same on all of them. It does not import Ray.
 
-The packed form of the model is cut into one piece per node. Each node sums its own ranks, sends
-every other node that node's piece of the sum (reduce-scatter), averages its own piece over all
+The packed form of the model is cut into one shard per node. Each node sums its own ranks, sends
+every other node that node's shard of the sum (reduce-scatter), averages its own shard over all
 nodes, and sends the average to every other node (all-gather). The form of the sums determines the
 bits:
 
 - A node with few ranks sends their values unchanged, if these take no more bytes than a sum. If
   all nodes do so, the average has the bits of `flatweights.average` over all ranks.
 - Otherwise a node sends its `RunningAverage`; sums are merged in the order of the nodes.
-- With ``sums="float32"``, a node sends the average of its ranks, in their own dtypes.
+- With ``reduce_dtype="float32"``, a node sends the average of its ranks, in their own dtypes.
 - Models that were encoded in 16 bits stay in 16 bits: a node sends a rank's own model, or the
-  average of several, and the average of its piece, both rounded, with the rounding errors of
+  average of several, and the average of its shard, both rounded, with the rounding errors of
   earlier exchanges.
 """
 
@@ -28,10 +28,10 @@ from flatweights._flatten import new_vector
 from flatweights._layout import Layout
 from flatweights._running_average import RunningAverage, running_of, state_of
 from flatweights._sources import Kind, Template
-from flatweights.ray.nodes._pieces import Bytes, Model, Piece, model_of, pieces_of
 from flatweights.ray.nodes._rounding import Coding, Residuals
+from flatweights.ray.nodes._shards import Bytes, Model, Shard, model_of, shards_of
 
-Sums = Literal["float64", "float32"]
+ReduceDType = Literal["float64", "float32"]
 """The dtype in which sums of several ranks travel between nodes."""
 
 
@@ -39,10 +39,10 @@ SMALL = 256 * 1024
 """Bytes of a model below which a round through the driver is faster."""
 
 
-def check_sums(sums: str) -> None:
-    """Raise `ValueError` unless ``sums`` is one of the dtypes."""
-    if sums not in ("float64", "float32"):
-        raise ValueError(f"sums: expected 'float64' or 'float32', got {sums!r}")
+def check_reduce_dtype(reduce_dtype: str) -> None:
+    """Raise `ValueError` unless ``reduce_dtype`` is one of the dtypes."""
+    if reduce_dtype not in ("float64", "float32"):
+        raise ValueError(f"reduce_dtype: expected 'float64' or 'float32', got {reduce_dtype!r}")
 
 
 Form = Literal["values", "sum", "mean"]
@@ -59,9 +59,9 @@ class Plan(NamedTuple):
         template: The template of the models.
         groups: By node, its ranks whose models are averaged; empty for a node that only takes part.
         weights: By rank.
-        sums: See `Sums`.
-        blocks: The number of pieces of each node, one behind the other: more than one, in an
-            exchange that overlaps both steps. Everything about a piece then holds for each of
+        reduce_dtype: See `ReduceDType`.
+        blocks: The number of shards of each node, one behind the other: more than one, in an
+            exchange that overlaps both steps. Everything about a shard then holds for each of
             these.
         coding: The models before they were encoded, if they are in 16 bits.
         settled: By node, the number of the last exchange that succeeded with it.
@@ -72,37 +72,37 @@ class Plan(NamedTuple):
     template: Template
     groups: tuple[Group, ...]
     weights: Mapping[int, float]
-    sums: Sums
+    reduce_dtype: ReduceDType
     blocks: int = 1
     coding: Coding | None = None
     settled: tuple[int, ...] = ()
     residuals: Residuals | None = None
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The pieces. If there are fewer pieces than nodes, the last nodes have none."""
-        return pieces_of(self.template.layout, len(self.groups) * self.blocks)
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards. If there are fewer shards than nodes, the last nodes have none."""
+        return shards_of(self.template.layout, len(self.groups) * self.blocks)
 
     def in_blocks(self) -> Plan:
-        """Return the same plan with the piece of each node cut into blocks."""
+        """Return the same plan with the shard of each node cut into blocks."""
         nbytes = nbytes_of(self.template) // len(self.groups)
         return self._replace(blocks=min(max(1, nbytes // _BLOCK), _MOST_BLOCKS))
 
     def of_node(self, node: int) -> range:
-        """Return the indices of the pieces of ``node``."""
+        """Return the indices of the shards of ``node``."""
         return range(node * self.blocks, (node + 1) * self.blocks)
 
-    def bounds(self, piece: int) -> slice:
-        """Return the range of the bytes of a ``piece``."""
-        pieces = self.pieces
-        if piece >= len(pieces):
+    def bounds(self, shard: int) -> slice:
+        """Return the range of the bytes of a ``shard``."""
+        shards = self.shards
+        if shard >= len(shards):
             return slice(0, 0)
-        return slice(pieces[piece].begin, min(pieces[piece].end, nbytes_of(self.template)))
+        return slice(shards[shard].begin, min(shards[shard].end, nbytes_of(self.template)))
 
     def form(self, node: int) -> Form:
         """Return the form in which ``node`` sends its models."""
         group, layout = self.groups[node], self.template.layout
-        is_rounded = self.sums == "float32" or self.coding is not None
+        is_rounded = self.reduce_dtype == "float32" or self.coding is not None
         if is_rounded and len(group) > 1 and any(self.weights[k] for k in group):
             return "mean"
         if self.coding is not None:
@@ -114,45 +114,45 @@ class Plan(NamedTuple):
         forms = {self.form(node) for node, group in enumerate(self.groups) if group}
         return () if forms <= {"values"} else tuple(filter(None, self.groups))
 
-    def sizes(self, node: int, piece: int) -> list[int]:
-        """Return the bytes of the buffers that ``node`` sends of a ``piece``."""
-        bounds, form = self.bounds(piece), self.form(node)
+    def sizes(self, node: int, shard: int) -> list[int]:
+        """Return the bytes of the buffers that ``node`` sends of a ``shard``."""
+        bounds, form = self.bounds(shard), self.form(node)
         nbytes = bounds.stop - bounds.start
         sizes = [nbytes] * (len(self.groups[node]) if form == "values" else 1)
         if form == "sum":
             if not nbytes:
                 return [0, 0, 0]
-            layout = self.pieces[piece].layout
+            layout = self.shards[shard].layout
             kept = sum(slot.nbytes for slot in layout.slots if not is_averaged(slot.dtype))
             return [sum_nbytes(layout), _WEIGHTS, kept]
         return sizes
 
-    def new_contribution(self, node: int, piece: int) -> list[Bytes]:
-        """Return buffers for the contribution of ``node`` to a ``piece``."""
-        return [new_vector(size, _BYTE) for size in self.sizes(node, piece)]
+    def new_contribution(self, node: int, shard: int) -> list[Bytes]:
+        """Return buffers for the contribution of ``node`` to a ``shard``."""
+        return [new_vector(size, _BYTE) for size in self.sizes(node, shard)]
 
-    def contribution(self, node: int, piece: int, models: Mapping[int, Bytes]) -> list[Bytes]:
-        """Return the contribution of ``node`` to a ``piece``, in the form of `new_contribution`.
+    def contribution(self, node: int, shard: int, models: Mapping[int, Bytes]) -> list[Bytes]:
+        """Return the contribution of ``node`` to a ``shard``, in the form of `new_contribution`.
 
         Args:
             node: The node.
-            piece: The piece.
+            shard: The shard.
             models: All bytes of its ranks' models.
         """
-        bounds, form = self.bounds(piece), self.form(node)
+        bounds, form = self.bounds(shard), self.form(node)
         parts = [models[rank][bounds] for rank in self.groups[node]]
         if bounds.stop == bounds.start:
-            return self.new_contribution(node, piece)
+            return self.new_contribution(node, shard)
         if form == "values":
             return parts
-        layout, weights = self.pieces[piece].layout, [self.weights[k] for k in self.groups[node]]
+        layout, weights = self.shards[shard].layout, [self.weights[k] for k in self.groups[node]]
         if self.coding is not None:
-            (mean,) = self.new_contribution(node, piece)
-            self._round(piece, parts, weights, mean, of_node=True)
+            (mean,) = self.new_contribution(node, shard)
+            self._round(shard, parts, weights, mean, of_node=True)
             return [mean]
         sources = [model_of(part, layout) for part in parts]
         if form == "mean":
-            (mean,) = self.new_contribution(node, piece)
+            (mean,) = self.new_contribution(node, shard)
             average_used(sources, weights, out=model_of(mean, layout))
             return [mean]
         total = RunningAverage()
@@ -165,17 +165,17 @@ class Plan(NamedTuple):
             np.concatenate(kept_bytes) if kept_bytes else new_vector(0, _BYTE),
         ]
 
-    def merge(self, piece: int, contributions: Sequence[Sequence[Bytes]], out: Bytes) -> None:
-        """Write the average of a ``piece`` to ``out``.
+    def merge(self, shard: int, contributions: Sequence[Sequence[Bytes]], out: Bytes) -> None:
+        """Write the average of a ``shard`` to ``out``.
 
         Args:
-            piece: The piece.
+            shard: The shard.
             contributions: The contribution of each node.
-            out: The bytes of the piece.
+            out: The bytes of the shard.
         """
         if not out.size:
             return
-        layout = self.pieces[piece].layout
+        layout = self.shards[shard].layout
         if self.coding is not None:
             sent: list[tuple[int, float, Bytes]] = []  # by the lowest rank
             for node, (group, parts) in enumerate(zip(self.groups, contributions, strict=True)):
@@ -185,7 +185,7 @@ class Plan(NamedTuple):
                 sent += zip(group, weights, parts, strict=True)
             sent.sort(key=lambda one: one[0])
             _, weights, sources = map(list, zip(*sent, strict=True))
-            self._round(piece, sources, weights, out, of_node=False)
+            self._round(shard, sources, weights, out, of_node=False)
             return
         target = model_of(out, layout)
         if not self.merged_groups():
@@ -212,12 +212,12 @@ class Plan(NamedTuple):
         total.mean(out=target)
 
     def _round(
-        self, piece: int, sources: list[Bytes], weights: list[float], out: Bytes, *, of_node: bool
+        self, shard: int, sources: list[Bytes], weights: list[float], out: Bytes, *, of_node: bool
     ) -> None:
         assert self.coding is not None
         assert self.residuals is not None
-        pieces = self.template.layout, len(self.groups) * self.blocks
-        self.residuals.round(pieces, piece, self.coding, sources, weights, out, of_node=of_node)
+        shards = self.template.layout, len(self.groups) * self.blocks
+        self.residuals.round(shards, shard, self.coding, sources, weights, out, of_node=of_node)
 
 
 _BYTE = np.dtype(np.uint8)

@@ -9,7 +9,7 @@ import numpy as np
 
 from flatweights import _core
 from flatweights._layout import Layout
-from flatweights.ray.nodes._pieces import Bytes, pieces_of
+from flatweights.ray.nodes._shards import Bytes, shards_of
 
 
 class Coding(NamedTuple):
@@ -27,9 +27,9 @@ class Coding(NamedTuple):
 class Residuals:
     """The rounding errors of one node's messages, which its next messages make up for.
 
-    A node rounds twice: the average of several ranks, and the average of its own pieces over all
+    A node rounds twice: the average of several ranks, and the average of its own shards over all
     nodes. If an exchange succeeds, its errors are kept, otherwise those from before it. Each error
-    is kept at the position of its number in the model, so that nodes may own other pieces in the
+    is kept at the position of its number in the model, so that nodes may own other shards in the
     next exchange. A restarted agent starts without errors.
     """
 
@@ -49,13 +49,13 @@ class Residuals:
         for of_node in (True, False):  # not when they are needed, since two threads round
             key = of_node, coding.base is None
             if key not in self._now or self._now[key][0] != coding.layout:
-                # Not from the pool: memory for pieces of other nodes is never touched.
+                # Not from the pool: memory for shards of other nodes is never touched.
                 self._now[key] = coding.layout, np.zeros(coding.layout.nbytes, np.uint8)
 
     def round(
         self,
-        pieces: tuple[Layout, int],
-        piece: int,
+        shards: tuple[Layout, int],
+        shard: int,
         coding: Coding,
         sources: list[Bytes],
         weights: list[float],
@@ -66,19 +66,19 @@ class Residuals:
         """Write the average of ``sources``, plus the errors of earlier ones, to ``out`` in 16 bits.
 
         Args:
-            pieces: The layout in 16 bits, and the number of its pieces.
-            piece: The piece.
+            shards: The layout in 16 bits, and the number of its shards.
+            shard: The shard.
             coding: The models before they were encoded.
-            sources: The bytes of the piece, in 16 bits.
+            sources: The bytes of the shard, in 16 bits.
             weights: One weight for each source.
-            out: The bytes of the piece.
+            out: The bytes of the shard.
             of_node: Whether the sources are ranks of this node, rather than nodes.
 
         Raises:
             ValueError: If the average does not fit 16 bits.
         """
-        narrow = pieces_of(*pieces)[piece].layout
-        bounds, wide = _wide_pieces(*pieces, coding.layout)[piece]
+        narrow = shards_of(*shards)[shard].layout
+        bounds, wide = _wide_shards(*shards, coding.layout)[shard]
         mean, following = wide.new_buffer(), wide.new_buffer()
         _core.average_widened_into(wide.core, mean, narrow.core, sources, weights)
         now = self._now[of_node, coding.base is None][1][bounds]
@@ -89,18 +89,18 @@ class Residuals:
 
 
 @functools.lru_cache(maxsize=16)
-def _wide_pieces(narrow: Layout, count: int, wide: Layout) -> tuple[tuple[slice, Layout], ...]:
-    """Return the positions of the pieces in the packed form of ``wide``, and their layouts there.
+def _wide_shards(narrow: Layout, count: int, wide: Layout) -> tuple[tuple[slice, Layout], ...]:
+    """Return the positions of the shards in the packed form of ``wide``, and their layouts there.
 
-    A piece of 16 bits ends at a multiple of 64 bytes or with a slot; so does the wide piece.
+    A shard of 16 bits ends at a multiple of 64 bytes or with a slot; so does the wide shard.
     """
     made = []
-    for piece in pieces_of(narrow, count):
-        places = [int(name) for name in piece.layout.names]
+    for shard in shards_of(narrow, count):
+        places = [int(name) for name in shard.layout.names]
         dtypes = [wide.slots[i].dtype for i in places]
-        layout = Layout(piece.layout.names, [slot.shape for slot in piece.layout.slots], dtypes)
+        layout = Layout(shard.layout.names, [slot.shape for slot in shard.layout.slots], dtypes)
         first, slot = narrow.slots[places[0]], wide.slots[places[0]]
-        before = max(0, piece.begin - first.offset) // first.dtype.itemsize
+        before = max(0, shard.begin - first.offset) // first.dtype.itemsize
         begin = slot.offset + before * slot.dtype.itemsize
         made.append((slice(begin, begin + layout.nbytes), layout))
     return tuple(made)

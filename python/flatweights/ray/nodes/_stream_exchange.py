@@ -1,6 +1,6 @@
 """An exchange over streams: both steps in one swap, block by block. It does not import Ray.
 
-Each node's piece is cut into blocks. A node sends every other node its part of that node's blocks,
+Each node's shard is cut into blocks. A node sends every other node its part of that node's blocks,
 then the averages of its own blocks, each as soon as the block has arrived from all nodes. So sums
 are computed while others travel, and links wait for the slowest node once per exchange, not twice.
 """
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 
 from flatweights.ray._failpoints import reach
 from flatweights.ray.nodes._links import Links
-from flatweights.ray.nodes._pieces import Bytes
 from flatweights.ray.nodes._plan import Plan
+from flatweights.ray.nodes._shards import Bytes
 
 
 class StreamExchange:
@@ -35,7 +35,7 @@ class StreamExchange:
         self._nodes = range(len(plan.groups))
         self._mine = self._plan.of_node(me)
         self._coming = {
-            node: [self._plan.new_contribution(node, piece) for piece in self._mine]
+            node: [self._plan.new_contribution(node, shard) for shard in self._mine]
             for node in self._nodes
             if node != me
         }
@@ -61,13 +61,13 @@ class StreamExchange:
 
     def _sums(self, node: int) -> Iterator[Bytes]:
         """Yield this node's part of the blocks of ``node``, each made when it is sent."""
-        for piece in self._plan.of_node(node):
-            yield from self._plan.contribution(self._me, piece, self._models)
+        for shard in self._plan.of_node(node):
+            yield from self._plan.contribution(self._me, shard, self._models)
 
     def _receive(self, node: int) -> list[Bytes]:
         """Return the buffers for everything that ``node`` sends."""
         sums = [buffer for parts in self._coming[node] for buffer in parts]
-        return sums + [self._mean[self._plan.bounds(piece)] for piece in self._plan.of_node(node)]
+        return sums + [self._mean[self._plan.bounds(shard)] for shard in self._plan.of_node(node)]
 
     def _arrive(self, node: int, index: int) -> list[Bytes]:
         """Count a buffer; return the averages of blocks that it completes."""
@@ -81,12 +81,12 @@ class StreamExchange:
         """Return the averages of the next blocks that have arrived from all nodes."""
         plan, me, means = self._plan, self._me, []
         while self._merged < len(self._mine) and not self._missing[self._merged]:
-            block, piece = self._merged, self._mine[self._merged]
-            own = plan.contribution(me, piece, self._models)
+            block, shard = self._merged, self._mine[self._merged]
+            own = plan.contribution(me, shard, self._models)
             parts = [own if k == me else self._coming[k][block] for k in self._nodes]
             reach("merging")
-            means.append(self._mean[plan.bounds(piece)])
-            plan.merge(piece, parts, means[-1])
+            means.append(self._mean[plan.bounds(shard)])
+            plan.merge(shard, parts, means[-1])
             reach("placing")
             self._merged += 1
         return means

@@ -114,13 +114,13 @@ class Streams:
         while len(hello) < HELLO.size:
             wanted = (KEY if len(hello) < KEY else HELLO.size) - len(hello)
             try:
-                piece = connection.recv(wanted)
+                shard = connection.recv(wanted)
             except (BlockingIOError, ssl.SSLWantReadError):
                 yield select.POLLIN
                 continue
-            if not piece:
+            if not shard:
                 raise RefusedError("closed before a hello")
-            hello += piece
+            hello += shard
             if len(hello) == KEY and not hmac.compare_digest(hello, self.address.key):
                 raise RefusedError("a wrong key")
         _, epoch, place = HELLO.unpack(hello)

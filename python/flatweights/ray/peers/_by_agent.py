@@ -14,7 +14,7 @@ from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._node import NodeEnd
-from flatweights.ray.nodes._plan import SMALL, Sums, check_sums
+from flatweights.ray.nodes._plan import SMALL, ReduceDType, check_reduce_dtype
 from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure
 from flatweights.ray.peers._backoff import Backoff
 from flatweights.ray.peers._by_channel import Worker
@@ -261,7 +261,7 @@ class Agents:
     """The agents of a group or a process group, by node, and this process's own part of exchanges.
 
     Attributes:
-        sums: The dtype in which sums travel.
+        reduce_dtype: The dtype in which sums travel.
         nbytes: Bytes of the last model; 0 before the first.
         seconds: The time of the last exchange.
         streams: The reason for which there are no streams at present.
@@ -272,7 +272,7 @@ class Agents:
     def __init__(
         self,
         offer: Callable[[int], None],
-        sums: Sums,
+        reduce_dtype: ReduceDType,
         actor: type[Agent],
         args: Sequence[Any],
         max_concurrency: int = _CALLS,
@@ -281,16 +281,16 @@ class Agents:
 
         Args:
             offer: See `NodeEnd`.
-            sums: The dtype in which sums travel.
+            reduce_dtype: The dtype in which sums travel.
             actor: The class of agents.
             args: The arguments of its constructor.
             max_concurrency: The number of calls of an agent that run at a time.
 
         Raises:
-            ValueError: If an environment variable or ``sums`` is malformed.
+            ValueError: If an environment variable or ``reduce_dtype`` is malformed.
         """
-        check_sums(sums)
-        self.sums = sums
+        check_reduce_dtype(reduce_dtype)
+        self.reduce_dtype = reduce_dtype
         chosen_ports()
         self.choice = setting(_VARIABLE, "driver", "streams")
         self.nbytes = self.settled = 0

@@ -10,8 +10,8 @@ from flatweights._trees import Tree
 from flatweights.ray._errors import portable
 from flatweights.ray._result import split, weight_of
 from flatweights.ray._wire import nbytes_of, widen
-from flatweights.ray.nodes._pieces import Bytes, canonical, packed_bytes
 from flatweights.ray.nodes._rounding import Coding
+from flatweights.ray.nodes._shards import Bytes, canonical, packed_bytes
 from flatweights.wire import Difference
 
 

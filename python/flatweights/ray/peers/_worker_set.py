@@ -47,7 +47,7 @@ from flatweights.ray._result import copied
 from flatweights.ray._round import Round
 from flatweights.ray._wire import GroupWire, Travels, nbytes_of
 from flatweights.ray.core._deadline import Deadline
-from flatweights.ray.nodes._plan import Sums
+from flatweights.ray.nodes._plan import ReduceDType
 from flatweights.ray.peers._agent import Agent
 from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
 from flatweights.ray.peers._by_channel import Worker
@@ -81,7 +81,7 @@ class WorkerSet(Ranks):
         handles: Sequence[ray.actor.ActorHandle],
         wire: GroupWire | None,
         initial: Any,
-        sums: Sums = "float64",
+        reduce_dtype: ReduceDType = "float64",
         platform: GroupPlatform = PLATFORM,
     ) -> None:
         """Take actors of `FlatWorker` classes; all count as healthy.
@@ -90,16 +90,16 @@ class WorkerSet(Ranks):
             handles: The actors.
             wire: The encoder, if weights travel in 16 bits.
             initial: The weights that all workers start from; see `WorkerGroup`.
-            sums: The dtype in which sums travel between nodes.
+            reduce_dtype: The dtype in which sums travel between nodes.
             platform: What the group uses of Ray and channels.
 
         Raises:
-            ValueError: If there is no actor, one is given twice, or ``sums`` is not such a dtype.
+            ValueError: If there is no actor, one is given twice, or ``reduce_dtype`` is none.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         check_cluster()
         super().__init__(handles, platform)
-        self.agents = Agents(self.channels.offer, sums, Agent, ())
+        self.agents = Agents(self.channels.offer, reduce_dtype, Agent, ())
         self.latest = Latest(wire, platform=platform)
         self._start = GroupStart(initial, platform)
         self._nbytes = 0  # of the last average that was made in this process

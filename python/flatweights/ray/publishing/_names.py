@@ -54,7 +54,7 @@ def this_node() -> str:
     return node
 
 
-def claim(
+def register(
     name: str, layout: bytes, address: BoardAddress
 ) -> tuple[PublisherRecord, PublisherRecord | None]:
     """Become the publisher of ``name``; return the new record, and that of the last publisher."""

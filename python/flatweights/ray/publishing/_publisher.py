@@ -77,7 +77,7 @@ class Publisher:
         self._board = Board(self._layout.nbytes, lambda: _call(tick))
         self._finalizer = finalizer(self, self._board.close)
         try:
-            self._record, before = _names.claim(name, self._layout.pickled, self._board.address)
+            self._record, before = _names.register(name, self._layout.pickled, self._board.address)
         except BaseException:
             self._finalizer()
             raise

@@ -1,4 +1,4 @@
-"""The sources of a subscriber's weights: memory of a board, or calls of an outlet."""
+"""The sources of a subscriber's weights: memory of a board, or calls of a proxy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ News = tuple[int, float, NDArray[np.uint8]]
 """A version, the `time.monotonic` of its publication on this machine, and its packed buffer."""
 
 PULL = 2.0
-"""Seconds after which an outlet answers that there is nothing new."""
-_GRACE = 10.0  # more seconds, after which this gives an outlet up
-_FETCH = 60.0  # seconds to wait for weights that an outlet has announced
+"""Seconds after which a proxy answers that there is nothing new."""
+_GRACE = 10.0  # more seconds, after which this gives a proxy up
+_FETCH = 60.0  # seconds to wait for weights that a proxy has announced
 
 
 class Source(ABC):
@@ -120,17 +120,17 @@ class BoardSource(Source):
 
 
 class PulledSource(Source):
-    """Calls of an outlet, through Ray: each brings the newest weights once there are newer ones.
+    """Calls of a proxy, through Ray: each brings the newest weights once there are newer ones.
 
     A thread makes them, so `take` waits for none.
     """
 
     def __init__(
-        self, transport: str, number: int, layout: bytes, outlet: ray.actor.ActorHandle
+        self, transport: str, number: int, layout: bytes, proxy: ray.actor.ActorHandle
     ) -> None:
-        """Take the outlet, an actor."""
+        """Take the proxy, an actor."""
         super().__init__(transport, number, layout, self._take)
-        self._outlet = outlet
+        self._proxy = proxy
         self._news: News | None = None
         self._is_closed = False
         self._changed = threading.Condition()
@@ -153,7 +153,7 @@ class PulledSource(Source):
             return self._changed.wait_for(lambda: self.newest > seen, seconds)
 
     def wait_for_end(self, seconds: float) -> bool:
-        """Wait until the outlet says that the publisher has ended, or cannot be reached."""
+        """Wait until the proxy says that the publisher has ended, or cannot be reached."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._is_closed, seconds)
         return self._is_over
@@ -173,10 +173,10 @@ class PulledSource(Source):
         return None if news is None or news[0] <= seen else news
 
     def _pull(self) -> None:
-        with contextlib.suppress(Exception):  # the outlet is gone, or Ray is shut down
+        with contextlib.suppress(Exception):  # the proxy is gone, or Ray is shut down
             while not self._is_closed:
                 check_connected()
-                call = self._outlet.newer.remote(self.newest)
+                call = self._proxy.newer.remote(self.newest)
                 answer = answer_of(call, PULL + _GRACE)
                 if answer is None:
                     break

@@ -1,9 +1,9 @@
 """The ways by which published weights reach a process, and the choice among them.
 
 On the publisher's node, subscribers read its board. On another node, they read the board of that
-node's relay, which the first subscriber starts. The relay pulls from the outlet on the publisher's
+node's relay, which the first subscriber starts. The relay pulls from the proxy on the publisher's
 node, so each version travels there once. If no memory can be shared, a subscriber pulls from the
-outlet itself.
+proxy itself.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
             raise
         except (OSError, ChannelError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
-    outlet = outlet_of(name, record)
+    proxy = proxy_of(name, record)
     try:
-        newest = answer_of(outlet.ping.remote(), max(0.0, end - _clock.now()))
+        newest = answer_of(proxy.ping.remote(), max(0.0, end - _clock.now()))
     except ray.exceptions.RayTaskError as error:
         raise ConnectionError(str(error.cause)) from None
     _log.info("weights of %r come through Ray: %s", name, why)
-    source = PulledSource("store", record.number, record.layout, outlet)
+    source = PulledSource("store", record.number, record.layout, proxy)
     try:
         while newest and not (source.wait(0, _LOOK) or source.wait_for_end(0.0)):
             if _clock.now() >= end:
@@ -83,10 +83,10 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
     return source
 
 
-def outlet_of(name: str, record: PublisherRecord) -> ray.actor.ActorHandle:
+def proxy_of(name: str, record: PublisherRecord) -> ray.actor.ActorHandle:
     """Return the actor on the publisher's node that reads for others."""
-    outlet = f"outlet:{name}:{record.number}"
-    return shared_actor(Outlet, outlet, record.node, 64, name, tuple(record))
+    proxy = f"proxy:{name}:{record.number}"
+    return shared_actor(Proxy, proxy, record.node, 64, name, tuple(record))
 
 
 def _relay_board(name: str, node: str, end: float) -> tuple[bytes, BoardAddress]:
@@ -101,7 +101,7 @@ Newest: TypeAlias = tuple[int, float, "NDArray[np.uint8] | list[ray.ObjectRef]"]
 """Version, time and bytes of weights; the bytes perhaps as a reference, in a list."""
 
 
-class Outlet:
+class Proxy:
     """The actor on the publisher's node from which others pull. It ends when none of them does."""
 
     def __init__(self, name: str, record: tuple[Any, ...]) -> None:
@@ -222,10 +222,10 @@ class Relay:
 
     def _relay(self, record: PublisherRecord) -> None:
         """Copy the versions of a publisher to the board, until it has ended."""
-        outlet = outlet_of(self._name, record)
-        newest = answer_of(outlet.ping.remote(), _START)
+        proxy = proxy_of(self._name, record)
+        newest = answer_of(proxy.ping.remote(), _START)
         board = self._board_for(record, is_offered=not newest)
-        source = PulledSource("store", record.number, record.layout, outlet)
+        source = PulledSource("store", record.number, record.layout, proxy)
         try:
             while self._is_needed and not source.wait_for_end(0.0):
                 if not source.wait(self._seen, _LOOK):

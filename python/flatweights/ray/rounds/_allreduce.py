@@ -1,7 +1,7 @@
-"""One average between nodes: the driver names the ranks to average, and agents exchange pieces.
+"""One average between nodes: the driver names the ranks to average, and agents exchange shards.
 
 The driver takes part as the agent of its own node, and of all ranks without an agent. Nodes send
-each other pieces over streams. An exchange has succeeded once the driver has the average; an agent
+each other shards over streams. An exchange has succeeded once the driver has the average; an agent
 that lacks it gets it later. If the exchange fails, nodes that do not answer are left out, and the
 others exchange again, with the values that they still have. If all nodes answer, two of them may be
 unable to reach each other by streams. Then the agents hand their values to the driver, which
@@ -197,9 +197,11 @@ class NodesAverage:
             nodes += [] if None in nodes else [None]  # the driver takes part even without ranks
             groups = tuple(tuple(k for k in used if self._nodes[k] is node) for node in nodes)
             number = self._agents.next_number()
-            sums, coding = self._agents.sums, self._summaries[used[0]].coding
+            reduce_dtype, coding = self._agents.reduce_dtype, self._summaries[used[0]].coding
             settled = tuple((node or self._agents).settled for node in nodes)
-            plan = Plan(number, template, groups, weights, sums, coding=coding, settled=settled)
+            plan = Plan(
+                number, template, groups, weights, reduce_dtype, coding=coding, settled=settled
+            )
             agents = [node for node in nodes if node is not None]
             if not agents:
                 return why or "no other node has a result"

@@ -1,4 +1,4 @@
-"""Pieces of the packed form: equal sizes, whole elements, and the bits of the whole average."""
+"""Shards of the packed form: equal sizes, whole elements, and the bits of the whole average."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from reference import same_bits
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights._sources import Template
-from flatweights.ray.nodes._pieces import canonical, model_of, packed_bytes, pieces_of
+from flatweights.ray.nodes._shards import canonical, model_of, packed_bytes, shards_of
 
 
 def make_parts(rng: np.random.Generator, size: int) -> dict[str, NDArray[Any]]:
@@ -52,37 +52,37 @@ def assert_same_tree(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 50, 10_000])
-def test_pieces_are_even_and_cover_everything(rng: np.random.Generator, count: int) -> None:
+def test_shards_are_even_and_cover_everything(rng: np.random.Generator, count: int) -> None:
     layout = fw.Layout.of(make_parts(rng, 100))
-    pieces = pieces_of(layout, count)
-    assert len(pieces) == min(count, layout.nbytes // 64)
-    ends = [0, *(piece.end for piece in pieces)]
-    assert [piece.begin for piece in pieces] == ends[:-1]
+    shards = shards_of(layout, count)
+    assert len(shards) == min(count, layout.nbytes // 64)
+    ends = [0, *(shard.end for shard in shards)]
+    assert [shard.begin for shard in shards] == ends[:-1]
     assert ends[-1] == layout.nbytes
-    sizes = [piece.end - piece.begin for piece in pieces]
+    sizes = [shard.end - shard.begin for shard in shards]
     assert max(sizes) - min(sizes) <= 64
-    assert all(s.layout.nbytes == size for s, size in zip(pieces, sizes, strict=True))
-    assert sum(piece.layout.size for piece in pieces) == layout.size
+    assert all(s.layout.nbytes == size for s, size in zip(shards, sizes, strict=True))
+    assert sum(shard.layout.size for shard in shards) == layout.size
 
 
-def test_nothing_has_no_pieces() -> None:
-    assert pieces_of(fw.Layout.of([np.zeros((0, 3))]), 4) == ()
+def test_nothing_has_no_shards() -> None:
+    assert shards_of(fw.Layout.of([np.zeros((0, 3))]), 4) == ()
 
 
 @pytest.mark.parametrize("weights", [None, [3, 0, 2.5]], ids=["equal", "weighted"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_averages_of_pieces_are_those_of_the_whole(
+def test_the_averages_of_shards_are_those_of_the_whole(
     rng: np.random.Generator, kind: str, weights: list[float] | None
 ) -> None:
-    for size, count in [(1, 2), (17, 3), (5000, 7)]:  # at 17 elements, fewer lines than pieces
+    for size, count in [(1, 2), (17, 3), (5000, 7)]:  # at 17 elements, fewer lines than shards
         values = [KINDS[kind](rng, size) for _ in range(3)]
         models = [canonical(value)[0] for value in values]
         template = Template.of(models[0])
         packed = [packed_bytes(template, model) for model in models]
         mean = np.empty_like(packed[0])
-        for piece in pieces_of(template.layout, count):
-            pieces = [model_of(p[piece.begin : piece.end], piece.layout) for p in packed]
-            fw.average(pieces, weights, out=model_of(mean[piece.begin : piece.end], piece.layout))
+        for shard in shards_of(template.layout, count):
+            shards = [model_of(p[shard.begin : shard.end], shard.layout) for p in packed]
+            fw.average(shards, weights, out=model_of(mean[shard.begin : shard.end], shard.layout))
         got: Any
         if template.packed:
             got = dict(FlatWeights.wrap(mean, template.layout))

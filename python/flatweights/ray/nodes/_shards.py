@@ -1,4 +1,4 @@
-"""Pieces of equal size of the packed form. It does not import Ray."""
+"""Shards of equal size of the packed form. It does not import Ray."""
 
 import functools
 from bisect import bisect_right
@@ -21,14 +21,14 @@ Model = NDArray[Any] | FlatWeights
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """A contiguous part of the packed form, about as large as the others.
 
     Attributes:
         begin: First byte.
         end: The byte after the last one; both are multiples of 64.
-        layout: The layout of the piece, which is a packed form of its own: whole parts, and at
-            either end perhaps a flat piece of a part. Dtypes are those of the model, so that each
+        layout: The layout of the shard, which is a packed form of its own: whole parts, and at
+            either end perhaps a flat shard of a part. Dtypes are those of the model, so that each
             part is averaged in its own dtype.
     """
 
@@ -38,8 +38,8 @@ class Piece:
 
 
 @functools.lru_cache(maxsize=16)
-def pieces_of(layout: Layout, count: int) -> tuple[Piece, ...]:
-    """Return ``count`` pieces that together are the packed form of ``layout``.
+def shards_of(layout: Layout, count: int) -> tuple[Shard, ...]:
+    """Return ``count`` shards that together are the packed form of ``layout``.
 
     They differ by 64 bytes at most. Parts begin at multiples of 64 bytes and elements have
     1 to 16, so that no element is cut in two. There are fewer if there are fewer
@@ -49,10 +49,10 @@ def pieces_of(layout: Layout, count: int) -> tuple[Piece, ...]:
     count = min(count, lines)
     edges = [ALIGNMENT * (lines * k // count) for k in range(count + 1)] if count else [0]
     offsets = [slot.offset for slot in layout.slots]
-    return tuple(_piece(layout, offsets, begin, end) for begin, end in pairwise(edges))
+    return tuple(_shard(layout, offsets, begin, end) for begin, end in pairwise(edges))
 
 
-def _piece(layout: Layout, offsets: Sequence[int], begin: int, end: int) -> Piece:
+def _shard(layout: Layout, offsets: Sequence[int], begin: int, end: int) -> Shard:
     # Several parts without elements lie at one offset.
     first = max(0, bisect_right(offsets, begin) - 1)
     names, shapes, dtypes = [], [], []
@@ -65,7 +65,7 @@ def _piece(layout: Layout, offsets: Sequence[int], begin: int, end: int) -> Piec
             names.append(str(i))
             shapes.append((inside // slot.dtype.itemsize,))
             dtypes.append(slot.dtype)
-    return Piece(begin, end, Layout(names, shapes, dtypes))
+    return Shard(begin, end, Layout(names, shapes, dtypes))
 
 
 def canonical(model: Any) -> tuple[Any, Tree | None]:
@@ -93,8 +93,8 @@ def packed_bytes(template: Template, model: Any) -> Bytes:
     return buffer
 
 
-def model_of(piece: Bytes, layout: Layout) -> Model:
-    """Return the bytes of a piece of this ``layout`` as a model for `flatweights.average`."""
-    if len(layout) == 1 and piece.size != layout.nbytes:  # the last of an array
-        return piece.view(layout.slots[0].dtype)
-    return FlatWeights.wrap(piece, layout)
+def model_of(shard: Bytes, layout: Layout) -> Model:
+    """Return the bytes of a shard of this ``layout`` as a model for `flatweights.average`."""
+    if len(layout) == 1 and shard.size != layout.nbytes:  # the last of an array
+        return shard.view(layout.slots[0].dtype)
+    return FlatWeights.wrap(shard, layout)

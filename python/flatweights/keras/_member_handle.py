@@ -12,7 +12,7 @@ from flatweights.ray import CallsDifferError, Member, NotInTrainError, Round, is
 
 _lock = threading.Lock()
 _shared: Member | None = None
-_leases: weakref.WeakSet["MemberLease"] = weakref.WeakSet()  # of the shared member
+_leases: weakref.WeakSet["MemberHandle"] = weakref.WeakSet()  # of the shared member
 
 
 Place = Literal["start", "epoch", "step", "weights", "logs", "report", "end"]
@@ -121,11 +121,11 @@ def check_in_time(result: Round, what: str) -> None:
         )
 
 
-class MemberLease:
+class MemberHandle:
     """A callback's or an optimizer's use of a member, with the terms on which its calls wait.
 
-    Callbacks and optimizers that are given no member share one, which joins with the first lease
-    and leaves when the last lease ends.
+    Callbacks and optimizers that are given no member share one, which joins with the first handle
+    and leaves when the last handle ends.
 
     Attributes:
         timeout: Seconds that other members may be late; for ever, if None.
@@ -170,7 +170,7 @@ class MemberLease:
         self.min_results = terms["min_results"]
 
     def take(self) -> Member:
-        """Return the member; join first, if it is shared and no lease has joined yet.
+        """Return the member; join first, if it is shared and no handle has joined yet.
 
         Raises:
             RuntimeError: If there is no process group to join, outside of Ray Train.
@@ -220,7 +220,7 @@ class MemberLease:
             return member.all_gather(value, name, state=state, **self.terms)
 
     def end(self) -> None:
-        """End the lease. With the last lease, the shared member leaves; a given member stays."""
+        """End the handle. With the last handle, the shared member leaves; a given member stays."""
         global _shared
         self.use(self.given)
         with _lock:
@@ -230,7 +230,7 @@ class MemberLease:
                 _shared = None
 
 
-def agree(leases: Sequence[MemberLease]) -> None:
+def agree(leases: Sequence[MemberHandle]) -> None:
     """Make all ``leases`` of a training wait on the same terms, those that one of them was given.
 
     If only one of them went on without a member that is late or dead, the next would wait for it.
@@ -240,20 +240,20 @@ def agree(leases: Sequence[MemberLease]) -> None:
     """
     terms: dict[str, Any] = {}
     for name in ("member", "timeout", "min_results"):
-        said = [lease for lease in leases if lease.given[name] is not None]
-        for lease in said[1:]:
-            if lease.given[name] != said[0].given[name]:
+        said = [handle for handle in leases if handle.given[name] is not None]
+        for handle in said[1:]:
+            if handle.given[name] != said[0].given[name]:
                 raise ValueError(
                     f"{name}: expected one value for all callbacks and optimizers of a training, "
-                    f"got {said[0].given[name]!r} for {said[0].who} and {lease.given[name]!r} "
-                    f"for {lease.who}. It is enough to pass it to one of them"
+                    f"got {said[0].given[name]!r} for {said[0].who} and {handle.given[name]!r} "
+                    f"for {handle.who}. It is enough to pass it to one of them"
                 )
         terms[name] = said[0].given[name] if said else None
-        for lease in leases:
-            if name == "min_results" and said and lease.needs_all:
+        for handle in leases:
+            if name == "min_results" and said and handle.needs_all:
                 raise ValueError(
-                    f"min_results: expected None with {lease.needs_all}, which needs all members, "
+                    f"min_results: expected None with {handle.needs_all}, which needs all members, "
                     f"got {terms[name]!r} for {said[0].who}"
                 )
-    for lease in leases:
-        lease.use(terms)
+    for handle in leases:
+        handle.use(terms)
