@@ -263,7 +263,7 @@ class Worker {
 };
 
 inline void time_segments(const Report& report, const Worker& creator, const Worker& importer,
-                         std::size_t nbytes, const std::string& size, int rounds) {
+                          std::size_t nbytes, const std::string& size, int rounds) {
   std::map<std::string, std::vector<double>> times;
   const auto map_all = [&](const Worker& worker, const std::string& who, int access) {
     const Message mapped = worker.ask('m', access);

@@ -68,7 +68,8 @@ void be_member(std::size_t rank, Member& member, const Bell& bell,
   take();
   auto* const numbers = reinterpret_cast<double*>(member.segment->data());
   for (std::int64_t number = 1; number <= kCalls; ++number) {
-    expect(box.holds(Mailbox::Side::kDriver, 0) == 0, "the coordinator holds a segment that it has read");
+    expect(box.holds(Mailbox::Side::kDriver, 0) == 0,
+           "the coordinator holds a segment that it has read");
     std::fill_n(numbers, kNumbers, static_cast<double>(number) + static_cast<double>(rank));
     struct {
       std::uint32_t kind = kRepeat, count = 1;

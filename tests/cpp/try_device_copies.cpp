@@ -636,7 +636,7 @@ class Average {
     for (const auto& area : areas_) sources.push_back(area.memory());
     sources.pop_back();
     return flatweights::average_segments(context_, layout_, areas_.back().memory(), sources,
-                                        weights_, total_);
+                                         weights_, total_);
   }
 
   void expect_right() {
