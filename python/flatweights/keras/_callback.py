@@ -57,8 +57,8 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         # All callbacks of a `fit` have the same dictionary.
         with _lock:
             of_this_fit = [one for one in _callbacks if one.params is self.params is not None]
-        leases = {id(one): one._handle for one in (self, *of_this_fit)}
-        agree([*leases.values(), *([] if averaging is None else [averaging.handle])])
+        handles = {id(one): one._handle for one in (self, *of_this_fit)}
+        agree([*handles.values(), *([] if averaging is None else [averaging.handle])])
         self._member: Member = self._handle.take()
         if averaging is not None:
             averaging.begin_fit(self)

@@ -230,8 +230,8 @@ class MemberHandle:
                 _shared = None
 
 
-def agree(leases: Sequence[MemberHandle]) -> None:
-    """Make all ``leases`` of a training wait on the same terms, those that one of them was given.
+def agree(handles: Sequence[MemberHandle]) -> None:
+    """Make all ``handles`` of a training wait on the same terms, those that one of them was given.
 
     If only one of them went on without a member that is late or dead, the next would wait for it.
 
@@ -240,7 +240,7 @@ def agree(leases: Sequence[MemberHandle]) -> None:
     """
     terms: dict[str, Any] = {}
     for name in ("member", "timeout", "min_results"):
-        said = [handle for handle in leases if handle.given[name] is not None]
+        said = [handle for handle in handles if handle.given[name] is not None]
         for handle in said[1:]:
             if handle.given[name] != said[0].given[name]:
                 raise ValueError(
@@ -249,11 +249,11 @@ def agree(leases: Sequence[MemberHandle]) -> None:
                     f"for {handle.who}. It is enough to pass it to one of them"
                 )
         terms[name] = said[0].given[name] if said else None
-        for handle in leases:
+        for handle in handles:
             if name == "min_results" and said and handle.needs_all:
                 raise ValueError(
                     f"min_results: expected None with {handle.needs_all}, which needs all members, "
                     f"got {terms[name]!r} for {said[0].who}"
                 )
-    for handle in leases:
+    for handle in handles:
         handle.use(terms)
