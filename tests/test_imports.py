@@ -70,11 +70,14 @@ def test_the_core_decides_without_clocks_ray_sockets_and_threads() -> None:
     ("room", "below"),
     [
         ("core", set()),
-        ("channels", {"core"}),
-        ("nodes", set()),
-        ("peers", {"core", "channels", "nodes"}),
-        ("rounds", {"core", "channels", "nodes", "peers"}),
-        ("members", {"core", "channels", "nodes", "peers", "rounds"}),
+        ("support", set()),
+        ("results", {"support"}),
+        ("channels", {"core", "results", "support"}),
+        ("nodes", {"support"}),
+        ("peers", {"core", "results", "support", "channels", "nodes"}),
+        ("rounds", {"core", "results", "support", "channels", "nodes", "peers"}),
+        ("publishing", {"results", "support", "channels", "peers"}),
+        ("members", {"core", "results", "support", "channels", "nodes", "peers", "rounds"}),
     ],
 )
 def test_rooms_of_ray_import_only_those_below(room: str, below: set[str]) -> None:
@@ -85,6 +88,32 @@ def test_rooms_of_ray_import_only_those_below(room: str, below: set[str]) -> Non
             parts = name.split(".")
             if parts[:2] == ["flatweights", "ray"] and not parts[2].startswith("_"):
                 assert parts[2] in below | {room}, f"{room}/{file.name} imports {name}"
+
+
+def rooms_of_ray() -> dict[str, set[str]]:
+    """Return, by room of `ray/`, those that its files import from: a folder, or a module beside."""
+    home = PACKAGE / "ray"
+    rooms: dict[str, set[str]] = {}
+    for file in home.rglob("*.py"):
+        room = file.relative_to(home).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        below = rooms.setdefault(room, set())
+        for name in imports(file):
+            parts = name.split(".")
+            if parts[:2] == ["flatweights", "ray"] and parts[2] not in (room, "_clock"):
+                below.add(parts[2])
+    return rooms
+
+
+def test_ray_has_few_arrows_and_floors() -> None:
+    rooms = rooms_of_ray()
+    assert sum(map(len, rooms.values())) <= 39
+
+    def floor(room: str) -> int:
+        return 1 + max(map(floor, rooms[room]), default=0)
+
+    assert max(map(floor, rooms)) <= 6
 
 
 def test_the_states_of_a_fit_know_no_keras_no_clock_and_no_member() -> None:

@@ -11,7 +11,7 @@ from bench.chaos.oracle import Entry, Got, Log, Note
 from bench.chaos.run import own_processes
 from flatweights import FlatWeights
 from flatweights.ray import Round, WorkerError, WorkerGroup
-from flatweights.ray._errors import is_stale
+from flatweights.ray.support._errors import is_stale
 
 _STALEST = 20  # publications
 _DEAD = "said to have died"

@@ -19,7 +19,7 @@ import ray
 
 from bench import nodes
 from bench.chaos.oracle import Log
-from flatweights.ray import _failpoints
+from flatweights.ray.support import _failpoints
 
 KILLED, STOPPED, AT_POINT = "kill -9", "SIGSTOP", "kill -9 inside a call"
 NAN, EXCEPTION, LATE, LAYOUT = "NaN", "exception", "late", "another layout"

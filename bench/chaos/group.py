@@ -14,7 +14,8 @@ from bench.chaos import faults, oracle
 from bench.chaos.oracle import Entry, Got, Log, Model, Sent
 from bench.chaos.run import DrivenMode, Plan
 from flatweights import FlatWeights
-from flatweights.ray import FlatWorker, Round, WorkerError, WorkerGroup, _failpoints
+from flatweights.ray import FlatWorker, Round, WorkerError, WorkerGroup
+from flatweights.ray.support import _failpoints
 
 _SEGMENT = 20  # rounds
 

@@ -15,7 +15,8 @@ from bench.chaos import faults, oracle
 from bench.chaos.oracle import Entry, Got, Log, Model, Sent
 from bench.chaos.run import HANG, Plan
 from bench.chaos.run import Mode as AnyMode
-from flatweights.ray import MemberError, WorkerError, _failpoints, join
+from flatweights.ray import MemberError, WorkerError, join
+from flatweights.ray.support import _failpoints
 
 Call = tuple[int, int]  # the life of the process, and the number of the call in that life
 

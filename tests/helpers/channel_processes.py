@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 import flatweights as fw
-from flatweights.ray import _failpoints
 from flatweights.ray.channels._driver_channel import Channels, DriverChannel
 from flatweights.ray.channels._message import Message, make_message
 from flatweights.ray.channels._protocol import COMMAND, WEIGHTS
 from flatweights.ray.channels._worker_channel import WorkerChannels
+from flatweights.ray.support import _failpoints
 
 # A worker is a fork of a server that has imported everything, once.
 _processes = multiprocessing.get_context("forkserver")

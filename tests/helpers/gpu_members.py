@@ -13,11 +13,11 @@ from gpu_processes import GPUProcess
 from numpy.typing import NDArray
 
 from flatweights import FlatWeights, _core
-from flatweights.ray import _failpoints
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._client import ChannelClient, Identity
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._rendezvous import JoinReply
+from flatweights.ray.support import _failpoints
 
 
 def weights_of(seed: int, large: int = 9_001) -> FlatWeights:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flatweights.ray._turn import Turn, alone
+from flatweights.ray.support._turn import Turn, alone
 
 
 class Called:

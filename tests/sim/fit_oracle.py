@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.sim.oracle import Oracle, Record, Sent
 
-from flatweights.ray._round import Round
 from flatweights.ray.core._requests import Response
+from flatweights.ray.results._round import Round
 
 
 class FitOracle(Oracle):

@@ -23,10 +23,10 @@ from flatweights.keras._fit_states import Phase
 from flatweights.keras._member_handle import MemberHandle
 from flatweights.keras._progress import Position, Progress, TrainingState, keepers_among
 from flatweights.keras._start import FitStart, start_alike
-from flatweights.ray._errors import WorkerError
-from flatweights.ray._round import Round
 from flatweights.ray.core._requests import CallsDifferError, MemberError
 from flatweights.ray.members._member import Member
+from flatweights.ray.results._round import Round
+from flatweights.ray.support._errors import WorkerError
 
 if TYPE_CHECKING:
     from tests.sim.schedules import Schedule

@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.sim.world import Process, World
 
-from flatweights.ray._errors import is_stale
+from flatweights.ray.support._errors import is_stale
 
 if TYPE_CHECKING:
     from tests.sim.group_platform import SimulatedWorkers
 
-    from flatweights.ray._round import Round
+    from flatweights.ray.results._round import Round
 
 UNIT = 720720.0
 """A multiple of all numbers up to 16: averages of multiples of it are integers."""

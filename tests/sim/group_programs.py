@@ -12,8 +12,8 @@ from tests.sim.world import Process
 
 from flatweights import Layout
 from flatweights.ray import _clock
-from flatweights.ray._errors import StoreTooSmallError, WorkerError, is_refusal
 from flatweights.ray._worker import FlatWorker, _GroupState
+from flatweights.ray.support._errors import StoreTooSmallError, WorkerError, is_refusal
 
 if TYPE_CHECKING:
     from tests.sim.group_schedules import GroupSchedule

@@ -26,9 +26,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tests.sim.world import Process, World
 
-from flatweights.ray._errors import WorkerError
-from flatweights.ray._result import Packed
-from flatweights.ray._round import Round
 from flatweights.ray.channels._protocol import ASKED_AGAIN, REPEAT, REQUEST
 from flatweights.ray.core._requests import (
     CallsDifferError,
@@ -37,6 +34,9 @@ from flatweights.ray.core._requests import (
     Request,
     Response,
 )
+from flatweights.ray.results._result import Packed
+from flatweights.ray.results._round import Round
+from flatweights.ray.support._errors import WorkerError
 
 if TYPE_CHECKING:
     from tests.sim.platform import Handle, Link

@@ -13,11 +13,11 @@ from tests.sim.world import World
 
 from flatweights import Layout
 from flatweights.ray import _clock
-from flatweights.ray._errors import WorkerError
 from flatweights.ray.core._requests import CallsDifferError, MemberError
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._member import Member, joined
 from flatweights.ray.members._rendezvous import _GRACE
+from flatweights.ray.support._errors import WorkerError
 
 if TYPE_CHECKING:
     from tests.sim.schedules import Schedule

@@ -19,8 +19,10 @@ from tests.sim.platform import Simulated
 from tests.sim.programs import STATE, Program
 from tests.sim.world import BEGIN, Fault, Process, World
 
-from flatweights.ray import _clock, _failpoints, _report
+from flatweights.ray import _clock
 from flatweights.ray.core import _response_cache
+from flatweights.ray.results import _report
+from flatweights.ray.support import _failpoints
 
 _MOST_STEPS = 60_000
 _TRIES = 8  # seeds with which a smaller plan is tried

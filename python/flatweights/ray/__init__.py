@@ -8,15 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flatweights.ray._average import average
-from flatweights.ray._errors import (
-    RefusedWeightsError,
-    StaleWorkerError,
-    StoreTooSmallError,
-    WorkerError,
-)
 from flatweights.ray._group import WorkerGroup
-from flatweights.ray._round import Round
-from flatweights.ray._variables import Saved, Variables
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.core._requests import (
     CallsDifferError,
@@ -31,6 +23,14 @@ from flatweights.ray.nodes._costs import ExchangePlan, TransportCost, plan
 from flatweights.ray.publishing._errors import StaleWeightsError, SupersededError
 from flatweights.ray.publishing._publisher import Publisher
 from flatweights.ray.publishing._subscriber import Subscriber
+from flatweights.ray.results._round import Round
+from flatweights.ray.results._variables import Saved, Variables
+from flatweights.ray.support._errors import (
+    RefusedWeightsError,
+    StaleWorkerError,
+    StoreTooSmallError,
+    WorkerError,
+)
 
 if TYPE_CHECKING:
     from flatweights.ray.members._replace import ReplaceWorkers

@@ -9,10 +9,10 @@ import ray
 
 from flatweights._average import Nonfinite
 from flatweights._numbers import check_count
-from flatweights.ray._round import Round
 from flatweights.ray.peers._store import RayResult, check_cluster
 from flatweights.ray.peers._transport import PendingResult
 from flatweights.ray.peers._wait import RoundSpec, Weights
+from flatweights.ray.results._round import Round
 from flatweights.ray.rounds._barrier import average_of_answers
 from flatweights.robust import AnyRule
 

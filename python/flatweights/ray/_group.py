@@ -11,11 +11,6 @@ import ray
 from flatweights._average import Nonfinite
 from flatweights._numbers import check_count
 from flatweights.ray import _clock
-from flatweights.ray._report import report, rounds_bar
-from flatweights.ray._round import Round
-from flatweights.ray._turn import Turn, alone
-from flatweights.ray._variables import Variables
-from flatweights.ray._wire import GroupWire, Travels
 from flatweights.ray._worker import FlatWorker
 from flatweights.ray.nodes._plan import ReduceDType, check_reduce_dtype
 from flatweights.ray.peers._actor_spec import ActorSpec
@@ -24,10 +19,15 @@ from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._store import check_cluster
 from flatweights.ray.peers._wait import RoundSpec, Weights, check_timeout, deadline_in
 from flatweights.ray.peers._worker_set import WorkerSet
+from flatweights.ray.results._report import report, rounds_bar
+from flatweights.ray.results._round import Round
+from flatweights.ray.results._variables import Variables
+from flatweights.ray.results._wire import GroupWire, Travels
 from flatweights.ray.rounds._as_completed import AsCompleted
 from flatweights.ray.rounds._barrier import average_of, results_of, send
 from flatweights.ray.rounds._run import RoundRun
 from flatweights.ray.rounds._work import Work
+from flatweights.ray.support._turn import Turn, alone
 from flatweights.robust import AnyRule
 from flatweights.wire import WireDType
 

@@ -15,19 +15,19 @@ from numpy.typing import ArrayLike, NDArray
 from flatweights._frameworks import holder_of
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
-from flatweights.ray import _variables
-from flatweights.ray._errors import (
+from flatweights.ray.channels._worker_channel import NoChannel, WorkerChannels
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
+from flatweights.ray.peers._transport import Head, Stamp, weights_of
+from flatweights.ray.results import _variables
+from flatweights.ray.results._result import Packed
+from flatweights.ray.results._variables import Variables
+from flatweights.ray.results._wire import WireMessage, WorkerWire
+from flatweights.ray.support._errors import (
     RefusedWeightsError,
     StaleWorkerError,
     note_unchanged,
     reason_of,
 )
-from flatweights.ray._result import Packed
-from flatweights.ray._variables import Variables
-from flatweights.ray._wire import WireMessage, WorkerWire
-from flatweights.ray.channels._worker_channel import NoChannel, WorkerChannels
-from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
-from flatweights.ray.peers._transport import Head, Stamp, weights_of
 from flatweights.wire import MissedUpdateError, Snapshot
 
 _MOST_GROUPS = 64  # whose last calls a worker remembers

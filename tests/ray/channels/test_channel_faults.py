@@ -11,7 +11,7 @@ import psutil
 import pytest
 from channel_processes import Driver, WorkerProcess, start_driver, value_of, weights_of
 
-from flatweights.ray._failpoints import DRIVER, WORKER
+from flatweights.ray.support._failpoints import DRIVER, WORKER
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="channels are Linux's")
 

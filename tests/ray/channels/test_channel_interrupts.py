@@ -18,8 +18,9 @@ from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import same_bits
 
 import flatweights as fw
-from flatweights.ray import WorkerError, WorkerGroup, _failpoints
+from flatweights.ray import WorkerError, WorkerGroup
 from flatweights.ray.peers._by_channel import ChannelResult
+from flatweights.ray.support import _failpoints
 
 pytestmark = pytest.mark.ray
 

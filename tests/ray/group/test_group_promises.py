@@ -28,10 +28,10 @@ from flatweights.ray import (
     WorkerGroup,
     average,
 )
-from flatweights.ray._errors import has_left_weights
-from flatweights.ray._result import Packed
 from flatweights.ray.peers import _wait as engine
 from flatweights.ray.peers._transport import Head, Stamp
+from flatweights.ray.results._result import Packed
+from flatweights.ray.support._errors import has_left_weights
 
 pytestmark = pytest.mark.ray
 

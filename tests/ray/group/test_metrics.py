@@ -27,7 +27,7 @@ from reference import clean_environment
 
 from flatweights._numbers import readable_bytes
 from flatweights.ray import Round, WorkerError, WorkerGroup, average
-from flatweights.ray._report import METRICS, ROUND, Metrics, rounds_bar
+from flatweights.ray.results._report import METRICS, ROUND, Metrics, rounds_bar
 
 pytestmark = pytest.mark.ray
 

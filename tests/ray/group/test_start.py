@@ -15,9 +15,9 @@ from reference import assert_same
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, StaleWorkerError, WorkerError, WorkerGroup
-from flatweights.ray._wire import GroupWire
 from flatweights.ray.peers import _platform
 from flatweights.ray.peers._latest import Latest
+from flatweights.ray.results._wire import GroupWire
 
 pytestmark = pytest.mark.ray
 

@@ -12,8 +12,9 @@ from ray_forks import ALONE
 from reference import run_python, same_bits
 
 from flatweights import FlatWeights, Layout, average
-from flatweights.ray import FlatWorker, Variables, WorkerGroup, _variables, join
+from flatweights.ray import FlatWorker, Variables, WorkerGroup, join
 from flatweights.ray.peers._transport import plain_weights
+from flatweights.ray.results import _variables
 
 pytestmark = pytest.mark.ray
 

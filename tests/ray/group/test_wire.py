@@ -8,8 +8,8 @@ import pytest
 from reference import BFLOAT16
 
 from flatweights import FlatWeights
-from flatweights.ray._result import split, with_weights
-from flatweights.ray._wire import GroupWire, WorkerWire, nbytes_of, widen
+from flatweights.ray.results._result import split, with_weights
+from flatweights.ray.results._wire import GroupWire, WorkerWire, nbytes_of, widen
 from flatweights.wire import Difference, MissedUpdateError, Snapshot
 
 pytestmark = pytest.mark.ray

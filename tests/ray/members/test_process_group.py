@@ -13,8 +13,7 @@ import pytest
 from process_groups import LocalProcessGroup, entry_of, with_sessions
 from reference import clean_environment
 
-from flatweights.ray import MemberDiedError, MemberError, _failpoints
-from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
+from flatweights.ray import MemberDiedError, MemberError
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._client import ChannelClient, Identity
 from flatweights.ray.members._config import GroupConfig
@@ -22,12 +21,14 @@ from flatweights.ray.members._member import Member
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._rendezvous import JoinReply
 from flatweights.ray.nodes._plan import check_reduce_dtype
+from flatweights.ray.results._report import METRICS, RECEIVED, ROUND, SENT
+from flatweights.ray.support import _failpoints
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 COORDINATOR = """
 import json, os, signal, time
 from process_groups import with_sessions
-from flatweights.ray import _failpoints
+from flatweights.ray.support import _failpoints
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._config import GroupConfig
 

@@ -21,11 +21,11 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import MemberError, WorkerError
-from flatweights.ray._report import METRICS
-from flatweights.ray._round import Round
 from flatweights.ray.members._client import ChannelClient
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._repetitions import Series
+from flatweights.ray.results._report import METRICS
+from flatweights.ray.results._round import Round
 
 PATIENCE = 60.0
 

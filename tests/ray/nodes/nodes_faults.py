@@ -27,7 +27,8 @@ from ray_workers import merged
 from reference import same_bits
 
 import flatweights as fw
-from flatweights.ray import FlatWorker, Round, WorkerError, WorkerGroup, _failpoints
+from flatweights.ray import FlatWorker, Round, WorkerError, WorkerGroup
+from flatweights.ray.support import _failpoints
 
 PLACES = (0, 1, 2, 1, 1, 2)  # by rank, its node
 SIZE = 1_000_003  # elements

@@ -30,12 +30,13 @@ from ray_workers import PlainWorker, merged, trained, wait_for, weights_of
 from reference import same_bits
 
 import flatweights as fw
-from flatweights.ray import Round, WorkerError, WorkerGroup, _failpoints
-from flatweights.ray._result import copied
+from flatweights.ray import Round, WorkerError, WorkerGroup
 from flatweights.ray.nodes._address import Address
 from flatweights.ray.peers._agent import AverageOf, Command
 from flatweights.ray.peers._backoff import Backoff
 from flatweights.ray.peers._by_agent import AgentEnd, NodeCall
+from flatweights.ray.results._result import copied
+from flatweights.ray.support import _failpoints
 
 pytestmark = [pytest.mark.ray(own=True), pytest.mark.starts_actors]
 
@@ -258,7 +259,7 @@ def set_hook(actor: Any, point: str, action: str) -> None:
         import signal
         import time
 
-        from flatweights.ray import _failpoints
+        from flatweights.ray.support import _failpoints
 
         def hook(reached: str) -> None:
             if reached == point:

@@ -24,11 +24,11 @@ import numpy as np
 import pytest
 from stream_nodes import await_bytes, errors, nodes
 
-from flatweights.ray import _listener
 from flatweights.ray.nodes import _streams
 from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._streams import Streams
+from flatweights.ray.support import _listener
 
 Attack = Callable[[Address, bytes], list[socket.socket]]
 

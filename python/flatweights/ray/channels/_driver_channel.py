@@ -15,9 +15,6 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
-from flatweights.ray import _failpoints as failpoints
-from flatweights.ray._listener import Listener, RefusedError, Stranger
-from flatweights.ray._result import Packed
 from flatweights.ray.channels._end import ChannelEnd, ChannelError, check_user, receive_packet
 from flatweights.ray.channels._message import Message, join_message
 from flatweights.ray.channels._protocol import (
@@ -32,6 +29,9 @@ from flatweights.ray.channels._protocol import (
     WELCOME,
 )
 from flatweights.ray.channels._segments import Extent, Segments
+from flatweights.ray.results._result import Packed
+from flatweights.ray.support import _failpoints as failpoints
+from flatweights.ray.support._listener import Listener, RefusedError, Stranger
 
 _MOST_SEGMENTS = 64  # the number of counts in a mailbox; segments are made when they are needed
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results

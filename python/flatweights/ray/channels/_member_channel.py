@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights.ray import _clock
-from flatweights.ray._failpoints import reach
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._message import buffer_message
 from flatweights.ray.channels._protocol import REQUEST
 from flatweights.ray.channels._segments import Segments
 from flatweights.ray.channels._worker_channel import WorkerChannel
+from flatweights.ray.support._failpoints import reach
 
 SLICE = 0.25  # seconds between two checks that the coordinator is alive
 _STAY = 1  # a member is in one call of the mailbox's protocol for ever: its number

@@ -17,8 +17,6 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
-from flatweights.ray import _failpoints as failpoints
-from flatweights.ray._listener import kept
 from flatweights.ray.channels._end import ChannelEnd, ChannelError, check_user, is_shortage
 from flatweights.ray.channels._message import Message, join_message, make_message
 from flatweights.ray.channels._protocol import (
@@ -32,6 +30,8 @@ from flatweights.ray.channels._protocol import (
     WELCOME,
 )
 from flatweights.ray.channels._segments import Segments
+from flatweights.ray.support import _failpoints as failpoints
+from flatweights.ray.support._listener import kept
 
 LINGER = 0.01
 """Seconds for which a worker waits for the next command."""

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flatweights._layout import Layout
-from flatweights.ray._round import facts_again
-from flatweights.ray._variables import Variables, without_seeds
 from flatweights.ray.channels._member_channel import Shortcut
 from flatweights.ray.core._requests import Request, Response
 from flatweights.ray.members._turns import Turns
+from flatweights.ray.results._round import facts_again
+from flatweights.ray.results._variables import Variables, without_seeds
 
 # Types of arguments that stay what they are: an array of one number, such as a weight, may change.
 _FIXED = (str, int, float, np.generic, type(None))

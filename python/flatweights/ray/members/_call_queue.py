@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import ray
 
-from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.channels._driver_channel import Channels
+from flatweights.ray.support._errors import reason_in_a_line
 
 Result = TypeVar("Result")
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
-from flatweights.ray._failpoints import reach
-from flatweights.ray._variables import Memory, Variables
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._gpu_segments import OwnSegment
 from flatweights.ray.channels._member_channel import CoordinatorDiedError, MemberChannel, Shortcut
@@ -46,6 +44,8 @@ from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._rendezvous import JoinReply
 from flatweights.ray.members._sessions import as_array
 from flatweights.ray.peers._wait import seconds_left
+from flatweights.ray.results._variables import Memory, Variables
+from flatweights.ray.support._failpoints import reach
 
 Sent: TypeAlias = NDArray[np.uint8] | OwnSegment | None
 """The packed weights of a request, in memory of the host or in a segment of a GPU."""

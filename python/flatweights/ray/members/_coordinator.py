@@ -19,7 +19,6 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights.ray import _clock
-from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.core._requests import MemberDiedError
 from flatweights.ray.members._call_queue import Result
 from flatweights.ray.members._config import GroupConfig
@@ -27,6 +26,7 @@ from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._rendezvous import Entry, JoinReply
 from flatweights.ray.members._sessions import RemoteWeights, Reply, StoreRequest
+from flatweights.ray.support._errors import reason_in_a_line
 
 _LAST_REPLIES = 1.0  # seconds in which finished calls return their results
 

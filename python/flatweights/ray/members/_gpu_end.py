@@ -9,13 +9,13 @@ from typing import Any
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._settings import gpu_setting
-from flatweights.ray._errors import reason_in_a_line
-from flatweights.ray._failpoints import reach
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._gpu_segments import GpuSegments, Handle, OwnSegment
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.core._requests import Placed
 from flatweights.ray.members._reductions import Reduction, SegmentsReduced
+from flatweights.ray.support._errors import reason_in_a_line
+from flatweights.ray.support._failpoints import reach
 
 # Bytes of weights that stay on a GPU. It runs the kernels of one process at a time, and takes some
 # 0.3 ms to go from one to another, which an average needs twice. With two members on an H100, the

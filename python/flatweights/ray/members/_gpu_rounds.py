@@ -25,8 +25,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from flatweights._layout import Layout
 from flatweights.ray import _clock
-from flatweights.ray._errors import reason_in_a_line
-from flatweights.ray._failpoints import reach
 from flatweights.ray.channels._driver_channel import Channels, DriverChannel
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._gpu_segments import Handle
@@ -35,6 +33,8 @@ from flatweights.ray.core._peer import Peer
 from flatweights.ray.core._requests import Placed, Request
 from flatweights.ray.members._reductions import Reduction, SegmentsReduced
 from flatweights.ray.members._sessions import Session
+from flatweights.ray.support._errors import reason_in_a_line
+from flatweights.ray.support._failpoints import reach
 
 _PATIENCE = 2.0  # seconds for an average: milliseconds, unless that member is stopped or has died
 

@@ -23,17 +23,7 @@ from flatweights._numbers import as_integer, check_count
 from flatweights._sources import Template, check_flat_weights
 from flatweights._trees import as_array
 from flatweights._weights import frozen
-from flatweights.ray import _clock, _failpoints
-from flatweights.ray._errors import reason_in_a_line
-from flatweights.ray._round import Round, facts_again
-from flatweights.ray._variables import (
-    State,
-    Variables,
-    WholeState,
-    scatter,
-    text_of,
-    whole_state,
-)
+from flatweights.ray import _clock
 from flatweights.ray.channels._member_channel import SLICE, CoordinatorDiedError
 from flatweights.ray.core._requests import (
     LacksStateError,
@@ -52,6 +42,17 @@ from flatweights.ray.members._train import train_worker
 from flatweights.ray.members._turns import Turns
 from flatweights.ray.nodes._plan import ReduceDType
 from flatweights.ray.peers._wait import check_timeout, seconds_left
+from flatweights.ray.results._round import Round, facts_again
+from flatweights.ray.results._variables import (
+    State,
+    Variables,
+    WholeState,
+    scatter,
+    text_of,
+    whole_state,
+)
+from flatweights.ray.support import _failpoints
+from flatweights.ray.support._errors import reason_in_a_line
 from flatweights.robust import AnyRule, Rule
 
 Model = TypeVar("Model")

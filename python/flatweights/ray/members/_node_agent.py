@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._sources import Kind, Template
-from flatweights.ray._errors import reason_in_a_line
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.core._peer import PeerState
 from flatweights.ray.core._requests import MemberDiedError
@@ -38,6 +37,7 @@ from flatweights.ray.nodes._node import NodeEnd
 from flatweights.ray.nodes._plan import SMALL
 from flatweights.ray.peers._agent import Agent, AverageOf
 from flatweights.ray.peers._by_channel import GroupChannels
+from flatweights.ray.support._errors import reason_in_a_line
 
 _log = logging.getLogger("flatweights")
 

@@ -20,13 +20,13 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights._settings import ray_setting
-from flatweights.ray._errors import check_connected
 from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._ended import mark_end, seconds_since_end
 from flatweights.ray.nodes._plan import ReduceDType
 from flatweights.ray.peers._by_agent import Agents
 from flatweights.ray.peers._shared_actor import shared_actor
+from flatweights.ray.support._errors import check_connected
 
 _TOKEN = 16
 # With Ray 2.51.0 and 2.51.1, a node ends if two threads of one process get the same object at the

@@ -24,17 +24,6 @@ from flatweights import _core
 from flatweights._average import Nonfinite
 from flatweights._sources import first_difference
 from flatweights.ray import _clock
-from flatweights.ray._errors import (
-    WorkerError,
-    error_of_rank,
-    late_error,
-    portable,
-    reason_in_a_line,
-)
-from flatweights.ray._failpoints import reach
-from flatweights.ray._report import METRICS, SENT, report
-from flatweights.ray._result import Packed
-from flatweights.ray._round import Round, facts_of
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._member_channel import CoordinatorDiedError
 from flatweights.ray.channels._protocol import RESEND
@@ -93,8 +82,19 @@ from flatweights.ray.peers._agent import AverageOf
 from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._summary import Exchanged
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
+from flatweights.ray.results._report import METRICS, SENT, report
+from flatweights.ray.results._result import Packed
+from flatweights.ray.results._round import Round, facts_of
 from flatweights.ray.rounds._allreduce import NodesAverage
 from flatweights.ray.rounds._local_reduce import DriverAverage
+from flatweights.ray.support._errors import (
+    WorkerError,
+    error_of_rank,
+    late_error,
+    portable,
+    reason_in_a_line,
+)
+from flatweights.ray.support._failpoints import reach
 from flatweights.robust import Rule
 
 _CALLS = 16  # calls that an agent runs at a time, without waiting for each other

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._layout import Layout
-from flatweights.ray._report import METRICS, RECEIVED, ROUND, SENT
-from flatweights.ray._result import Packed
-from flatweights.ray._round import Round
 from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._segments import Extent
 from flatweights.ray.core._events import LastCall, Reduce, Send
 from flatweights.ray.core._requests import Request, Response, remember
 from flatweights.ray.members._again import response_again
 from flatweights.ray.members._sessions import Prepared, Session
+from flatweights.ray.results._report import METRICS, RECEIVED, ROUND, SENT
+from flatweights.ray.results._result import Packed
+from flatweights.ray.results._round import Round
 
 _MOST = 8  # calls that are ready, and have two segments of their own
 _SMALL = 1 << 14  # bytes of results that share two segments, as those of a layer

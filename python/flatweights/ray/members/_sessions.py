@@ -27,7 +27,6 @@ from flatweights._layout import Layout, unpickle_layout
 from flatweights._sources import Kind, Template
 from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
-from flatweights.ray._result import Packed
 from flatweights.ray.channels._driver_channel import DriverChannel
 from flatweights.ray.channels._message import Message, buffer_message
 from flatweights.ray.channels._protocol import ASKED_AGAIN, COMMAND, NUMBER, REDUCED, REPEAT, RESEND
@@ -38,6 +37,7 @@ from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.peers._by_agent import AgentEnd
 from flatweights.ray.peers._store import RayResult
 from flatweights.ray.peers._summary import Summary
+from flatweights.ray.results._result import Packed
 
 SLICE = 1.0  # seconds between two looks for events that ring no bell
 _REPEATED = 4096  # bytes; longer requests are not likely to come again

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from flatweights.ray import _clock
-from flatweights.ray._listener import milliseconds, shut
+from flatweights.ray.support._listener import milliseconds, shut
 
 Buffer: TypeAlias = Any  # a contiguous object with the buffer protocol; a type since Python 3.12
 

@@ -12,7 +12,6 @@ from flatweights import _core
 from flatweights._sources import Kind
 from flatweights._weights import FlatWeights, frozen, sealed
 from flatweights.ray import _clock
-from flatweights.ray._failpoints import reach
 from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._plan import Plan, nbytes_of
@@ -20,6 +19,7 @@ from flatweights.ray.nodes._rounding import Residuals
 from flatweights.ray.nodes._shards import Bytes
 from flatweights.ray.nodes._stream_exchange import StreamExchange
 from flatweights.ray.nodes._streams import Streams
+from flatweights.ray.support._failpoints import reach
 from flatweights.wire import Difference
 
 PATIENCE = 2.0

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from flatweights.ray._failpoints import reach
 from flatweights.ray.nodes._links import Links
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._shards import Bytes
+from flatweights.ray.support._failpoints import reach
 
 
 class StreamExchange:

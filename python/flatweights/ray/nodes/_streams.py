@@ -21,10 +21,10 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from flatweights.ray import _clock
-from flatweights.ray._listener import Listener, RefusedError, Stranger, kept
 from flatweights.ray.nodes._address import HELLO, KEY, Address, family_of, listen
 from flatweights.ray.nodes._links import Links, StreamError, set_up
 from flatweights.ray.nodes._tls import Tls, shake_hands
+from flatweights.ray.support._listener import Listener, RefusedError, Stranger, kept
 
 _EPOCH = 16  # bytes of an epoch
 _PAUSE = 0.01  # seconds until the next attempt to connect, at first; twice as long each time

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flatweights.ray._listener import RefusedError, Stranger, kept
+from flatweights.ray.support._listener import RefusedError, Stranger, kept
 
 _FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 _VERIFIED = b"!"  # with TLS 1.3, only this tells a client that its certificate is accepted

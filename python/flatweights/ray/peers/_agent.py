@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import ray
 
 from flatweights.ray import _clock
-from flatweights.ray._errors import portable
 from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._node import NodeEnd, Route, Traffic
@@ -26,6 +25,7 @@ from flatweights.ray.peers._store import payload_of
 from flatweights.ray.peers._summary import ReadOptions, read_into
 from flatweights.ray.peers._transport import Call, Payload, PendingResult, weights_of
 from flatweights.ray.peers._wait import wait_any
+from flatweights.ray.support._errors import portable
 
 _SLICE = 0.1  # seconds after which answers are reported even if others are missing
 

@@ -24,7 +24,6 @@ from flatweights._layout import Layout
 from flatweights._settings import RAY, ray_setting
 from flatweights._weights import FlatWeights, frozen
 from flatweights.ray import _clock
-from flatweights.ray._result import is_arrays, may_change
 from flatweights.ray.channels._driver_channel import Channels, DriverChannel
 from flatweights.ray.channels._end import ChannelError, is_shortage
 from flatweights.ray.channels._message import Message, make_message
@@ -35,6 +34,7 @@ from flatweights.ray.peers._call_log import CallLog
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._store import RayResult, argument_of, call_actor, sent_weights
 from flatweights.ray.peers._transport import Call, Payload, PendingResult, plain_weights
+from flatweights.ray.results._result import is_arrays, may_change
 
 _MOST_OFFERED = 3  # segments for averages that the user keeps
 _INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=channels

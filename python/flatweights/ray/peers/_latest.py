@@ -11,12 +11,12 @@ import ray
 
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights, frozen
-from flatweights.ray._result import is_arrays, may_change
-from flatweights.ray._round import Round
-from flatweights.ray._wire import GroupWire
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._store import payload_of, sent_weights
 from flatweights.ray.peers._transport import BY_VALUE, Payload, Stamp
+from flatweights.ray.results._result import is_arrays, may_change
+from flatweights.ray.results._round import Round
+from flatweights.ray.results._wire import GroupWire
 from flatweights.wire import Difference
 
 

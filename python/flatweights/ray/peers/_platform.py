@@ -15,9 +15,9 @@ from typing import Any
 
 import ray
 
-from flatweights.ray._errors import check_connected, session_of_ray
 from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._worker_channel import WorkerChannel
+from flatweights.ray.support._errors import check_connected, session_of_ray
 
 
 class GroupPlatform:

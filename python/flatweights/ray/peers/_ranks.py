@@ -13,16 +13,16 @@ import ray
 from flatweights._forks import in_forks
 from flatweights._numbers import as_integer
 from flatweights.ray import _clock
-from flatweights.ray._errors import (
-    is_lost,
-    is_restarting,
-    reason_in_a_line,
-)
 from flatweights.ray.peers._by_channel import GroupChannels, Worker
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._store import RayResult
 from flatweights.ray.peers._transport import Call, PendingResult, Stamp
 from flatweights.ray.peers._wait import wait_any
+from flatweights.ray.support._errors import (
+    is_lost,
+    is_restarting,
+    reason_in_a_line,
+)
 
 _PAUSE, _MOST_PAUSE = 0.05, 1.0  # seconds until it asks a worker again whether it is back
 

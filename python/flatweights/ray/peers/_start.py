@@ -10,10 +10,10 @@ import ray
 
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
-from flatweights.ray._errors import WorkerError
-from flatweights.ray._result import copied
 from flatweights.ray.peers._latest import Latest, check_follows, is_change, merged, model_of
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
+from flatweights.ray.results._result import copied
+from flatweights.ray.support._errors import WorkerError
 
 
 class GroupStart:

@@ -9,10 +9,10 @@ import ray
 import ray.util.client
 
 from flatweights._weights import FlatWeights
-from flatweights.ray._result import is_arrays
-from flatweights.ray._wire import WireMessage, nbytes_of
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._transport import BY_VALUE, Call, Payload, PendingResult, weights_of
+from flatweights.ray.results._result import is_arrays
+from flatweights.ray.results._wire import WireMessage, nbytes_of
 
 
 def check_cluster() -> None:

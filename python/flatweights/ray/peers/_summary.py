@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from flatweights._sources import Template
 from flatweights._trees import Tree
-from flatweights.ray._errors import portable
-from flatweights.ray._result import split, weight_of
-from flatweights.ray._wire import nbytes_of, widen
 from flatweights.ray.nodes._rounding import Coding
 from flatweights.ray.nodes._shards import Bytes, canonical, packed_bytes
+from flatweights.ray.results._result import split, weight_of
+from flatweights.ray.results._wire import nbytes_of, widen
+from flatweights.ray.support._errors import portable
 from flatweights.wire import Difference
 
 

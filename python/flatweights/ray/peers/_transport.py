@@ -24,8 +24,8 @@ several. The contract:
   these weights itself, the worker sets them first, in the same turn. If it cannot set them, it does
   not run the method; its error says which of the two failed.
 - Errors: an error of the worker's method is a `ray.exceptions.RayTaskError` with its ``cause``; a
-  dead worker a `ray.exceptions.RayActorError`; `flatweights.ray._errors.is_lost` selects the errors
-  for which a worker is left out.
+  dead worker a `ray.exceptions.RayActorError`; `support/_errors.py` has which of these leave a
+  worker out (`is_lost`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ import ray
 
 from flatweights._layout import unpickle_layout
 from flatweights._weights import FlatWeights
-from flatweights.ray._result import Packed
-from flatweights.ray._wire import Travels
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
+from flatweights.ray.results._result import Packed
+from flatweights.ray.results._wire import Travels
 from flatweights.wire import WireDType
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from flatweights._average import Nonfinite, check_nonfinite, read_weights
 from flatweights._numbers import check_count
 from flatweights.ray import _clock
-from flatweights.ray._errors import FULL, WorkerError, late_error, too_small
-from flatweights.ray._result import weight_of
-from flatweights.ray._wire import nbytes_of
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.peers._store import RayResult
 from flatweights.ray.peers._transport import PendingResult
+from flatweights.ray.results._result import weight_of
+from flatweights.ray.results._wire import nbytes_of
+from flatweights.ray.support._errors import FULL, WorkerError, late_error, too_small
 from flatweights.robust import AnyRule, Rule
 
 _FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow later

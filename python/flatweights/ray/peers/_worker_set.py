@@ -30,22 +30,6 @@ import ray
 from flatweights._layout import Layout
 from flatweights._weights import frozen
 from flatweights.ray import _clock
-from flatweights.ray._errors import (
-    FULL,
-    WorkerError,
-    has_left_weights,
-    is_refusal,
-    is_restarting,
-    late_error,
-    raised,
-    reason_of,
-    too_small,
-)
-from flatweights.ray._failpoints import reach
-from flatweights.ray._report import METRICS, SENT
-from flatweights.ray._result import copied
-from flatweights.ray._round import Round
-from flatweights.ray._wire import GroupWire, Travels, nbytes_of
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.nodes._plan import ReduceDType
 from flatweights.ray.peers._agent import Agent
@@ -59,6 +43,22 @@ from flatweights.ray.peers._store import RayResult, argument_of, check_cluster
 from flatweights.ray.peers._summary import ReadOptions
 from flatweights.ray.peers._transport import Call, Payload, PendingResult, Stamp
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in, wait_any
+from flatweights.ray.results._report import METRICS, SENT
+from flatweights.ray.results._result import copied
+from flatweights.ray.results._round import Round
+from flatweights.ray.results._wire import GroupWire, Travels, nbytes_of
+from flatweights.ray.support._errors import (
+    FULL,
+    WorkerError,
+    has_left_weights,
+    is_refusal,
+    is_restarting,
+    late_error,
+    raised,
+    reason_of,
+    too_small,
+)
+from flatweights.ray.support._failpoints import reach
 
 Outcome = TypeVar("Outcome")
 

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from flatweights.ray import _clock
-from flatweights.ray._errors import check_connected
+from flatweights.ray.support._errors import check_connected
 
 _LOOK = 0.2  # seconds between two looks whether Ray is still there
 _PAUSE = 0.001  # seconds between the first two looks of the main thread

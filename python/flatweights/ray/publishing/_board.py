@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from flatweights import _core
 from flatweights.ray import _clock
-from flatweights.ray._listener import kept
 from flatweights.ray.channels._end import ChannelError, check_user, receive_packet
+from flatweights.ray.support._listener import kept
 
 _READER = struct.Struct("<cI")  # a kind, the number of the reader
 _WELCOME, _FULL, _TAKEN_OVER = b"R", b"F", b"T"

@@ -12,7 +12,7 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._sources import Template, first_difference
 from flatweights._weights import FlatWeights
-from flatweights.ray._variables import Variables
+from flatweights.ray.results._variables import Variables
 
 
 class Arrays:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import ray
 from ray.experimental import internal_kv
 
-from flatweights.ray._errors import check_connected
 from flatweights.ray.publishing._board import BoardAddress
+from flatweights.ray.support._errors import check_connected
 
 VERSIONS = 10**12
 """The number of versions of each publisher: the first of publisher n is n * VERSIONS + 1."""

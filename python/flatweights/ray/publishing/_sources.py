@@ -14,10 +14,10 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights.ray import _clock
-from flatweights.ray._errors import check_connected
-from flatweights.ray._listener import kept, milliseconds
 from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._board import BoardAddress, BoardState
+from flatweights.ray.support._errors import check_connected
+from flatweights.ray.support._listener import kept, milliseconds
 
 News = tuple[int, float, NDArray[np.uint8]]
 """A version, the `time.monotonic` of its publication on this machine, and its packed buffer."""

@@ -13,7 +13,6 @@ from flatweights._forks import finalizer, in_forks
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
-from flatweights.ray._variables import Variables, scatter
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.peers._wait import check_timeout
 from flatweights.ray.publishing import _names
@@ -22,6 +21,7 @@ from flatweights.ray.publishing._errors import StaleWeightsError
 from flatweights.ray.publishing._models import check_layout, copy_of, target_of
 from flatweights.ray.publishing._sources import News, Source
 from flatweights.ray.publishing._transports import connect
+from flatweights.ray.results._variables import Variables, scatter
 
 _TICK = 1.0  # seconds between two searches for a newer publisher, while this one is quiet
 _SOON = 0.2  # the same, once this one has ended

@@ -23,9 +23,6 @@ from flatweights._average import read_weights
 from flatweights._sources import Kind, Template
 from flatweights._weights import frozen
 from flatweights.ray import _clock
-from flatweights.ray._errors import late_error
-from flatweights.ray._result import copied
-from flatweights.ray._round import Round
 from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._links import StreamError
 from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
@@ -33,9 +30,12 @@ from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._by_agent import AgentEnd, Agents
 from flatweights.ray.peers._summary import Exchanged, ReadOptions, Summary, read_into
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
+from flatweights.ray.results._result import copied
+from flatweights.ray.results._round import Round
+from flatweights.ray.rounds._cleanup import forget_values
 from flatweights.ray.rounds._codec import PLAIN, Codec
-from flatweights.ray.rounds._letting_go import forget_values
 from flatweights.ray.rounds._local_reduce import DriverAverage
+from flatweights.ray.support._errors import late_error
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
 _ANSWER = 10.0  # seconds in which an agent answers: it is blocked while its store spills

@@ -27,24 +27,24 @@ from flatweights._layout import Layout
 from flatweights._sources import check_flat_weights
 from flatweights._weights import FlatWeights, frozen
 from flatweights.ray import _clock
-from flatweights.ray._errors import (
-    WorkerError,
-    is_lost,
-    late_error,
-)
-from flatweights.ray._failpoints import reach
-from flatweights.ray._report import report
-from flatweights.ray._result import copied
-from flatweights.ray._round import Round
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._ranks import WorkerRecord
 from flatweights.ray.peers._transport import PendingResult, Stamp
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, wait_any
 from flatweights.ray.peers._worker_set import WorkerSet
+from flatweights.ray.results._report import report
+from flatweights.ray.results._result import copied
+from flatweights.ray.results._round import Round
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
 from flatweights.ray.rounds._local_reduce import DriverAverage
 from flatweights.ray.rounds._work import Work
+from flatweights.ray.support._errors import (
+    WorkerError,
+    is_lost,
+    late_error,
+)
+from flatweights.ray.support._failpoints import reach
 
 _MOMENT = 0.1  # seconds to wait for the oldest call
 _SLICE = 0.05  # seconds between two checks of workers that are being added, or are lost

@@ -8,17 +8,17 @@ from typing import Any
 
 from flatweights._numbers import check_count
 from flatweights.ray import _clock
-from flatweights.ray._errors import WorkerError, raised
-from flatweights.ray._report import report
-from flatweights.ray._round import Round
-from flatweights.ray._wire import Travels
 from flatweights.ray.peers._transport import Payload, PendingResult
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in
 from flatweights.ray.peers._worker_set import WorkerSet, note_seconds
+from flatweights.ray.results._report import report
+from flatweights.ray.results._round import Round
+from flatweights.ray.results._wire import Travels
 from flatweights.ray.rounds._allreduce import NodesAverage
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
 from flatweights.ray.rounds._local_reduce import DriverAverage
 from flatweights.ray.rounds._work import Work
+from flatweights.ray.support._errors import WorkerError, raised
 
 
 def average_of(

@@ -11,8 +11,8 @@ import numpy as np
 
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
-from flatweights.ray._errors import shortened
-from flatweights.ray._wire import widen
+from flatweights.ray.results._wire import widen
+from flatweights.ray.support._errors import shortened
 
 
 class Codec(NamedTuple):

@@ -11,13 +11,13 @@ from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
 from flatweights._weights import FlatWeights, frozen
 from flatweights.ray import _clock
-from flatweights.ray._failpoints import reach
-from flatweights.ray._result import Packed, copied, split
-from flatweights.ray._round import Round
-from flatweights.ray._wire import nbytes_of
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
+from flatweights.ray.results._result import Packed, copied, split
+from flatweights.ray.results._round import Round
+from flatweights.ray.results._wire import nbytes_of
+from flatweights.ray.rounds._cleanup import forget_values
 from flatweights.ray.rounds._codec import PLAIN, Codec
-from flatweights.ray.rounds._letting_go import forget_values
+from flatweights.ray.support._failpoints import reach
 from flatweights.robust import Rule
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from flatweights.ray._round import Round
 from flatweights.ray.peers._by_rank import ByRank, more_arguments
 from flatweights.ray.peers._wait import RoundSpec
 from flatweights.ray.peers._worker_set import WorkerSet
+from flatweights.ray.results._round import Round
 from flatweights.ray.rounds._barrier import average_of
 from flatweights.ray.rounds._codec import check_settable
 from flatweights.ray.rounds._work import Work

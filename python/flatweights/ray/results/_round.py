@@ -12,8 +12,8 @@ import ray
 from numpy.typing import NDArray
 
 from flatweights.ray import _clock
-from flatweights.ray._errors import FULL, reason_in_a_line, session_of_ray, too_small
-from flatweights.ray._result import may_change, packed_nbytes, parts_of
+from flatweights.ray.results._result import may_change, packed_nbytes, parts_of
+from flatweights.ray.support._errors import FULL, reason_in_a_line, session_of_ray, too_small
 
 
 class Round:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from flatweights.ray._report import FAILED_ROUND, METRICS
+from flatweights.ray.results._report import FAILED_ROUND, METRICS
 
 
 def forget_values(error: BaseException, outer: BaseException | None) -> None:

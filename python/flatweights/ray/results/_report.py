@@ -12,8 +12,8 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from flatweights._numbers import readable_bytes
 from flatweights.ray import _clock
-from flatweights.ray._errors import reason_in_a_line
-from flatweights.ray._round import Round, ranks_left_out
+from flatweights.ray.results._round import Round, ranks_left_out
+from flatweights.ray.support._errors import reason_in_a_line
 
 _log = logging.getLogger("flatweights")
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from flatweights._weights import FlatWeights
-from flatweights.ray._result import packed_nbytes, with_weights
+from flatweights.ray.results._result import packed_nbytes, with_weights
 from flatweights.wire import (
     DeltaBroadcaster,
     DeltaEncoder,
