@@ -37,7 +37,7 @@ from flatweights.ray.peers._transport import Call, Payload, PendingResult, plain
 from flatweights.ray.results._result import is_arrays, may_change
 
 _MOST_OFFERED = 3  # segments for averages that the user keeps
-_INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=channels
+_INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=shm
 _DEATH = 0.5  # seconds in which Ray has to say why a worker died
 _SLICE = 1.0  # seconds between two checks of the Ray calls that serve channels
 _MISSING: Any = object()  # a placeholder for a value
