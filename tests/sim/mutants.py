@@ -92,19 +92,19 @@ MUTANTS = {
     ),
     "a request makes nobody a member": Mutant(
         "core/_peer.py",
-        "        self.state = PeerState.ASKING\n        self.join()\n",
-        "        self.state = PeerState.ASKING\n",
+        "        self._move(PeerState.ASKING)\n        self.join()\n",
+        "        self._move(PeerState.ASKING)\n",
     ),
     # When a call is closed, and with whom.
     "a call does not wait for members on time": Mutant(
         "core/_calls.py",
-        "        if any(map(self._is_on_time, self.peers.present.values())):\n",
+        "        if self.peers.on_time(self.number):\n",
         "        if False:\n",
     ),
     "late members count as on time": Mutant(
         "core/_calls.py",
-        "peer.state is PeerState.WORKING and peer.has == self.number",
-        "peer.state is PeerState.WORKING",
+        "if self.peers.on_time(self.number):\n",
+        "if self.peers.working():\n",
     ),
     "a call never ends by time": Mutant(
         "core/_calls.py",
@@ -219,7 +219,7 @@ MUTANTS = {
     ),
     "a late root stays behind": Mutant(
         "core/_waiting.py",
-        "                self.behind.remove(root)\n                self.asking.append(root)\n",
+        "                self.behind.remove(root)\n                self._add(root)\n",
         "",
     ),
     "a late member is told nothing of the next call": Mutant(
@@ -379,7 +379,7 @@ MUTANTS = {
     ),
     "a series takes late members along": Mutant(
         "core/_calls.py",
-        "        return not self._cache.has_twins and all(on_time)\n",
+        "        return not self._cache.has_twins and on_time == len(self.peers.present)\n",
         "        return not self._cache.has_twins\n",
     ),
     "the responses of a series are not kept": Mutant(
@@ -430,8 +430,8 @@ MUTANTS = {
     ),
     "a late response is not noted": Mutant(
         "core/_peer.py",
-        "        if number > self.has:\n",
-        "        if not self.has:\n",
+        "PeerState.WORKING, max(number, self.has))\n",
+        "PeerState.WORKING, self.has or number)\n",
     ),
 }
 """By name. The names say what is wrong."""

@@ -52,7 +52,7 @@ from flatweights.ray.core._events import (
     TimeIsUp,
 )
 from flatweights.ray.core._healing import Healing
-from flatweights.ray.core._peer import Peer, Peers, PeerState, ranks_of
+from flatweights.ray.core._peer import Peer, Peers, ranks_of
 from flatweights.ray.core._requests import (
     LacksStateError,
     MemberDiedError,
@@ -142,18 +142,18 @@ class Calls:
         """Return what to wait for."""
         working = self.peers.working()
         # Late members are answered at once.
-        on_time = all(map(self._is_on_time, working))
+        on_time = working == self.peers.on_time(self.number)
         ends = self.waiting.ends()
         for healing in self.healings:
             if healing.is_waited_for and healing.deadline.end is not None:
                 ends.append(healing.deadline.end)
-        return Awaited(max(1, len(working)) if on_time else 1, min(ends) if ends else None)
+        return Awaited(max(1, working) if on_time else 1, min(ends) if ends else None)
 
     @property
     def may_repeat(self) -> bool:
         """Whether `Repeated` may be the next event: all members are on time, and none waits."""
-        on_time = map(self._is_on_time, self.peers.present.values())
-        return not self._cache.has_twins and all(on_time)
+        on_time = self.peers.on_time(self.number)
+        return not self._cache.has_twins and on_time == len(self.peers.present)
 
     def _note_series(self, event: Repeated) -> None:
         """Note calls that were made without the core."""
@@ -185,17 +185,13 @@ class Calls:
         elif waiting.recovering and not self._count_of_whole():
             self._end_healing()
 
-    def _is_on_time(self, peer: Peer) -> bool:
-        """Whether the open call waits for the request of a member."""
-        return peer.state is PeerState.WORKING and peer.has == self.number
-
     def _is_due(self, now: float) -> bool:
         """Whether to close the open call now."""
         if not self.waiting.asking:
             return False
         if self.waiting.deadline().is_over(now):
             return True
-        if any(map(self._is_on_time, self.peers.present.values())):
+        if self.peers.on_time(self.number):
             return False
         # The other members are late, or join again.
         return len(self.waiting.asking) == self._count_of_whole() or self._are_enough()
@@ -324,8 +320,7 @@ class Calls:
         timeout, end = self.waiting.deadline()
         self._again = Deadline(timeout, end and max(end, now + _AGAIN))
         self._settle(again)
-        for peer in asking:
-            peer.deadline = self._again
+        self.waiting.postpone(self._again)
         self._do(SendAgain(again))
 
     def _close(self, result: Reduced | None, now: float) -> None:

@@ -56,6 +56,7 @@ class Peer:
         request: Its request, while it is `ASKING`.
         deadline: The time after which others that have not asked, too, are late.
         why: The error that describes its end, if it ended without leaving.
+        peers: Those that count it, if any do.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class Peer:
     request: Request = _NOTHING
     deadline: Deadline = NEVER
     why: MemberDiedError | None = None
+    peers: Peers | None = None
 
     @property
     def is_present(self) -> bool:
@@ -84,7 +86,7 @@ class Peer:
 
     def ready(self) -> None:
         """Note that it can be told its first response."""
-        self.state = PeerState.READY
+        self._move(PeerState.READY)
 
     def join(self) -> None:
         """Note that it is a member from now on: if it dies, the others miss it."""
@@ -93,22 +95,28 @@ class Peer:
     def requests(self, request: Request, now: float) -> None:
         """Note what it asks."""
         self.request, self.deadline = request, Deadline.after(request.timeout, now)
-        self.state = PeerState.ASKING
+        self._move(PeerState.ASKING)
         self.join()
 
     def told(self, number: int) -> None:
         """Note that it gets response ``number``."""
-        if number > self.has:
-            self.has = number
-        self.state, self.request = PeerState.WORKING, _NOTHING
+        self._move(PeerState.WORKING, max(number, self.has))
+        self.request = _NOTHING
 
     def ends(self, why: MemberDiedError | None) -> None:
         """Note that it has left or, with a reason, ended in another way."""
-        self.state, self.why, self.request = (
-            PeerState.DEAD if why else PeerState.LEFT,
-            why,
-            _NOTHING,
-        )
+        self._move(PeerState.DEAD if why else PeerState.LEFT)
+        self.why, self.request = why, _NOTHING
+
+    def _move(self, state: PeerState, has: int | None = None) -> None:
+        """Change the state, and the response that it has; let those that count it know."""
+        if self.peers is not None:
+            self.peers.count(self, -1)
+        self.state = state
+        if has is not None:
+            self.has = has
+        if self.peers is not None:
+            self.peers.count(self, 1)
 
 
 class Peers:
@@ -123,10 +131,13 @@ class Peers:
         """Begin without members."""
         self.newest: dict[int, Peer] = {}
         self.present: dict[int, Peer] = {}  # by number
+        self._working: dict[int, int] = {}  # by the response that they have: how many
 
     def add(self, peer: Peer) -> None:
         """Add one that is coming in."""
         self.newest[peer.rank] = self.present[peer.number] = peer
+        peer.peers = self
+        self.count(peer, 1)
 
     def drop(self, peer: Peer) -> None:
         """Drop one that has left or died; one that has not joined leaves no trace."""
@@ -148,9 +159,25 @@ class Peers:
         """Return, by rank, the reasons for which members have ended without leaving."""
         return {k: peer.why for k, peer in self.newest.items() if peer.why is not None}
 
-    def working(self) -> list[Peer]:
-        """Return the members that have not asked again."""
-        return [peer for peer in self.present.values() if peer.state is PeerState.WORKING]
+    def count(self, peer: Peer, added: int) -> None:
+        """Count ``peer`` once more, or once less, if it works.
+
+        Looking at all members after each request would take the square of their number.
+        """
+        if peer.state is PeerState.WORKING:
+            working = self._working.get(peer.has, 0) + added
+            if working:
+                self._working[peer.has] = working
+            else:
+                del self._working[peer.has]
+
+    def working(self) -> int:
+        """Return the number of members that have not asked again."""
+        return sum(self._working.values())
+
+    def on_time(self, number: int) -> int:
+        """Return how many of these have response ``number``, which is the last one."""
+        return self._working.get(number, 0)
 
 
 def ranks_of(peers: Iterable[Peer]) -> list[int]:

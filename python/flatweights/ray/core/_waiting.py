@@ -30,6 +30,7 @@ class Waiting:
         self.asking: list[Peer] = []
         self.recovering: list[Peer] = []
         self.behind: list[Peer] = []
+        self._first: Deadline | None = NEVER  # the earliest deadline of `asking`; None if not known
 
     @property
     def out_of_sync(self) -> list[Peer]:
@@ -41,12 +42,18 @@ class Waiting:
 
         All take a root's weights as they are, and nobody else can send them.
         """
-        self.asking.append(session)
+        self._add(session)
         for root in self.behind:
             if root.request.kind == session.request.kind and root.rank == session.request.root:
                 self.behind.remove(root)
-                self.asking.append(root)
+                self._add(root)
                 return
+
+    def _add(self, session: Peer) -> None:
+        self.asking.append(session)
+        first, end = self._first, session.deadline.end
+        if first is not None and end is not None and (first.end is None or end < first.end):
+            self._first = session.deadline
 
     def needs(self, session: Peer) -> bool:
         """Whether the open call is the broadcast of this member, which can be late for it."""
@@ -59,12 +66,16 @@ class Waiting:
 
     def deadline(self) -> Deadline:
         """Return the end of the open call: the earliest deadline of its requests."""
-        first = NEVER
+        if self._first is None:
+            ends = [one.deadline for one in self.asking if one.deadline.end is not None]
+            self._first = min(ends, key=lambda deadline: deadline.end or 0.0, default=NEVER)
+        return self._first
+
+    def postpone(self, deadline: Deadline) -> None:
+        """Give all members of the open call another deadline."""
         for session in self.asking:
-            end = session.deadline.end
-            if end is not None and (first.end is None or end < first.end):
-                first = session.deadline
-        return first
+            session.deadline = deadline
+        self._first = None
 
     def ends(self) -> list[float]:
         """Return the times at which the time of a member is up."""
@@ -97,12 +108,12 @@ class Waiting:
 
     def close_call(self) -> list[Peer]:
         """Take out the members of the open call, and return them."""
-        asking, self.asking = self.asking, []
+        asking, self.asking, self._first = self.asking, [], NEVER
         return asking
 
     def open_late_call(self) -> list[Peer]:
         """Make the late members those of the open call, since it has none; return them."""
-        self.asking, self.behind = self.behind, []
+        self.asking, self.behind, self._first = self.behind, [], None
         return [*self.asking]
 
     def drop(self, sessions: Iterable[Peer]) -> None:
@@ -111,3 +122,4 @@ class Waiting:
             for waiting in (self.asking, self.recovering, self.behind):
                 if session in waiting:
                     waiting.remove(session)
+        self._first = None
