@@ -37,7 +37,7 @@ from flatweights.ray.peers._store import RayResult, argument_of, call_actor, sen
 from flatweights.ray.peers._transport import Call, Payload, PendingResult, plain_weights
 
 _MOST_OFFERED = 3  # segments for averages that the user keeps
-_INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=channels
+_INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=shm
 _DEATH = 0.5  # seconds in which Ray has to say why a worker died
 _SLICE = 1.0  # seconds between two checks of the Ray calls that serve channels
 _MISSING: Any = object()  # a placeholder for a value
@@ -339,7 +339,7 @@ class Worker:
         handle: The actor.
         rank: Its rank in the group.
         platform: What it uses of Ray.
-        transport: The way to it: ``"shm"``, or ``"store"`` with the reason.
+        transport: The transport to it: ``"shm"``, or ``"store"`` with the reason.
         far_node: Its node, if that is known, and is not the driver's.
         log: The log of the calls on the actor's handles, if there is a channel or an agent.
     """
@@ -512,7 +512,7 @@ class Worker:
         for backoff in (self._group.backoff, self._backoff):
             if not backoff.is_over:
                 where = f"there is no channel to rank {self.rank}"
-                raise RuntimeError(f"{RAY}=channels: {where}: {backoff.reason}")
+                raise RuntimeError(f"{RAY}=shm: {where}: {backoff.reason}")
 
     @staticmethod
     def _replace(payload: Payload, made: Any) -> None:
