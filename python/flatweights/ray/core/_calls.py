@@ -290,7 +290,7 @@ class Calls:
             peer.told(peer.has if number is None else number)
 
     def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
-        """Respond requests that are part of no call."""
+        """Answer requests that are part of no call."""
         self._settle(peers)
         self._do(Respond(peers, error))
 
@@ -419,7 +419,7 @@ class Calls:
                 healing.fail(event.why)
 
     def _heal(self, now: float) -> None:
-        """Respond members that wait for a state, if it is known; give up on late donors."""
+        """Answer members that wait for a state, if it is known; give up on late donors."""
         for healing in self.healings:
             healing.give_up_in_time(now)
             if not healing.is_known:

@@ -15,7 +15,7 @@ _MOST_KNOWN = 256  # layouts that need not be sent again, and requests
 Operation = Literal["average", "broadcast", "all_gather", "leave", "give", "heal"]
 
 Kind = tuple[Operation, str | None, int | None, str | None, str | None]
-"""The operation of an `Request`, its layout, its root, its name, and the layout of its state."""
+"""The operation of a `Request`, its layout, its root, its name, and the layout of its state."""
 
 
 class MemberError(RuntimeError):
@@ -237,7 +237,7 @@ class Response(NamedTuple):
 
 
 Told: TypeAlias = tuple[bytes | Response, NDArray[np.uint8] | None]
-"""A response as a member gets it, pickled except of a repetition; and its weights, or a state."""
+"""A response as a member gets it, pickled unless it repeats one; and its weights, or a state."""
 
 
 def remember(known: dict[Any, Any], key: Any, value: Any = None) -> None:

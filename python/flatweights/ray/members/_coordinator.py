@@ -41,7 +41,7 @@ class Coordinator:
         platform: MemberPlatform = PLATFORM,
         group: type[ProcessGroup] = ProcessGroup,
     ) -> None:
-        """Hold a process group.
+        """Make the process group, and start its thread.
 
         Args:
             name: Its name.
@@ -73,7 +73,7 @@ class Coordinator:
         node: str,
         wants_channel: bool,
     ) -> JoinReply:
-        """Take a session; wait while a process that may have ended has it.
+        """Admit a process; wait while its rank belongs to a process that may have ended.
 
         Args:
             token: The token by which the coordinator recognises the member, as in its call of
@@ -86,7 +86,7 @@ class Coordinator:
             wants_channel: See `Entry`.
 
         Raises:
-            ValueError: If ``config`` differ from those of the process group, or ``rank`` is taken
+            ValueError: If ``config`` differs from that of the process group, or ``rank`` is taken
                 or too large.
             MemberDiedError: If the process has already given up.
         """

@@ -115,7 +115,7 @@ class ProcessGroup:
     Attributes:
         queue: The calls that other threads want the process group's thread to make.
         rendezvous: The members, and those that come in.
-        calls: What their calls come to.
+        calls: The core, which decides about their calls.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ProcessGroup:
         coordinator: ray.actor.ActorHandle,
         platform: MemberPlatform = PLATFORM,
     ) -> None:
-        """Prepare; `run` holds the process group.
+        """Prepare; `run` runs the process group.
 
         Args:
             name: The name.
@@ -315,7 +315,7 @@ class ProcessGroup:
         self.calls.receive(StateCopied(number, why), _clock.now())
 
     def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
-        """Respond requests that are part of no call."""
+        """Answer requests that are part of no call."""
         for session in _sessions(peers):
             response = Response(session.has, self._size, self.rendezvous.peers.ranks(), error=error)
             self._post(session.has, ray.cloudpickle.dumps(response.fields), None, [session])

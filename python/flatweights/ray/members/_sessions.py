@@ -1,11 +1,12 @@
 """The record of one member, from its entry to its end, and its requests.
 
-A session is a `Peer`, with what the process at the other end is reached by. One thread, that of the
-process group or of the node agent, calls these methods; no other thread reads a session.
+A session is a `Peer`, with the channel or the call by which its process is reached. One thread,
+that of the process group or of the node agent, calls these methods; no other thread reads a
+session.
 
-Until a member has left or died, its end becomes known: the socket of its channel closes, and Ray
-reports the death of the process that owns the result of its call of `Coordinator.stay`. Until then
-nobody else gets its rank; afterwards another process gets it at once.
+If a member leaves or dies, its end becomes known: the socket of its channel closes, and Ray reports
+the death of the process that owns the result of its call of `Coordinator.stay`. Until then nobody
+else gets its rank; afterwards another process gets it at once.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ class Session(Peer):
 def wait_for(
     sessions: Sequence[Session], queue: CallQueue, timeout: float | None, enough: int
 ) -> list[Session]:
-    """Return the members in ``sessions`` that have asked or ended; return early if there is news.
+    """Return those of ``sessions`` that have asked or ended; return early if calls are queued.
 
     Args:
         sessions: The present members.
@@ -242,7 +243,7 @@ def wait_for(
 
 
 def _is_urgent(session: Session) -> bool:
-    """Whether a member's news ends the wait for others at once."""
+    """Whether a member's request or end stops the wait for others at once."""
     if session.fault is not None or session.answer is None:
         return True
     return session.answer.request.is_urgent
