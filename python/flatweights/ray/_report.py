@@ -50,7 +50,7 @@ class _Instruments:
         )
         self.transports = Counter(
             "flatweights_ranks_by_transport",
-            "Ranks that rounds asked, by the way there.",
+            "Ranks that rounds called, by transport.",
             ("transport",),
         )
         self.seconds = Histogram(
@@ -240,7 +240,7 @@ def _in_bytes(result: Round) -> str:
 
 
 def _by_transports(result: Round) -> str:
-    """Return the way to each rank, with reasons of those without a channel; "" if none has one."""
+    """Return the transport of each rank, with its reason if it is not shm; "" if none is shm."""
     ranks: dict[str, list[int]] = {}
     for rank, transport in result.transports.items():
         ranks.setdefault(transport, []).append(rank)

@@ -32,7 +32,7 @@ class Source(ABC):
     """A source of the newest weights.
 
     Attributes:
-        transport: The way by which they come; see `Subscriber.transport`.
+        transport: The transport by which they come; see `Subscriber.transport`.
         number: The number of the publisher among those of its name.
         layout: The layout of the weights, pickled.
         take: A function that returns the newest weights if their version is above its argument;
