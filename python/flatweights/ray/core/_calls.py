@@ -277,7 +277,7 @@ class Calls:
             text = "rank %d was late for %s, and waits for the next such call"
             self._warn(text, peer.rank, request)
         else:
-            self.waiting.request(peer)
+            self.waiting.add(peer)
             if self._again is not None:
                 peer.deadline = self._again
             self._tell_deaths()

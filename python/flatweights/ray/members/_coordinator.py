@@ -109,7 +109,7 @@ class Coordinator:
         Raises:
             ChannelError: If it has not connected.
         """
-        await self._request(self._group.attach, token, nonce)
+        await self._call(self._group.attach, token, nonce)
 
     async def exchange(
         self, token: bytes, body: bytes | None = None, buffer: NDArray[np.uint8] | None = None
@@ -131,7 +131,7 @@ class Coordinator:
 
     async def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """Take a request that does not fit into a channel; the channel then announces it."""
-        await self._request(self._group.put, token, StoreRequest(body, buffer, None))
+        await self._call(self._group.put, token, StoreRequest(body, buffer, None))
 
     async def hand(
         self, token: bytes, body: bytes | None, buffer: NDArray[np.uint8] | RemoteWeights | None
@@ -148,7 +148,7 @@ class Coordinator:
         Raises:
             KeyError: If no member has to fetch it.
         """
-        return await self._request(self._group.fetch, number)
+        return await self._call(self._group.fetch, number)
 
     async def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead that has dropped its end, or has given up to enter."""
@@ -158,9 +158,9 @@ class Coordinator:
 
     async def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
-        return await self._request(self._group.rendezvous.absent)
+        return await self._call(self._group.rendezvous.absent)
 
-    async def _request(self, method: Callable[..., Result], *args: Any) -> Result:
+    async def _call(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the group's thread; return its result, or raise its exception."""
         return await self._platform.until(self._group.queue.called(method, *args))
 
