@@ -236,8 +236,8 @@ def wait_for(
             for one in sessions
             if one.state is PeerState.WORKING and one.channel is not None
         ]
-        # All requests but the last are read while that member still works. The first one may begin
-        # the time of a call, even if it does not ring.
+        # All requests except the last are read while that member still works. The first one may
+        # begin the time of a call, even if it does not ring.
         is_quiet = any(session.is_quiet for session in sessions)
         queue.channels.wait(channels, left, 1 if is_quiet else max(1, enough - len(heard) - 1))
 
