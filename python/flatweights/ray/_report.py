@@ -79,7 +79,7 @@ class Metrics:
     def __init__(self) -> None:
         """Register nothing yet."""
         self.works = True
-        self._lock = threading.Lock()  # held by who changes the thread
+        self._lock = threading.Lock()  # held while the thread is started or ends
         self._thread: threading.Thread | None = None
         self._added: collections.deque[_Added] = collections.deque()
 

@@ -98,7 +98,7 @@ class Request(NamedTuple):
         twins: Those of `keys` that are also those of calls with other variables, or with another
             state: two of one layout take turns in this member's calls.
         gpu: The GPU that its variables are on; None, if they are not on one.
-        name: What objects are that all members gather; None in other calls.
+        name: The name of the objects that all members gather; None in other calls.
         value: This member's object, pickled.
         only_next: Whether it is about the next call only: if others have made one since this
             member's last response, it is answered by `OutOfSyncError`.

@@ -95,7 +95,7 @@ class Session(Peer):
         over: The future on which its call of `Coordinator.stay` waits for its end.
         channel: The channel to it; None, if it calls through Ray.
         answer: Its request, while it is `ASKING`.
-        fault: The error that describes its end, until those who count members know of it.
+        fault: The error that describes its end, until the core or the coordinator knows of it.
         announced: The response that it has to fetch, until it asks again.
         prepared: What it may ask for again, by number.
         seen: The time at which its request was seen, before it was read; 0, if it was not.
