@@ -32,9 +32,11 @@ namespace {
 // A member's end of a call that it repeats.
 class BoundRepeatedRequest {
  public:
+  // Segment, generation, offset and bytes of a model.
+  using Position = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>;
+
   // `segments`: as in `read_message`. `extent`: where the member's model is, in a segment of its
   // own; none, if it sends none.
-  using Position = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>;
   BoundRepeatedRequest(BoundMailbox mailbox, std::shared_ptr<BoundDoorbell> bell, py::dict segments,
                        std::uint64_t call, const std::optional<Position>& extent)
       : mailbox_(std::move(mailbox)),

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from flatweights.ray.publishing._board import Board, BoardAddress, BoardState, FullError
+from flatweights.ray.publishing._board import Board, BoardAddress, BoardConnection, FullError
 
 # A process is a fork of a server that has imported everything, once.
 _processes = multiprocessing.get_context("forkserver")
@@ -31,14 +31,14 @@ def publish(board: Board, version: int) -> None:
     board.publication.commit(version)
 
 
-def read(reading: BoardState, seen: int = 0) -> tuple[int, Any] | None:
+def read(reading: BoardConnection, seen: int = 0) -> tuple[int, Any] | None:
     news = reading.reader.take(seen)
     return None if news is None else (news[0], news[2].view(np.int64))
 
 
 def read_all(address: Any, pipe: Connection) -> None:
     """Read until the pipe says stop; report errors, and the number of reads."""
-    reading = BoardState(BoardAddress(*address), time.monotonic() + 60)
+    reading = BoardConnection(BoardAddress(*address), time.monotonic() + 60)
     pipe.send("ready")
     seen = reads = 0
     while not pipe.poll():
@@ -57,14 +57,14 @@ def read_all(address: Any, pipe: Connection) -> None:
 
 def read_on(k: int, counts: Any, pipe: Connection) -> None:
     """Read from one board after the other, as the pipe says; count reads, report what is wrong."""
-    reading: BoardState | None = None
+    reading: BoardConnection | None = None
     seen = 0
     while True:
         if pipe.poll(0.05 if reading is None else 0.0):
             address = pipe.recv()
             reading = None
             with contextlib.suppress(OSError, FullError):  # its writer has been killed meanwhile
-                reading = BoardState(BoardAddress(*address), time.monotonic() + 60)
+                reading = BoardConnection(BoardAddress(*address), time.monotonic() + 60)
         if reading is None:
             continue
         for _ in range(100):
@@ -82,7 +82,7 @@ def read_on(k: int, counts: Any, pipe: Connection) -> None:
 
 
 def hold(address: Any, pipe: Connection) -> None:
-    reading = BoardState(BoardAddress(*address), time.monotonic() + 60)
+    reading = BoardConnection(BoardAddress(*address), time.monotonic() + 60)
     news = reading.reader.take(0)
     assert news is not None
     pipe.send(news[0])

@@ -1,4 +1,4 @@
-"""The ways of rounds, and actors to lend: fixtures of all tests of groups."""
+"""The transports of rounds, and actors to lend: fixtures of all tests of groups."""
 
 from collections.abc import Iterator
 

@@ -55,7 +55,7 @@ def test_workers_of_a_group_keep_their_seeds(wire: Any) -> None:
         assert group.step("state") == {0: ([0, 0], 3.0), 1: ([1, 1], 3.0)}
 
 
-def test_members_keep_their_seeds_and_a_healed_one_gets_the_givers() -> None:
+def test_members_keep_their_seeds_and_a_healed_one_gets_the_donors() -> None:
     from flatweights.tensorflow import TensorFlowVariables
 
     models = [TensorFlowVariables(noisy(rank)) for rank in range(2)]

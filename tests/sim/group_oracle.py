@@ -11,7 +11,7 @@ so exactly one average is right, bit by bit. In particular:
   none of these;
 - a call ends within its timeouts, and does not wait while no worker works;
 - once nothing goes wrong any more, a round of all workers that live follows in bounded time;
-- at the end nothing is owed, and no weights are held.
+- at the end no answer is in flight, and no weights are held.
 """
 
 from __future__ import annotations

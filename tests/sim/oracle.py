@@ -376,7 +376,7 @@ class Oracle:
         if known is None:
             self._fail(f"{name} was healed by no response")
         elif known.state != self._state_in(content):
-            self._fail(f"{name} was healed with another state than the giver's")
+            self._fail(f"{name} was healed with another state than the donor's")
         self.counts["healed"] += 1
 
     def _check_other_answer(

@@ -1,4 +1,4 @@
-"""The base of the callbacks: a member, terms that all callbacks of a `fit` share, a count."""
+"""The base class of the callbacks: they share a member, and the terms on which its calls wait."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Phase(enum.Enum):
 
     @property
     def skips(self) -> bool:
-        """Whether the member takes part in no calls but meetings."""
+        """Whether the member takes part in no calls except meetings."""
         return self in (Phase.OUT_OF_SYNC, Phase.EARLY, Phase.OVER)
 
 

@@ -85,8 +85,8 @@ def average_gradients(
     weights (``use_ema``) and a `keras.optimizers.LossScaleOptimizer` see the averaged gradient.
     With ``gradient_accumulation_steps``, accumulated gradients are averaged once for all steps.
     All gradients travel as one buffer. Of large embeddings, only the rows that a batch takes travel
-    (``sparse``). SparseExchange that occur twice are added first, so clipping and Adam's squares
-    see their sum, instead of each of them.
+    (``sparse``). Rows that occur twice are added first, so clipping and Adam's squares see their
+    sum, instead of each of them.
 
     The optimizer is changed in place: it keeps its class, and is saved and loaded like any other,
     without the averaging. After loading, call this function again. Under the policy

@@ -29,8 +29,8 @@ def mean_over_members(tensor: Any, optimizer: Any = None, *, name: str = "tensor
 
     Args:
         tensor: A tensor of floating-point numbers, whose shape is known when the step is traced.
-        optimizer: An optimizer of `average_gradients`, whose members and terms of waiting hold. If
-            None, that of the ``fit`` that runs.
+        optimizer: An optimizer of `average_gradients`, whose ``member``, ``timeout`` and
+            ``min_results`` this call uses. If None, that of the ``fit`` that runs.
         name: What it is, such as ``"centers"``. If one step averages several tensors of one shape,
             their names keep them apart for a member that is late.
 

@@ -12,7 +12,7 @@ from flatweights.ray import CallsDifferError, Member, NotInTrainError, Round, is
 
 _lock = threading.Lock()
 _shared: Member | None = None
-_leases: weakref.WeakSet["MemberHandle"] = weakref.WeakSet()  # of the shared member
+_handles: weakref.WeakSet["MemberHandle"] = weakref.WeakSet()  # of the shared member
 
 
 Place = Literal["start", "epoch", "step", "weights", "logs", "report", "end"]
@@ -124,6 +124,8 @@ def check_in_time(result: Round, what: str) -> None:
 class MemberHandle:
     """A callback's or an optimizer's use of a member, with the terms on which its calls wait.
 
+    The terms are ``timeout`` and ``min_results``.
+
     Callbacks and optimizers that are given no member share one, which joins with the first handle
     and leaves when the last handle ends.
 
@@ -193,7 +195,7 @@ class MemberHandle:
                         "member: outside of Ray Train expected flatweights.ray.join(name, "
                         "rank=..., size=...), got None"
                     ) from error
-            _leases.add(self)
+            _handles.add(self)
             return _shared
 
     @property
@@ -224,8 +226,8 @@ class MemberHandle:
         global _shared
         self.use(self.given)
         with _lock:
-            _leases.discard(self)
-            if not _leases and _shared is not None:
+            _handles.discard(self)
+            if not _handles and _shared is not None:
                 _shared.leave()
                 _shared = None
 

@@ -47,9 +47,9 @@ class WorkerGroup:
     Weights that the group sends have a version, and every call names the version that it needs.
     So an actor that Ray restarts (``max_restarts``) does not answer with the weights that it
     was built with, and no average contains results computed from older weights. A late actor is
-    not called again before it has answered; that answer is dropped. The first
-    call sends all actors the same weights (``initial``). Without them, a restarted actor stays
-    unhealthy until there is a `broadcast`.
+    not called again before it has answered; that answer is dropped. The first call sends all actors
+    the same weights (``initial``). Without them, a restarted actor stays unhealthy until there is a
+    `broadcast`.
 
     One thread at a time may call a group: a call during another thread's call raises
     `RuntimeError`. So does a call in a function passed as ``weights=`` or ``rule=`` of `average` or
@@ -674,10 +674,9 @@ class WorkerGroup:
         )
 
     def __repr__(self) -> str:
-        """Ranks, health, rounds and the way to the workers.
+        """Ranks, health, rounds and the transports to the workers.
 
-        For example, ``<WorkerGroup of 4 ranks, 3 healthy (2: ActorDiedError), 2 rounds,
-        channels>``.
+        For example, ``<WorkerGroup of 4 ranks, 3 healthy (2: ActorDiedError), 2 rounds, shm>``.
         """
         worker_set = self._worker_set
         whys = [f"{rank}: {type(why).__name__}" for rank, why in worker_set.unhealthy().items()]

@@ -32,7 +32,7 @@ _SLICES = (tf.IndexedSlices, IndexedSlicesValue)
 
 
 class SparseRows(NamedTuple):
-    """SparseRows of a gradient that is zero elsewhere; rows with the same index are added."""
+    """Rows of a gradient that is zero elsewhere; rows with the same index are added."""
 
     values: NDArray[Any]
     indices: NDArray[Any]

@@ -152,9 +152,7 @@ def test_channels_that_are_insisted_on_say_what_is_missing(
 ) -> None:
     monkeypatch.setenv("FLATWEIGHTS_RAY", "shm")
     at_once = lend(PlainWorker, 1, max_concurrency=4)
-    with pytest.raises(
-        RuntimeError, match=r"=channels: there is no channel .*: the actor is async"
-    ):
+    with pytest.raises(RuntimeError, match=r"=shm: there is no channel .*: the actor is async"):
         at_once.step("ping")
     found = lend(PlainWorker, 1)
     found.broadcast(weights_of(1.0))

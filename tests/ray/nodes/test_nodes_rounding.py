@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flatweights.ray.nodes._shards import Bytes
 from numpy.typing import NDArray
 
 import flatweights as fw
@@ -15,6 +14,7 @@ from flatweights._sources import Template
 from flatweights.ray.nodes._node import NodeEnd, Route
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._rounding import Coding, Residuals
+from flatweights.ray.nodes._shards import Bytes
 from flatweights.ray.peers._by_channel import GroupChannels
 from flatweights.ray.peers._summary import ReadOptions, read_into
 from flatweights.wire import Difference, WireDType, average_differences, wire_layout

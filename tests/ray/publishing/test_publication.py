@@ -33,9 +33,9 @@ from board_processes import (
 from flatweights import _core
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.publishing import _board
-from flatweights.ray.publishing._board import Board, BoardState, FullError
+from flatweights.ray.publishing._board import Board, BoardConnection, FullError
 
-_readings: list[BoardState] = []  # of one test
+_readings: list[BoardConnection] = []  # of one test
 HELPERS = Path(__file__).parents[2] / "helpers"
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="boards are Linux's")
@@ -55,8 +55,8 @@ def _end_of_readings() -> Iterator[None]:
         _readings.pop().close()
 
 
-def connect(board: Board) -> BoardState:
-    _readings.append(BoardState(board.address, time.monotonic() + 60))
+def connect(board: Board) -> BoardConnection:
+    _readings.append(BoardConnection(board.address, time.monotonic() + 60))
     return _readings[-1]
 
 
@@ -211,9 +211,9 @@ def test_a_wrong_nonce_or_size_is_refused(board: Board) -> None:
         board.address._replace(nbytes=10**6),
     ):
         with pytest.raises(ValueError, match=r"nonce|slots"):
-            BoardState(place, end)
+            BoardConnection(place, end)
     with pytest.raises(OSError, match="refused"):
-        BoardState(board.address._replace(socket=b"\0flatweights-nowhere"), end)
+        BoardConnection(board.address._replace(socket=b"\0flatweights-nowhere"), end)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -352,7 +352,7 @@ def test_a_writer_that_is_stopped_or_killed_leaves_a_whole_publication() -> None
     rng = random.Random(5)
     for _ in range(10):
         writer = Process(publish_for_ever)
-        reading = BoardState(_board.BoardAddress(*writer.receive()), time.monotonic() + 60)
+        reading = BoardConnection(_board.BoardAddress(*writer.receive()), time.monotonic() + 60)
         seen = 0
         for _ in range(rng.randrange(1, 30)):
             writer.process.suspend()
@@ -426,7 +426,7 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
         "import os, signal, sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from board_processes import *\n"
         "board = Board(8 * NUMBERS); publish(board, 1)\n"
-        "reading = BoardState(board.address, time.monotonic() + 60); held = read(reading)\n"
+        "reading = BoardConnection(board.address, time.monotonic() + 60); held = read(reading)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     before = names()

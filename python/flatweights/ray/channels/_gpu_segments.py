@@ -2,9 +2,9 @@
 
 A segment of the host is read through the channel that it belongs to. A GPU's segment is also read
 by other members, to which its owner has no channel. So the owner sends a descriptor of it to the
-coordinator, which sends that on to those who need it. How often the segment is held is counted in
-the mailbox of its owner, as for segments in memory of the host; the indices of the two kinds
-differ.
+coordinator, which sends it on to the members that need it. How often the segment is held is
+counted in the mailbox of its owner, as for segments in memory of the host; the indices of the two
+kinds differ.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import struct
 WELCOME = b"A"  # it has the mailbox, and recognises the worker by its token
 REFUSAL = b"N"  # it does not expect the worker
 
-# Kinds of commands. The others than `COMMAND` are for members of a process group. The core knows
-# the numbers of REPEATED and REPEAT (repeated_calls.hpp).
+# Kinds of commands. All except `COMMAND` are for members of a process group. The core knows the
+# numbers of REPEATED and REPEAT (repeated_calls.hpp).
 COMMAND = 0
 REDUCE = 1  # average segments of a GPU; answered by REDUCED
 RESEND = 2  # send the last request again, whole, with weights in memory of the host

@@ -273,7 +273,7 @@ class Calls:
             text = "rank %d was late for %s, and waits for the next such call"
             self._warn(text, peer.rank, request)
         else:
-            self.waiting.request(peer)
+            self.waiting.add(peer)
             if self._again is not None:
                 peer.deadline = self._again
             self._tell_deaths()
@@ -286,7 +286,7 @@ class Calls:
             peer.told(peer.has if number is None else number)
 
     def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
-        """Respond requests that are part of no call."""
+        """Answer requests that are part of no call."""
         self._settle(peers)
         self._do(Respond(peers, error))
 
@@ -414,7 +414,7 @@ class Calls:
                 healing.fail(event.why)
 
     def _heal(self, now: float) -> None:
-        """Respond members that wait for a state, if it is known; give up on late donors."""
+        """Answer members that wait for a state, if it is known; give up on late donors."""
         for healing in self.healings:
             healing.give_up_in_time(now)
             if not healing.is_known:

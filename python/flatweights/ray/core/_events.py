@@ -154,7 +154,7 @@ class SendKept(NamedTuple):
 
 
 class Respond(NamedTuple):
-    """Respond requests that are part of no call: by an error, unless it is None."""
+    """Answer requests that are part of no call: by an error, unless it is None."""
 
     peers: Sequence[Peer]
     error: Exception | None = None

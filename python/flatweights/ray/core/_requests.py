@@ -15,7 +15,7 @@ _MOST_KNOWN = 256  # layouts that need not be sent again, and requests
 Operation = Literal["average", "broadcast", "all_gather", "leave", "give", "heal"]
 
 Kind = tuple[Operation, str | None, int | None, str | None, str | None]
-"""The operation of an `Request`, its layout, its root, its name, and the layout of its state."""
+"""The operation of a `Request`, its layout, its root, its name, and the layout of its state."""
 
 
 class MemberError(RuntimeError):
@@ -98,7 +98,7 @@ class Request(NamedTuple):
         twins: Those of `keys` that are also those of calls with other variables, or with another
             state: two of one layout take turns in this member's calls.
         gpu: The GPU that its variables are on; None, if they are not on one.
-        name: What objects are that all members gather; None in other calls.
+        name: The name of the objects that all members gather; None in other calls.
         value: This member's object, pickled.
         only_next: Whether it is about the next call only: if others have made one since this
             member's last response, it is answered by `OutOfSyncError`.
@@ -237,7 +237,7 @@ class Response(NamedTuple):
 
 
 Told: TypeAlias = tuple[bytes | Response, NDArray[np.uint8] | None]
-"""A response as a member gets it, pickled except of a repetition; and its weights, or a state."""
+"""A response as a member gets it, pickled unless it repeats one; and its weights, or a state."""
 
 
 def remember(known: dict[Any, Any], key: Any, value: Any = None) -> None:

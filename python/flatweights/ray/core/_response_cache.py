@@ -86,7 +86,7 @@ class ResponseCache:
     def __init__(self) -> None:
         """Begin without calls."""
         self._kept: dict[Kind, CachedResponse] = {}  # the oldest first
-        # small ones that were the oldest of these, likewise
+        # Small responses that were the oldest in `_kept`; the oldest first.
         self._small: dict[Kind, CachedResponse] = {}
         self._made: dict[Kind, Made] = {}  # the oldest first
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
@@ -170,7 +170,7 @@ class ResponseCache:
         sessions: Sequence[Peer],
         late: Sequence[Peer] = (),
     ) -> CacheChanges:
-        """Keep a response of the call of ``request``, and not the last one of its kind.
+        """Keep a response of the call of ``request`` instead of the last one of its kind.
 
         The ``sessions`` get it, and with it the state; so do those that are ``late`` for it.
         """

@@ -37,7 +37,7 @@ class Waiting:
         """The members that wait for another call than the open one."""
         return self.recovering + self.behind
 
-    def request(self, session: Peer) -> None:
+    def add(self, session: Peer) -> None:
         """Add a member to the open call, and the root of its broadcast, if that waits for one.
 
         All take a root's weights as they are, and nobody else can send them.

@@ -80,7 +80,7 @@ class Identity(NamedTuple):
 
 
 class CoordinatorClient(ABC):
-    """A member's end of its coordinator.
+    """A member's end of the connection to its coordinator.
 
     Attributes:
         is_asking: Whether a request was sent whose response was not received.
@@ -277,7 +277,7 @@ class ChannelClient(CoordinatorClient):
 
     def was_asked(self, request: Request, known: Repeatable, has_come: bool) -> None:
         """See the base class."""
-        # other kinds of calls may have displaced it
+        # Other kinds of calls may have displaced it.
         remember(self._prepared, request.signature, known)
         self._channel.pending = has_come
 
@@ -421,7 +421,7 @@ def _response_in(told: bytes | Response) -> Response:
 
 
 class Entered(NamedTuple):
-    """The result of joining: the coordinator, a join reply, and the first response."""
+    """The result of `enter`: the connection, the join reply, and the first response."""
 
     client: CoordinatorClient
     join_reply: JoinReply
@@ -436,7 +436,7 @@ def enter(
     end: float | None,
     platform: MemberPlatform = PLATFORM,
 ) -> Entered:
-    """Find or start the coordinator, take a session, and wait for the others.
+    """Find or start the coordinator, join, and wait for the others.
 
     Args:
         name: See `flatweights.ray.join`.

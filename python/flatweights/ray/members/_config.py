@@ -53,7 +53,7 @@ class GroupConfig(NamedTuple):
         )
 
     def check_same(self, other: GroupConfig) -> None:
-        """Raise `ValueError`, naming the first difference, if a newcomer's configuration differ."""
+        """Raise `ValueError`, naming the first difference, if ``other``, a newcomer's, differs."""
         for name, ours, theirs in zip(self._fields, self, other, strict=True):
             if ours != theirs:
                 raise ValueError(f"{name}: expected {ours!r}, as the others, got {theirs!r}")

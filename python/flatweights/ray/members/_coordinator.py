@@ -41,7 +41,7 @@ class Coordinator:
         platform: MemberPlatform = PLATFORM,
         group: type[ProcessGroup] = ProcessGroup,
     ) -> None:
-        """Hold a process group.
+        """Make the process group, and start its thread.
 
         Args:
             name: Its name.
@@ -73,7 +73,7 @@ class Coordinator:
         node: str,
         wants_channel: bool,
     ) -> JoinReply:
-        """Take a session; wait while a process that may have ended has it.
+        """Admit a process; wait while its rank belongs to a process that may have ended.
 
         Args:
             token: The token by which the coordinator recognises the member, as in its call of
@@ -86,7 +86,7 @@ class Coordinator:
             wants_channel: See `Entry`.
 
         Raises:
-            ValueError: If ``config`` differ from those of the process group, or ``rank`` is taken
+            ValueError: If ``config`` differs from that of the process group, or ``rank`` is taken
                 or too large.
             MemberDiedError: If the process has already given up.
         """
@@ -109,7 +109,7 @@ class Coordinator:
         Raises:
             ChannelError: If it has not connected.
         """
-        await self._request(self._group.attach, token, nonce)
+        await self._call(self._group.attach, token, nonce)
 
     async def exchange(
         self, token: bytes, body: bytes | None = None, buffer: NDArray[np.uint8] | None = None
@@ -131,7 +131,7 @@ class Coordinator:
 
     async def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """Take a request that does not fit into a channel; the channel then announces it."""
-        await self._request(self._group.put, token, StoreRequest(body, buffer, None))
+        await self._call(self._group.put, token, StoreRequest(body, buffer, None))
 
     async def hand(
         self, token: bytes, body: bytes | None, buffer: NDArray[np.uint8] | RemoteWeights | None
@@ -148,7 +148,7 @@ class Coordinator:
         Raises:
             KeyError: If no member has to fetch it.
         """
-        return await self._request(self._group.fetch, number)
+        return await self._call(self._group.fetch, number)
 
     async def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead that has dropped its end, or has given up to enter."""
@@ -158,9 +158,9 @@ class Coordinator:
 
     async def absent(self) -> list[int]:
         """Return the ranks that have not joined."""
-        return await self._request(self._group.rendezvous.absent)
+        return await self._call(self._group.rendezvous.absent)
 
-    async def _request(self, method: Callable[..., Result], *args: Any) -> Result:
+    async def _call(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the group's thread; return its result, or raise its exception."""
         return await self._platform.until(self._group.queue.called(method, *args))
 

@@ -1,4 +1,4 @@
-"""The coordinator's part in averages that stay on a GPU: it decides who does what.
+"""The coordinator's part in averages that stay on a GPU: it decides which member does what.
 
 Members whose variables are on one GPU leave their weights in segments of it and send the
 coordinator only where they are. The coordinator then has the lowest rank average all into another
@@ -86,7 +86,7 @@ class Stayed:
 
 
 class RequestAgainError(Exception):
-    """The weights have to come through memory of the host; says why."""
+    """The weights have to come through memory of the host; the text says why."""
 
 
 class GpuRounds:

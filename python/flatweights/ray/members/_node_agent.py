@@ -1,9 +1,8 @@
 """A node agent: the agent of a process group on another node than its coordinator's.
 
 The members of its node make channels to it, as other members do to the coordinator. Large weights
-stay
-here: the coordinator gets only the requests, and lets node agents exchange shards. Small weights go
-to the coordinator with the request.
+stay here: the coordinator gets only the requests, and lets node agents exchange shards. Small
+weights go to the coordinator with the request.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class MemberPlatform:
         return node
 
     def setting(self) -> str:
-        """Return the way that this process is to use, if it is told one; see `ray_setting`."""
+        """Return the transport that this process must use, if one is set; see `ray_setting`."""
         return ray_setting()
 
     def find_coordinator(

@@ -115,7 +115,7 @@ class ProcessGroup:
     Attributes:
         queue: The calls that other threads want the process group's thread to make.
         rendezvous: The members, and those that come in.
-        calls: What their calls come to.
+        calls: The core, which decides about their calls.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ProcessGroup:
         coordinator: ray.actor.ActorHandle,
         platform: MemberPlatform = PLATFORM,
     ) -> None:
-        """Prepare; `run` holds the process group.
+        """Prepare; `run` runs the process group.
 
         Args:
             name: The name.
@@ -315,7 +315,7 @@ class ProcessGroup:
         self.calls.receive(StateCopied(number, why), _clock.now())
 
     def _answer(self, peers: Sequence[Peer], error: Exception | None = None) -> None:
-        """Respond requests that are part of no call."""
+        """Answer requests that are part of no call."""
         for session in _sessions(peers):
             response = Response(session.has, self._size, self.rendezvous.peers.ranks(), error=error)
             self._post(session.has, ray.cloudpickle.dumps(response.fields), None, [session])
@@ -392,7 +392,7 @@ class ProcessGroup:
         """Post the response of a call, and keep it.
 
         Args:
-            send: Who gets it.
+            send: The members that get it.
             call: The call.
             result: The round; None, if there was an error.
             weights: The weights; None, if there are none.
@@ -405,10 +405,8 @@ class ProcessGroup:
         pickler: Any = pickle if error is None else ray.cloudpickle
         if result is not None:
             layout = weights.layout.pickled if weights and not is_average else None
-            result.number, result.transports = (
-                send.number,
-                self._transports(requests) | result.transports,
-            )
+            result.number = send.number
+            result.transports = self._transports(requests) | result.transports
             result.healed = tuple(ranks_of(send.recovering))
             result.late = send.late
             if result.failed:
@@ -524,7 +522,7 @@ class ProcessGroup:
                     self._lose(session, MemberDiedError(f"{session.who}: {fault}"))
 
     def _spec(self, requests: dict[int, Request], arrivals: Arrivals) -> RoundSpec:
-        """Return what is asked of an average, after checking that enough ranks take part."""
+        """Return the arguments of an average, after checking that enough ranks take part."""
         first = requests[min(requests)]
         weights = tuple(requests[k].weight if k in requests else 0.0 for k in range(self._size))
         if not any(weights):
@@ -612,7 +610,7 @@ class ProcessGroup:
         return Packed(copied, weights.layout)
 
     def _transports(self, requests: dict[int, Request]) -> dict[int, str]:
-        """Return, by rank, the way by which its request came."""
+        """Return, by rank, the transport by which its request came."""
         return {
             k: "store" if self.rendezvous.sessions[k].channel is None else "shm"
             for k in sorted(requests)
@@ -783,7 +781,7 @@ def _spec_of(
     nonfinite: Nonfinite,
     rule: tuple[str, bytes] | None,
 ) -> RoundSpec:
-    """Return what is asked of an average; the same object for the same arguments."""
+    """Return the arguments of an average; the same object for the same ones."""
     applied = None if rule is None else _rule_of(rule[1])
     return RoundSpec(weights, None, min_results, nonfinite, len(weights), applied)
 

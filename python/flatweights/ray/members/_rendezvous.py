@@ -34,7 +34,7 @@ _log = logging.getLogger("flatweights")
 
 
 class JoinReply(NamedTuple):
-    """The result of entering, for a member.
+    """The reply to a process that joins.
 
     Attributes:
         rank: Its rank.
@@ -60,7 +60,7 @@ class Entry(NamedTuple):
         node: Its node.
         wants_channel: Whether it can use a channel.
         since: The time of its arrival, by `time.monotonic`.
-        join_reply: The join reply that it waits for.
+        join_reply: A future for the reply that it waits for.
         over: A future that is done once it is not, and will not be, a member.
     """
 
@@ -167,7 +167,7 @@ class Rendezvous:
         entries, self._entries = self._entries, []
         for entry in entries:
             try:
-                join_reply = self._session(entry, now)
+                join_reply = self._reply_to(entry, now)
             except ValueError as error:
                 entry.end(error)
                 continue
@@ -192,7 +192,7 @@ class Rendezvous:
         """Open if the process group can, with ``ready`` members that wait."""
         self.is_open = self.is_open or self._may_open(ready)
 
-    def _session(self, entry: Entry, now: float) -> JoinReply | None:
+    def _reply_to(self, entry: Entry, now: float) -> JoinReply | None:
         """Return the reply to a process; None while the old process of its rank may be ending.
 
         Raises:

@@ -148,7 +148,7 @@ class Repetitions:
 
         Args:
             call: The call.
-            send: Who gets its response.
+            send: The members that get its response.
             result: The round; None, if there was an error.
             weights: Its weights.
             sessions: Those that took part, which still have their requests.

@@ -1,11 +1,12 @@
 """The record of one member, from its entry to its end, and its requests.
 
-A session is a `Peer`, with what the process at the other end is reached by. One thread, that of the
-process group or of the node agent, calls these methods; no other thread reads a session.
+A session is a `Peer`, with the channel or the call by which its process is reached. One thread,
+that of the process group or of the node agent, calls these methods; no other thread reads a
+session.
 
-Until a member has left or died, its end becomes known: the socket of its channel closes, and Ray
-reports the death of the process that owns the result of its call of `Coordinator.stay`. Until then
-nobody else gets its rank; afterwards another process gets it at once.
+If a member leaves or dies, its end becomes known: the socket of its channel closes, and Ray reports
+the death of the process that owns the result of its call of `Coordinator.stay`. Until then nobody
+else gets its rank; afterwards another process gets it at once.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Session(Peer):
         over: The future on which its call of `Coordinator.stay` waits for its end.
         channel: The channel to it; None, if it calls through Ray.
         answer: Its request, while it is `ASKING`.
-        fault: The error that describes its end, until those who count members know of it.
+        fault: The error that describes its end, until the core or the coordinator knows of it.
         announced: The response that it has to fetch, until it asks again.
         prepared: What it may ask for again, by number.
         seen: The time at which its request was seen, before it was read; 0, if it was not.
@@ -212,7 +213,7 @@ class Session(Peer):
 def wait_for(
     sessions: Sequence[Session], queue: CallQueue, timeout: float | None, enough: int
 ) -> list[Session]:
-    """Return the members in ``sessions`` that have asked or ended; return early if there is news.
+    """Return those of ``sessions`` that have asked or ended; return early if calls are queued.
 
     Args:
         sessions: The present members.
@@ -235,14 +236,14 @@ def wait_for(
             for one in sessions
             if one.state is PeerState.WORKING and one.channel is not None
         ]
-        # All requests but the last are read while that member still works. The first one may begin
-        # the time of a call, even if it does not ring.
+        # All requests except the last are read while that member still works. The first one may
+        # begin the time of a call, even if it does not ring.
         is_quiet = any(session.is_quiet for session in sessions)
         queue.channels.wait(channels, left, 1 if is_quiet else max(1, enough - len(heard) - 1))
 
 
 def _is_urgent(session: Session) -> bool:
-    """Whether a member's news ends the wait for others at once."""
+    """Whether a member's request or end stops the wait for others at once."""
     if session.fault is not None or session.answer is None:
         return True
     return session.answer.request.is_urgent

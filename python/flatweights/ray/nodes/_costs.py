@@ -1,4 +1,4 @@
-"""The cost of a round between nodes by each way: a model of links and memory."""
+"""The cost of a round between nodes by each transport: a model of links and memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from flatweights.ray.nodes._plan import SMALL
 
 TransportName = Literal["the guide's loop", "shm", "driver", "streams"]
 
-# By way, the share of a link's rate that the weights of a round get, after headers and waiting, as
-# measured over links of 300 to 1,000 Mbit/s; and the other seconds of a round.
+# By transport, the share of a link's rate that the weights of a round get, after headers and
+# waiting, as measured over links of 300 to 1,000 Mbit/s; and the other seconds of a round.
 _SHARE: Mapping[TransportName, float] = {
     "the guide's loop": 0.93,
     "shm": 1.0,
@@ -45,7 +45,7 @@ _LEGEND = (
 
 @dataclass(frozen=True)
 class TransportCost:
-    """The cost of a round by one way.
+    """The cost of a round by one transport.
 
     Attributes:
         transport: ``"the guide's loop"`` (`ray.get` of all results in the driver, ``sum(ws) / n``,
@@ -76,11 +76,11 @@ class TransportCost:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """The cost of a round by each way, and the way that a group takes.
+    """The cost of a round by each transport, and the one that a group chooses.
 
     Attributes:
-        transports: The cost of a round, by way and options.
-        chosen: The cost of the way that a group takes by itself.
+        transports: The cost of a round, by transport and options.
+        chosen: The cost of the transport that a group chooses by itself.
         title: The arguments, as text.
     """
 
@@ -89,7 +89,7 @@ class ExchangePlan:
     title: str
 
     def __getitem__(self, key: str | tuple[str, str]) -> TransportCost:
-        """Return the cost of a way, or of a way with options."""
+        """Return the cost of a transport, or of one with options."""
         transport, options = (key, "") if isinstance(key, str) else key
         for cost in self.transports:
             if (cost.transport, cost.options) == (transport, options):
@@ -97,7 +97,7 @@ class ExchangePlan:
         raise KeyError(key)
 
     def __str__(self) -> str:
-        """A table for a terminal; the chosen way has an arrow."""
+        """A table for a terminal; the chosen transport has an arrow."""
         rows = [("", "transport", "out", "in", "seconds", "memory", "bytes of the busiest link")]
         for cost in self.transports:
             mark = "->" if cost is self.chosen else ""
@@ -124,7 +124,7 @@ def plan(
     dtype: str = "float32",
     memory: float | str | None = None,
 ) -> ExchangePlan:
-    """Return the cost of a round between nodes, by each way that it can take.
+    """Return the cost of a round between nodes, by each transport that it can use.
 
     Each node has one link, whose two directions work at the same time. The driver is on a node with
     workers. Times were fitted to links of 300 to 1,000 Mbit/s; on faster links, processors and
@@ -197,7 +197,7 @@ class _Setting:
     is_float32: bool
 
     def transports(self) -> Iterator[TransportCost]:
-        """Yield the costs of all ways."""
+        """Yield the costs of all transports."""
         yield self._by_driver("the guide's loop")
         if self.nodes == 1:
             yield self._by_channels()
@@ -252,10 +252,10 @@ class _Setting:
         kept: float,
         rate: float | None = None,
     ) -> TransportCost:
-        """Return the cost of a way.
+        """Return the cost of a transport.
 
         Args:
-            transport: The way.
+            transport: The transport.
             options: See `TransportCost`.
             links: Models sent, received, and those that pass one link one after the other.
             moved: Models that pass the memory of a node.

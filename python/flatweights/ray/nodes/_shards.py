@@ -28,7 +28,7 @@ class Shard:
         begin: First byte.
         end: The byte after the last one; both are multiples of 64.
         layout: The layout of the shard, which is a packed form of its own: whole parts, and at
-            either end perhaps a flat shard of a part. Dtypes are those of the model, so that each
+            either end perhaps a flat slice of a part. Dtypes are those of the model, so that each
             part is averaged in its own dtype.
     """
 
@@ -41,9 +41,9 @@ class Shard:
 def shards_of(layout: Layout, count: int) -> tuple[Shard, ...]:
     """Return ``count`` shards that together are the packed form of ``layout``.
 
-    They differ by 64 bytes at most. Parts begin at multiples of 64 bytes and elements have
-    1 to 16, so that no element is cut in two. There are fewer if there are fewer
-    lines of 64 bytes; none is empty.
+    They differ by 64 bytes at most. Parts begin at multiples of 64 bytes, and an element has 1, 2,
+    4, 8 or 16 bytes, so no element is cut in two. There are fewer shards if there are fewer lines
+    of 64 bytes; none is empty.
     """
     lines = layout.nbytes // ALIGNMENT
     count = min(count, lines)

@@ -14,7 +14,7 @@ from flatweights.ray.peers._transport import BY_VALUE
 
 @dataclasses.dataclass(frozen=True)
 class ActorSpec:
-    """The actor's spec for the actors of a group.
+    """The class, the arguments and the options of the actors of a group.
 
     Attributes:
         remote: The result of `ray.remote` for their class.
@@ -33,7 +33,7 @@ class ActorSpec:
     def with_more(
         self, args: Sequence[Any], arguments: ByRank | None, options: Mapping[str, Any]
     ) -> ActorSpec:
-        """Return the actor's spec with other arguments, if there are any, and more options."""
+        """Return the spec with other arguments, if there are any, and more options."""
         more = dataclasses.replace(self, options={**self.options, **options})
         if args or arguments is not None:
             return dataclasses.replace(more, args=args, arguments=arguments)

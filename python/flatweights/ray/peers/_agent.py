@@ -92,7 +92,8 @@ class Agent:
         self._reading: ReadOptions | None = None
         self._answers: dict[int, PendingResult] = {}
         self._pending: dict[PendingResult, int] = {}
-        self._owed: dict[int, PendingResult] = {}  # by rank, answers to commands that are over
+        # By rank, answers to commands that are over.
+        self._in_flight: dict[int, PendingResult] = {}
         self._exchanged: tuple[AverageOf, Payload] | None = None
 
     def address(self) -> Address | str:
@@ -167,12 +168,12 @@ class Agent:
 
     def _begin(self, command: Command) -> None:
         ranks = command.ranks
-        in_flight = {self._owed[rank]: rank for rank in ranks if rank in self._owed}
+        in_flight = {self._in_flight[rank]: rank for rank in ranks if rank in self._in_flight}
         while in_flight and self._is_on(command.number):
             for answer in wait_any(in_flight, _clock.now() + _SLICE):
                 answer.release()
-                # so that the next command does not wait for it
-                del self._owed[in_flight.pop(answer)]
+                # The next command does not wait for it.
+                del self._in_flight[in_flight.pop(answer)]
         fences = list(command.fences)
         while fences and self._is_on(command.number):
             _, fences = ray.wait(fences, num_returns=len(fences), timeout=_SLICE)
@@ -224,7 +225,7 @@ class Agent:
         self.end.models.clear()
         for rank, answer in self._answers.items():
             if answer in self._pending:
-                self._owed[rank] = answer
+                self._in_flight[rank] = answer
             else:
                 answer.release()
         self._answers.clear()

@@ -1,4 +1,4 @@
-"""A way that fails for a while: the reason, and the time of the next try."""
+"""A transport that fails for a while: the reason, and the time of the next try."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ class Worker:
         handle: The actor.
         rank: Its rank in the group.
         platform: What it uses of Ray.
-        transport: The way to it: ``"shm"``, or ``"store"`` with the reason.
+        transport: The transport to it: ``"shm"``, or ``"store"`` with the reason.
         far_node: Its node, if that is known, and is not the driver's.
         log: The log of the calls on the actor's handles, if there is a channel or an agent.
     """
@@ -512,7 +512,7 @@ class Worker:
         for backoff in (self._group.backoff, self._backoff):
             if not backoff.is_over:
                 where = f"there is no channel to rank {self.rank}"
-                raise RuntimeError(f"{RAY}=channels: {where}: {backoff.reason}")
+                raise RuntimeError(f"{RAY}=shm: {where}: {backoff.reason}")
 
     @staticmethod
     def _replace(payload: Payload, made: Any) -> None:

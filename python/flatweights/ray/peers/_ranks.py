@@ -41,7 +41,7 @@ class WorkerRecord:
         is_new: Whether it was added, and has not taken weights of the group yet.
         has_left: Whether it was removed from the group.
         kept: A function of the loops that wait for the answer in flight, too: called once, before
-            it is owed no more or is waited for anew. Its argument is whether the answer has
+            the answer is dropped or waited for anew. Its argument is whether the answer has
             arrived, so that they can keep a copy of the value.
         is_busy: Whether it may be in a call that was broken off, although it owes no answer.
         asks_again: While it is unhealthy, the time from which it is asked again whether it is back.
@@ -57,7 +57,7 @@ class WorkerRecord:
     is_busy: bool = False
     asks_again: float = 0.0
     _pause: float = 0.0  # seconds before that
-    # the last answer, and the weights it is on
+    # The answer to `probe`, and the version of the weights that it sent.
     _probe: tuple[PendingResult, Stamp | None] | None = None
 
     def send(self, call: Call) -> PendingResult:

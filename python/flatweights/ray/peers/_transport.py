@@ -1,28 +1,28 @@
 """The interface between rounds and workers: calls, and answers to them.
 
-Rounds (averages, `WorkerGroup`) know only `PendingResult` and `wait_any`, and not the way of a
-call. `call_actor` and `RayResult` go through Ray's actor calls and its object store; channels and
-agents (`flatweights.ray.channels`, `flatweights.ray.nodes`) are other ways. One round may mix
+Rounds (averages, `WorkerGroup`) know only `PendingResult` and `wait_any`, and not the transport of
+a call. `call_actor` and `RayResult` go through Ray's actor calls and its object store; channels and
+agents (`flatweights.ray.channels`, `flatweights.ray.nodes`) are other transports. One round may mix
 several. The contract:
 
-- A call returns an `PendingResult` at once. The worker answers its calls in their order.
-- `wait_any` waits for several answers, of any ways, until a deadline. A worker that died counts as
-  having answered: its answer raises.
+- A call returns a `PendingResult` at once. The worker answers its calls in their order.
+- `wait_any` waits for several answers, of any transports, until a deadline. A worker that died
+  counts as having answered: its answer raises.
 - `PendingResult.take` returns the value, or raises the worker's exception. The value may be a view
   of memory that is not the driver's: it is valid until `PendingResult.release`, and until the next
   call or message to that worker at the latest. A round copies the values that it keeps, and lets go
   of each answer that it has waited for before it returns. It may take a value repeatedly.
-- A late answer is kept as owed, and nothing is sent to that worker before it has answered. An
+- A late answer stays in flight, and nothing is sent to that worker before it has answered. An
   answer whose round was broken off is abandoned: see `PendingResult.abandon`. So no worker is sent
   weights in the middle of a call.
 - Weights are sent as the `Payload` of a call. Before that, it is prepared: brought within reach of
-  that worker, once for all workers of its way. If preparing raises, nothing was sent.
-  Memory that was sent is never written again: a round owns it until the round is dropped.
+  that worker, once for all workers of its transport. If preparing raises, nothing was sent. Memory
+  that was sent is never written again: a round owns it until the round is dropped.
 - A `Call` carries its `Stamp` and that of the weights it needs. The worker refuses a stamp that is
   not above the last one of its group (Ray repeats calls on a restarted actor), and weights that it
-  does not have: see `FlatWorker.call_version`. Each way passes both through. If the call brings
-  these weights itself, the worker sets them first, in the same turn. If it cannot set them, it does
-  not run the method; its error says which of the two failed.
+  does not have: see `FlatWorker.call_version`. Each transport passes both through. If the call
+  brings these weights itself, the worker sets them first, in the same turn. If it cannot set them,
+  it does not run the method; its error says which of the two failed.
 - Errors: an error of the worker's method is a `ray.exceptions.RayTaskError` with its ``cause``; a
   dead worker a `ray.exceptions.RayActorError`; `support/_errors.py` has which of these leave a
   worker out (`is_lost`).
@@ -101,7 +101,7 @@ class PendingResult(ABC):
             meaning: `take` returns every value.
     """
 
-    agent: Any = None  # of a way, which this interface does not know
+    agent: Any = None  # of a transport, which this interface does not know
     packed: Packed | None = None
 
     @property
@@ -170,8 +170,8 @@ class Payload:
     Attributes:
         value: `FlatWeights`, a dict of arrays, a vector, a message of the wire, or a reference of
             Ray's to one of them. It may belong to the caller, and change after the broadcast. So a
-            way that does not call `put`, but copies the weights elsewhere, sets `value` and `put`
-            to that copy, since a restarted worker may need them later.
+            transport that does not call `put`, but copies the weights, sets `value` and `put` to
+            that copy, since a restarted worker may need them later.
         nbytes: Their bytes; 0 if unknown.
         put: A function that puts them into Ray's object store and returns the reference.
         argument: The argument by which Ray's calls bring them; None before `argument_of`.

@@ -1,4 +1,4 @@
-"""What is asked of a round, the wait for its answers, and the check that enough ranks are left."""
+"""The arguments of a round, the wait for its answers, and the check that enough ranks are left."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -298,7 +298,7 @@ class Arrivals:
         given one. Without them, ``min_results`` ranks must be left, or one, if it is None.
 
         Args:
-            spec: What is asked of the round, for ``min_results``.
+            spec: The arguments of the round, for ``min_results``.
             sample: A function that returns a model of the round, for the size that the store must
                 have.
 
@@ -324,7 +324,7 @@ class Arrivals:
         raise WorkerError(errors, remedy) from first
 
     def release(self) -> None:
-        """Let go of all answers except those that are still owed; a second call does nothing."""
+        """Let go of all answers except those in flight; a second call does nothing."""
         if self._is_let_go:
             return
         in_flight = self.unanswered if self.late or self._pending else {}
@@ -334,7 +334,7 @@ class Arrivals:
         self._is_let_go = True
 
 
-_SLICE = 1e-3  # seconds to wait for one way while there are others
+_SLICE = 1e-3  # seconds to wait for one transport while there are others
 
 
 def seconds_left(end: float | None) -> float | None:
@@ -348,7 +348,7 @@ def wait_any(
     """Wait for the first of ``answers``; return all that have arrived, none if the time is up.
 
     Args:
-        answers: At least one answer, of any ways.
+        answers: At least one answer, of any transports.
         deadline: The time at which to stop, by `time.monotonic`; never, if None.
         enough: See `PendingResult.wait`.
     """

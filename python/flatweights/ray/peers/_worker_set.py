@@ -94,7 +94,8 @@ class WorkerSet(Ranks):
             platform: What the group uses of Ray and channels.
 
         Raises:
-            ValueError: If there is no actor, one is given twice, or ``reduce_dtype`` is none.
+            ValueError: If there is no actor, one is given twice, or ``reduce_dtype`` is not
+                one of the dtypes.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         check_cluster()
@@ -464,8 +465,8 @@ class WorkerSet(Ranks):
         Args:
             deadline: The time at which to stop.
             ranks: The ranks; all that are unhealthy, if None.
-            patient: Whether to wait for owed answers, and for actors that Ray restarts, instead of
-                asking each rank once.
+            patient: Whether to wait for answers in flight, and for actors that Ray restarts,
+                instead of asking each rank once.
         """
         if self._over:
             return []
@@ -563,7 +564,7 @@ class WorkerSet(Ranks):
         self.note_lost(dict.fromkeys(late, late_error(deadline.timeout)))
 
     def _drop_in_flight(self, ranks: Iterable[int], end: float | None) -> list[int]:
-        """Drop owed answers of ``ranks`` as they arrive; return the ranks that still owe one."""
+        """Drop answers in flight as they arrive; return those of ``ranks`` that still owe one."""
         owing = {
             in_flight: rank
             for rank in ranks
@@ -675,7 +676,7 @@ class WorkerSet(Ranks):
         Args:
             ranks: The ranks. A rank that owes an answer is not asked, unless ``patient``.
             deadline: The time at which to stop.
-            patient: Whether to wait for owed answers, and for actors that Ray restarts.
+            patient: Whether to wait for answers in flight, and for actors that Ray restarts.
         """
         payload = None if self.latest.version is None else self.latest.in_full()
         arrivals = Arrivals(deadline)

@@ -166,8 +166,8 @@ class Board:
         connection.close()
 
 
-class BoardState:
-    """A reader's end of a board; it is connected.
+class BoardConnection:
+    """A reader's connection to a board.
 
     Attributes:
         connection: The socket; readable once the board has closed.

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from flatweights._forks import finalizer, in_forks
 from flatweights.ray import _clock
 from flatweights.ray.publishing import _names
-from flatweights.ray.publishing._board import Board, BoardState
+from flatweights.ray.publishing._board import Board, BoardConnection
 from flatweights.ray.publishing._errors import SupersededError
 from flatweights.ray.publishing._models import check_layout, source_of
 
@@ -87,9 +87,9 @@ class Publisher:
             end = _clock.now() + _HANDOVER
             # The last publisher may have ended, or be stopped: then it learns it from the records.
             with contextlib.suppress(OSError, RuntimeError, ValueError):
-                reading = BoardState(before.address, end)
-                reading.take_over(end)
-                reading.close()
+                earlier = BoardConnection(before.address, end)
+                earlier.take_over(end)
+                earlier.close()
 
     def publish(self, weights: Any = None) -> int:
         """Publish the weights as they are now; return their version.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flatweights.ray import _clock
 from flatweights.ray.publishing._answer import answer_of
-from flatweights.ray.publishing._board import BoardAddress, BoardState
+from flatweights.ray.publishing._board import BoardAddress, BoardConnection
 from flatweights.ray.support._errors import check_connected
 from flatweights.ray.support._listener import kept, milliseconds
 
@@ -32,7 +32,7 @@ class Source(ABC):
     """A source of the newest weights.
 
     Attributes:
-        transport: The way by which they come; see `Subscriber.transport`.
+        transport: The transport by which they come; see `Subscriber.transport`.
         number: The number of the publisher among those of its name.
         layout: The layout of the weights, pickled.
         take: A function that returns the newest weights if their version is above its argument;
@@ -81,9 +81,9 @@ class BoardSource(Source):
     def __init__(
         self, transport: str, number: int, layout: bytes, address: BoardAddress, end: float
     ) -> None:
-        """Connect; raises as `BoardState` does."""
-        self._reading = BoardState(address, end)
-        self._reader = self._reading.reader
+        """Connect; raises as `BoardConnection` does."""
+        self._board = BoardConnection(address, end)
+        self._reader = self._board.reader
         super().__init__(transport, number, layout, self._reader.take)
         self._ours, self._waker = map(kept, socket.socketpair())
 
@@ -103,10 +103,10 @@ class BoardSource(Source):
     def wait_for_end(self, seconds: float) -> bool:
         """Wait for the end of the socket."""
         poll = select.poll()
-        poll.register(self._reading.connection, select.POLLIN)
+        poll.register(self._board.connection, select.POLLIN)
         poll.register(self._ours, select.POLLIN)
         poll.poll(milliseconds(_clock.now() + seconds))
-        return self._reading.is_over
+        return self._board.is_over
 
     def interrupt(self) -> None:
         """End the pair of sockets that `wait_for_end` looks at."""
@@ -116,7 +116,7 @@ class BoardSource(Source):
         """Disconnect."""
         self._waker.close()
         self._ours.close()
-        self._reading.close()
+        self._board.close()
 
 
 class PulledSource(Source):

@@ -102,7 +102,7 @@ class Subscriber:
 
     @property
     def transport(self) -> str:
-        """The way by which the weights come.
+        """The transport by which the weights come.
 
         ``"shm"``: through memory of the publisher, on this node; ``"agent"``: through memory of an
         actor of this node that subscribes for all its processes; ``"store"``: through Ray's object
@@ -198,7 +198,7 @@ class Subscriber:
         self.close()
 
     def __repr__(self) -> str:
-        """Return name, version and way."""
+        """Return name, version and transport."""
         return (
             f"<Subscriber of {self.name!r}, version {self.version}, transport {self.transport!r}>"
         )

@@ -1,4 +1,4 @@
-"""The ways by which published weights reach a process, and the choice among them.
+"""The transports by which published weights reach a process, and the choice among them.
 
 On the publisher's node, subscribers read its board. On another node, they read the board of that
 node's relay, which the first subscriber starts. The relay pulls from the proxy on the publisher's

@@ -50,7 +50,7 @@ class _Instruments:
         )
         self.transports = Counter(
             "flatweights_ranks_by_transport",
-            "Ranks that rounds asked, by the way there.",
+            "Ranks that rounds called, by transport.",
             ("transport",),
         )
         self.seconds = Histogram(
@@ -79,7 +79,7 @@ class Metrics:
     def __init__(self) -> None:
         """Register nothing yet."""
         self.works = True
-        self._lock = threading.Lock()  # held by who changes the thread
+        self._lock = threading.Lock()  # held while the thread is started or ends
         self._thread: threading.Thread | None = None
         self._added: collections.deque[_Added] = collections.deque()
 
@@ -240,7 +240,7 @@ def _in_bytes(result: Round) -> str:
 
 
 def _by_transports(result: Round) -> str:
-    """Return the way to each rank, with reasons of those without a channel; "" if none has one."""
+    """Return the transport of each rank, with its reason if it is not shm; "" if none is shm."""
     ranks: dict[str, list[int]] = {}
     for rank, transport in result.transports.items():
         ranks.setdefault(transport, []).append(rank)

@@ -1,4 +1,4 @@
-"""The response of a round: the average, and the ranks in it."""
+"""The result of a round: the average, and the ranks in it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Round:
             once to each worker that it calls itself, once to an agent for all of its workers, and
             none to an agent that has exchanged the average.
         number: The number of the round in `WorkerGroup.run`, from 1.
-        transports: By rank, the way by which a `WorkerGroup` reached its worker, or a `Member` its
+        transports: By rank, how a `WorkerGroup` reached its worker, or a `Member` its
             coordinator: ``"shm"``, through shared memory; ``"gpu"``, for weights that have stayed
             on a GPU; ``"agent"``, through the agent of its node, with the kind of exchange; or
             ``"store"``, through Ray, with the reason.

@@ -60,8 +60,8 @@ class _Sent:
         rank: The rank of the worker.
         record: The record of the worker.
         answer: The answer to the call.
-        kind: ``"work"``; ``"probe"``, which only brings weights; or ``"in_flight"`` to an earlier
-            call.
+        kind: ``"work"``; ``"probe"``, which only brings weights; or ``"in_flight"``, an earlier
+            call whose answer has not arrived yet.
         version: The stamp of the latest weights at the time.
         publication: The number of those weights.
         rounds: The number of rounds before it.
@@ -74,7 +74,7 @@ class _Sent:
     rank: int
     record: WorkerRecord
     answer: PendingResult
-    kind: Literal["work", "probe", "owed"]
+    kind: Literal["work", "probe", "in_flight"]
     version: Stamp | None
     publication: int
     rounds: int
@@ -175,7 +175,7 @@ class AsCompleted:
         """Call ``rank`` once it has given its answer in flight, and has the latest weights."""
         record = self.worker_set[rank]
         if record.in_flight is not None:
-            self._expect(rank, record.in_flight, "owed", self.worker_set.latest)
+            self._expect(rank, record.in_flight, "in_flight", self.worker_set.latest)
         elif record.why is None:
             self._idle.append(rank)
         else:
@@ -225,7 +225,7 @@ class AsCompleted:
         """Wait for no more answers; workers owe their answers to the group."""
         (out, self._out), (there, self._there) = (self._out, {}), (self._there, [])
         for answer, sent in out.items():
-            if sent.kind != "owed":
+            if sent.kind != "in_flight":
                 is_late = sent.record.why is not None  # by a call in the body
                 sent.record.complete(answer, is_there=False, is_late=is_late)
         for sent in there:
@@ -289,7 +289,7 @@ class AsCompleted:
         self,
         rank: int,
         answer: PendingResult,
-        kind: Literal["work", "probe", "owed"],
+        kind: Literal["work", "probe", "in_flight"],
         latest: Latest,
         timeout: float | None = None,
     ) -> None:
@@ -311,7 +311,7 @@ class AsCompleted:
         if record.why is None:  # it was restored in the loop's body
             self._idle.append(rank)
         elif record.in_flight is not None:
-            self._expect(rank, record.in_flight, "owed", self.worker_set.latest)
+            self._expect(rank, record.in_flight, "in_flight", self.worker_set.latest)
         else:
             self._send(rank, "probe")
 
@@ -364,7 +364,7 @@ class AsCompleted:
         """Ask ``rank`` to take the latest weights, once it has given its answer in flight."""
         record = self.worker_set[rank]
         if record.in_flight is not None:
-            self._expect(rank, record.in_flight, "owed", self.worker_set.latest)
+            self._expect(rank, record.in_flight, "in_flight", self.worker_set.latest)
         else:
             record.put_off()
             self._lost.add(rank)
