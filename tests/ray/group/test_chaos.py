@@ -45,4 +45,4 @@ def test_the_average_is_that_of_the_ranks_that_it_names_whatever_happens(
     assert record.checked > 5 * seconds
     assert any(fault.seconds for fault in record.faults)  # on a busy machine, not after each
     assert {faults.KILLED, faults.STOPPED} <= {fault.kind for fault in record.faults}
-    assert ("by channel" in record.events) == (way == "")
+    assert ("by shm" in record.events) == (way == "")

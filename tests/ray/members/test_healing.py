@@ -370,7 +370,7 @@ def test_a_member_that_joins_again_is_given_no_other_model_if_calls_need_all(poo
         one.leave()
 
 
-@pytest.mark.parametrize("asks_first", [0, 1])
+@pytest.mark.parametrize("requests_first", [0, 1])
 def test_a_member_that_got_another_model_before_that_was_noticed_raises(
     pool: Any, requests_first: int
 ) -> None:

@@ -77,7 +77,7 @@ def model_of(kind: str, rank: int, seed: int = 0) -> Any:
     if kind == "list":
         return [*parts.values()]
     if kind == "tree":
-        return {"b": [parts["w"], {"x": parts["v"]}], "a": (values[:10],)}
+        return {"b": [parts["w"], {"x": parts["v"]}], "a": (values[:10].copy(),)}
     return fw.FlatWeights(parts) if kind == "FlatWeights" else parts
 
 
