@@ -1,16 +1,16 @@
 """A call of many members of one node, against the number of members.
 
-``python -m bench.bench_many_members [--members 125 250 500 1000] [--processes 8] [--json FILE]``
+``python -m bench.bench_many_members [--members 125 250 500 1000] [--json FILE]``
 
-There is no Ray: the coordinator is a thread of this process, and the members are threads of other
-processes, as many as ``--processes``. So the interpreters' locks of these processes count, too.
-Each member averages a model of 4 kB. "repeated" calls are the same again and again, which C++
-makes; "general" ones differ from one to the next in ``min_results``, so Python decides. All results
-are checked.
+There is no Ray: the coordinator is a thread of this process, and each member is a process, forked
+from one that has no TensorFlow. Each member averages a model of 4 kB. "repeated" calls are the same
+again and again, which C++ makes; "general" ones differ from one to the next in ``min_results``, so
+Python decides. All results are checked.
 """
 
 import argparse
 import json
+import os
 import resource
 import secrets
 import statistics
@@ -18,9 +18,9 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from rich.console import Console
@@ -73,26 +73,33 @@ def _average(member: Member, size: int) -> dict[str, list[float]]:
 
 
 def be_members() -> None:
-    """Be some members, as the parent says on the standard input."""
+    """Fork the members that the parent tells of on the standard input."""
     told = json.loads(sys.stdin.readline())
-    made = []
+    links: list[TextIO] = []
     for rank, session, address, token in told["members"]:
-        channel = MemberChannel(bytes.fromhex(address), bytes.fromhex(token))
-        made.append((rank, session, channel, bytes.fromhex(token)))
-    print(json.dumps([channel.mailbox.nonce.hex() for _, _, channel, _ in made]), flush=True)
-
-    def run(one: tuple[int, int, MemberChannel, bytes]) -> dict[str, list[float]]:
-        rank, session, channel, token = one
-        client = ChannelClient(None, Identity(token, f"rank {rank}"), channel, session)
-        reply = JoinReply(rank, session, None)
-        with Member("many", client, reply, client.start(_PATIENCE)) as member:
-            return _average(member, told["size"])
-
-    with ThreadPoolExecutor(len(made)) as threads:
-        print(json.dumps(list(threads.map(run, made))), flush=True)
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            with os.fdopen(writer, "w") as link:
+                _be_member(rank, session, bytes.fromhex(address), bytes.fromhex(token), told, link)
+            os._exit(0)
+        os.close(writer)
+        links.append(os.fdopen(reader))
+    for _ in range(2):  # the mailboxes, then the times
+        print(json.dumps([json.loads(link.readline()) for link in links]), flush=True)
 
 
-def measure(size: int, processes: int) -> dict[str, Any]:
+def _be_member(
+    rank: int, session: int, address: bytes, token: bytes, told: dict[str, Any], link: TextIO
+) -> None:
+    channel = MemberChannel(address, token)
+    print(json.dumps(channel.mailbox.nonce.hex()), file=link, flush=True)
+    client = ChannelClient(None, Identity(token, f"rank {rank}"), channel, session)
+    reply = JoinReply(rank, session, None)
+    with Member("many", client, reply, client.start(_PATIENCE)) as member:
+        print(json.dumps(_average(member, told["size"])), file=link, flush=True)
+
+
+def measure(size: int) -> dict[str, Any]:
     """Let ``size`` members join, and time their calls."""
     config = GroupConfig.of(size)
     group = ProcessGroup("many", config, "here", None)
@@ -105,31 +112,23 @@ def measure(size: int, processes: int) -> dict[str, Any]:
         who, now = f"rank {rank}", time.monotonic()
         entries.append(Entry(token, rank, config, who, "here", True, now, Future(), Future()))
         group.queue.tell(group.rendezvous.enter, entries[-1])
-    children = []
-    for k in range(processes):
-        own = entries[k::processes]
-        replies = [entry.join_reply.result(_PATIENCE) for entry in own]
-        members = [
-            [reply.rank, reply.session, (reply.address or b"").hex(), entry.token.hex()]
-            for entry, reply in zip(own, replies, strict=True)
-        ]
-        command = [sys.executable, "-c", "from bench.bench_many_members import *; be_members()"]
-        pipe = subprocess.PIPE
-        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-        assert child.stdin is not None
-        child.stdin.write(json.dumps({"size": size, "members": members}) + "\n")
-        child.stdin.flush()
-        children.append((child, own))
-    for child, own in children:
-        assert child.stdout is not None
-        for entry, nonce in zip(own, json.loads(child.stdout.readline()), strict=True):
-            group.queue.call(group.attach, entry.token, bytes.fromhex(nonce))
-    joined = time.perf_counter() - begin
-    found = [
-        one for child, _ in children if child.stdout for one in json.loads(child.stdout.readline())
+    replies = [entry.join_reply.result(_PATIENCE) for entry in entries]
+    members = [
+        [reply.rank, reply.session, (reply.address or b"").hex(), entry.token.hex()]
+        for entry, reply in zip(entries, replies, strict=True)
     ]
-    for child, _ in children:
-        child.wait()
+    command = [sys.executable, "-c", "from bench.bench_many_members import *; be_members()"]
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(json.dumps({"size": size, "members": members}) + "\n")
+    child.stdin.flush()
+    for entry, nonce in zip(entries, json.loads(child.stdout.readline()), strict=True):
+        group.queue.call(group.attach, entry.token, bytes.fromhex(nonce))
+    joined = time.perf_counter() - begin
+    found = json.loads(child.stdout.readline())
+    child.wait()
     thread.join()
     row: dict[str, Any] = {"members": size, "joined": joined}
     # A call takes as long as its slowest member: the largest time of each call.
@@ -143,7 +142,7 @@ def run(options: argparse.Namespace) -> None:
     """Run all sizes, and print a table."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    rows = [measure(size, options.processes) for size in options.members]
+    rows = [measure(size) for size in options.members]
     table = Table("members", "joined", "repeated call", "general call", "wrong")
     for row in rows:
         times = [f"{row['joined']:.2f} s", *(f"{1e3 * row[kind]:.1f} ms" for kind in _CALLS)]
@@ -156,6 +155,5 @@ def run(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--members", type=int, nargs="+", default=[125, 250, 500, 1000])
-    parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--json", type=Path)
     run(parser.parse_args())

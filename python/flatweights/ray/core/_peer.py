@@ -125,12 +125,14 @@ class Peers:
     Attributes:
         newest: By rank, the newest process that has joined, and may have ended, or is coming in.
         present: The present ones.
+        ready: The number of those that wait for their first response.
     """
 
     def __init__(self) -> None:
         """Begin without members."""
         self.newest: dict[int, Peer] = {}
         self.present: dict[int, Peer] = {}  # by number
+        self.ready = 0
         self._working: dict[int, int] = {}  # by the response that they have: how many
 
     def add(self, peer: Peer) -> None:
@@ -160,11 +162,13 @@ class Peers:
         return {k: peer.why for k, peer in self.newest.items() if peer.why is not None}
 
     def count(self, peer: Peer, added: int) -> None:
-        """Count ``peer`` once more, or once less, if it works.
+        """Count ``peer`` once more, or once less, if it is ready or works.
 
         Looking at all members after each request would take the square of their number.
         """
-        if peer.state is PeerState.WORKING:
+        if peer.state is PeerState.READY:
+            self.ready += added
+        elif peer.state is PeerState.WORKING:
             working = self._working.get(peer.has, 0) + added
             if working:
                 self._working[peer.has] = working

@@ -181,7 +181,7 @@ class ProcessGroup:
             return
         if not self.rendezvous.is_in_use:  # the last member has died meanwhile
             return
-        may_repeat = self._repetitions.are_ready(self.rendezvous.present) and self.calls.may_repeat
+        may_repeat = self.calls.may_repeat and self._repetitions.are_ready(self.rendezvous.present)
         if may_repeat and self._repeat() in (Ending.QUEUE, Ending.PAUSE):
             self.queue.read()
             return
@@ -618,6 +618,8 @@ class ProcessGroup:
 
     def _welcome(self) -> None:
         """Give members that are ready their first response, once the process group is open."""
+        if self.rendezvous.is_open and not self.rendezvous.peers.ready:
+            return
         ready = [
             session
             for session in self.rendezvous.present.values()

@@ -224,21 +224,24 @@ def wait_for(
     end = None if timeout is None else _clock.now() + timeout
     heard: dict[Session, None] = {}
     while True:
+        channels, is_quiet = [], False
         for session in sessions:
+            channel = session.channel
+            is_open = channel is not None and not channel.is_closed
+            if session.state is PeerState.ASKING and is_open:  # most, at the end of a call
+                continue
             if session.look():  # also one that has asked, and has died since
                 heard[session] = None
+            elif session.state is PeerState.WORKING and channel is not None:
+                # Before its first response a member asks for nothing, but its mailbox looks
+                # answered: so only members that work are watched.
+                channels.append(channel)
+                is_quiet = is_quiet or session.is_quiet
         left = SLICE if end is None else min(SLICE, end - _clock.now())
         if len(heard) >= enough or left <= 0 or queue or any(map(_is_urgent, heard)):
             return [*heard]
-        # Before its first response a member asks for nothing, but its mailbox looks answered.
-        channels = [
-            one.channel
-            for one in sessions
-            if one.state is PeerState.WORKING and one.channel is not None
-        ]
         # All requests except the last are read while that member still works. The first one may
         # begin the time of a call, even if it does not ring.
-        is_quiet = any(session.is_quiet for session in sessions)
         queue.channels.wait(channels, left, 1 if is_quiet else max(1, enough - len(heard) - 1))
 
 
