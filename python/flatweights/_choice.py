@@ -116,7 +116,10 @@ class Choice:
             return (which,)
         if isinstance(which, bytes) or not isinstance(which, Iterable):
             raise TypeError(f"{expected}, got {which!r}")
-        texts = [*which]
+        try:
+            texts = [*which]
+        except TypeError as error:  # an array of no dimension, which only looks iterable
+            raise TypeError(f"{expected}, got {which!r}: {error}") from error
         for text in texts:
             if not isinstance(text, str):
                 raise TypeError(f"{expected}, got {text!r} among them")

@@ -199,13 +199,13 @@ MUTANTS = {
     # Late members.
     "one number per session": Mutant(
         "core/_response_cache.py",
-        "return session.number not in made.sessions",
-        "return made.number > session.has",
+        "return peer.number not in made.peers",
+        "return made.number > peer.has",
     ),
     "late by one takes part": Mutant(
         "core/_response_cache.py",
-        "kept.number <= session.has:",
-        "kept.number <= session.has + 1:",
+        "kept.number <= peer.has:",
+        "kept.number <= peer.has + 1:",
     ),
     "nobody waits for the newest": Mutant(
         "core/_response_cache.py",
@@ -214,7 +214,7 @@ MUTANTS = {
     ),
     "a response that was got late is not noted": Mutant(
         "core/_response_cache.py",
-        "            made.sessions.add(session.number)\n",
+        "            made.peers.add(peer.number)\n",
         "",
     ),
     "a late root stays behind": Mutant(
@@ -224,7 +224,7 @@ MUTANTS = {
     ),
     "a late member is told nothing of the next call": Mutant(
         "core/_waiting.py",
-        "return [session for session in self.behind if session.request.kind == first.kind]",
+        "return [peer for peer in self.behind if peer.request.kind == first.kind]",
         "return []",
     ),
     "late members are told twice": Mutant(
@@ -260,7 +260,7 @@ MUTANTS = {
     # Twins.
     "a twin's response is not noted": Mutant(
         "core/_response_cache.py",
-        "            made.late.add(session.number)\n",
+        "            made.late.add(peer.number)\n",
         "",
     ),
     "members at the other twin go on": Mutant(
@@ -276,12 +276,12 @@ MUTANTS = {
     ),
     "states are not noted": Mutant(
         "core/_response_cache.py",
-        "                session.states[request.state] = made.number\n",
+        "                peer.states[request.state] = made.number\n",
         "                pass\n",
     ),
     "a missed state does not count": Mutant(
         "core/_response_cache.py",
-        "            if session.states.get(request.state, 0) < before:\n",
+        "            if peer.states.get(request.state, 0) < before:\n",
         "            if False:\n",
     ),
     "a lost state is not forgotten": Mutant(
@@ -291,7 +291,7 @@ MUTANTS = {
     ),
     "healed by any call": Mutant(
         "core/_waiting.py",
-        "return [session for session in self.recovering if session.request.kind == first.kind]",
+        "return [peer for peer in self.recovering if peer.request.kind == first.kind]",
         "return [*self.recovering]",
     ),
     "a lost donor is not noticed": Mutant(

@@ -147,6 +147,7 @@ REFUSED = [
         exclude="xyzzy",
     ),
     Refusal(ValueError, "got '', which none has", exclude=""),
+    Refusal(TypeError, r"only: expected names, .* got array\('head'", only=np.array("head")),
     Refusal(
         ValueError,
         r"exclude: expected variables that are left, got none of 10: 'body/kernel', .* and 7 more",

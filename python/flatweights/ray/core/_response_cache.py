@@ -70,13 +70,13 @@ class Made(NamedTuple):
 
     Attributes:
         number: Its number.
-        sessions: The numbers of the sessions that have its response.
-        late: The numbers of the sessions that were ever given a response of this kind for which
+        peers: The numbers of the peers that have its response.
+        late: The numbers of the peers that were ever given a response of this kind for which
             they were late.
     """
 
     number: int
-    sessions: set[int]
+    peers: set[int]
     late: set[int]
 
 
@@ -97,8 +97,8 @@ class ResponseCache:
         """Whether two models of one layout take turns in the calls of a member."""
         return bool(self._twins)
 
-    def answer_for(self, session: Peer) -> CachedResponse | None:
-        """Return the response that ``session`` gets at once; None if it has to wait.
+    def answer_for(self, peer: Peer) -> CachedResponse | None:
+        """Return the response that ``peer`` gets at once; None if it has to wait.
 
         If it gets that response, `give` notes it.
 
@@ -107,72 +107,72 @@ class ResponseCache:
                 others.
             RuntimeError: If it could be given the weights, or the state, of another model.
         """
-        request = session.request
+        request = peer.request
         self._twins.update(request.twins)
         is_twin = bool(self._twins) and not self._twins.isdisjoint(request.keys)
         if request.lacks:
             if is_twin:
-                raise _twin_error(session)
+                raise _twin_error(peer)
             return None
         kept = self._last(request.kind)
-        if kept is not None and kept.number <= session.has:
+        if kept is not None and kept.number <= peer.has:
             kept = None  # it takes part in the open call, or waits for it
         if request.state is not None:
             before = self._states.get(request.state, 0) if kept is None else kept.previous
-            if session.states.get(request.state, 0) < before:
-                raise LacksStateError(f"rank {session.rank} has missed calls with a state")
-        elif is_twin and (kept is not None or self.is_behind(session) or self._was_late(session)):
-            raise _twin_error(session)
+            if peer.states.get(request.state, 0) < before:
+                raise LacksStateError(f"rank {peer.rank} has missed calls with a state")
+        elif is_twin and (kept is not None or self.is_behind(peer) or self._was_late(peer)):
+            raise _twin_error(peer)
         return kept
 
-    def give(self, kept: CachedResponse, session: Peer) -> None:
-        """Note that ``session``, which is late, gets a response of its kind of call."""
-        if session.request.state is not None:
-            session.states[session.request.state] = kept.number
-        made = self._made.get(session.request.kind)
+    def give(self, kept: CachedResponse, peer: Peer) -> None:
+        """Note that ``peer``, which is late, gets a response of its kind of call."""
+        if peer.request.state is not None:
+            peer.states[peer.request.state] = kept.number
+        made = self._made.get(peer.request.kind)
         if made is not None:
-            made.sessions.add(session.number)
-            made.late.add(session.number)
+            made.peers.add(peer.number)
+            made.late.add(peer.number)
 
-    def astray(self, sessions: Sequence[Peer]) -> list[tuple[Peer, RuntimeError]]:
+    def astray(self, peers: Sequence[Peer]) -> list[tuple[Peer, RuntimeError]]:
         """Return the members of the open call that may be at the other twin's, with their errors.
 
         They have asked before the twins were noticed.
         """
         return [
-            (session, _twin_error(session))
-            for session in sessions
-            if not self._twins.isdisjoint(session.request.keys) and self._was_late(session)
+            (peer, _twin_error(peer))
+            for peer in peers
+            if not self._twins.isdisjoint(peer.request.keys) and self._was_late(peer)
         ]
 
-    def is_behind(self, session: Peer) -> bool:
-        """Whether ``session`` lacks the last response of its kind of call, and gets the next one.
+    def is_behind(self, peer: Peer) -> bool:
+        """Whether ``peer`` lacks the last response of its kind of call, and gets the next one.
 
         Its weights do not count in that call: they are from before the response that it lacks. With
         a state, it is healed instead. In a broadcast, only weights of the root count, which all
         take as they are: so a member takes part once it has a response of any kind since the last.
         """
-        request, made = session.request, self._made.get(session.request.kind)
+        request, made = peer.request, self._made.get(peer.request.kind)
         if made is None or request.state is not None:
             return False
         if request.operation == "broadcast":
-            return made.number > session.has
-        return session.number not in made.sessions
+            return made.number > peer.has
+        return peer.number not in made.peers
 
-    def last_for(self, session: Peer) -> CachedResponse | None:
-        """Return the last response of the call that ``session`` makes; None if it is not kept."""
-        return self._last(session.request.kind)
+    def last_for(self, peer: Peer) -> CachedResponse | None:
+        """Return the last response of the call that ``peer`` makes; None if it is not kept."""
+        return self._last(peer.request.kind)
 
     def keep(
         self,
         request: Request,
         made: CachedResponse,
-        sessions: Sequence[Peer],
+        peers: Sequence[Peer],
         late: Sequence[Peer] = (),
     ) -> CacheChanges:
         """Keep a response of the call of ``request`` instead of the last one of its kind.
 
-        The ``sessions`` get it, and with it the state; so do those that are ``late`` for it.
+        The ``peers`` get it, and with it the state; so do those that are ``late`` for it.
         """
         changes = CacheChanges([], [])
         kind = request.kind
@@ -187,13 +187,13 @@ class ResponseCache:
             changes.released.append(oldest[1].number)
         before = self._made.get(kind)
         ever = set() if before is None else before.late
-        ever.update([session.number for session in late])
-        have = {session.number for session in sessions} | {session.number for session in late}
+        ever.update([peer.number for peer in late])
+        have = {peer.number for peer in peers} | {peer.number for peer in late}
         _put_last(self._made, kind, Made(made.number, have, ever), _KINDS)
         if request.state is not None:
             self._states[request.state] = made.number
-            for session in sessions:
-                session.states[request.state] = made.number
+            for peer in peers:
+                peer.states[request.state] = made.number
         return changes
 
     def before(self, request: Request) -> int:
@@ -214,10 +214,10 @@ class ResponseCache:
     def _last(self, kind: Kind) -> CachedResponse | None:
         return self._kept.get(kind) or self._small.get(kind)
 
-    def _was_late(self, session: Peer) -> bool:
-        """Whether ``session`` was ever late for a call like its request, without a state."""
-        made = self._made.get(session.request.kind)
-        return session.request.state is None and made is not None and session.number in made.late
+    def _was_late(self, peer: Peer) -> bool:
+        """Whether ``peer`` was ever late for a call like its request, without a state."""
+        made = self._made.get(peer.request.kind)
+        return peer.request.state is None and made is not None and peer.number in made.late
 
 
 def _put_last(
@@ -232,9 +232,9 @@ def _put_last(
     return oldest, last.pop(oldest)
 
 
-def _twin_error(session: Peer) -> RuntimeError:
+def _twin_error(peer: Peer) -> RuntimeError:
     return RuntimeError(
-        f"rank {session.rank} was late, or has joined again, and could be given another model's "
+        f"rank {peer.rank} was late, or has joined again, and could be given another model's "
         "weights: several models of one layout take turns in this process group. Give their parts "
         "names of their own, as in TensorFlowVariables({'critic 1': model}), or use a process "
         "group for each"

@@ -37,32 +37,32 @@ class Waiting:
         """The members that wait for another call than the open one."""
         return self.recovering + self.behind
 
-    def add(self, session: Peer) -> None:
+    def add(self, peer: Peer) -> None:
         """Add a member to the open call, and the root of its broadcast, if that waits for one.
 
         All take a root's weights as they are, and nobody else can send them.
         """
-        self._add(session)
+        self._add(peer)
         for root in self.behind:
-            if root.request.kind == session.request.kind and root.rank == session.request.root:
+            if root.request.kind == peer.request.kind and root.rank == peer.request.root:
                 self.behind.remove(root)
                 self._add(root)
                 return
 
-    def _add(self, session: Peer) -> None:
-        self.asking.append(session)
-        first, end = self._first, session.deadline.end
+    def _add(self, peer: Peer) -> None:
+        self.asking.append(peer)
+        first, end = self._first, peer.deadline.end
         if first is not None and end is not None and (first.end is None or end < first.end):
-            self._first = session.deadline
+            self._first = peer.deadline
 
-    def needs(self, session: Peer) -> bool:
+    def needs(self, peer: Peer) -> bool:
         """Whether the open call is the broadcast of this member, which can be late for it."""
         kinds = (one.request.kind for one in self.asking)
-        return session.rank == session.request.root and session.request.kind in kinds
+        return peer.rank == peer.request.root and peer.request.kind in kinds
 
     def requests(self) -> dict[int, Request]:
         """Return the requests of the open call by rank, in their order."""
-        return {session.rank: session.request for session in self.asking}
+        return {peer.rank: peer.request for peer in self.asking}
 
     def deadline(self) -> Deadline:
         """Return the end of the open call: the earliest deadline of its requests."""
@@ -73,36 +73,34 @@ class Waiting:
 
     def postpone(self, deadline: Deadline) -> None:
         """Give all members of the open call another deadline."""
-        for session in self.asking:
-            session.deadline = deadline
+        for peer in self.asking:
+            peer.deadline = deadline
         self._first = None
 
     def ends(self) -> list[float]:
         """Return the times at which the time of a member is up."""
         end = self.deadline().end
         ends = [] if end is None else [end]
-        return ends + [
-            session.deadline.end for session in self.behind if session.deadline.end is not None
-        ]
+        return ends + [peer.deadline.end for peer in self.behind if peer.deadline.end is not None]
 
     def overdue(self, now: float) -> list[Peer]:
         """Return the late members whose time is up."""
-        return [session for session in self.behind if session.deadline.is_over(now)]
+        return [peer for peer in self.behind if peer.deadline.is_over(now)]
 
     def late_for(self, first: Request) -> list[Peer]:
         """Return the late members that the response of the call of ``first`` answers."""
-        return [session for session in self.behind if session.request.kind == first.kind]
+        return [peer for peer in self.behind if peer.request.kind == first.kind]
 
     def healed_by(self, first: Request) -> list[Peer]:
         """Return the members that get the state that they lack from the call of ``first``."""
-        return [session for session in self.recovering if session.request.kind == first.kind]
+        return [peer for peer in self.recovering if peer.request.kind == first.kind]
 
     def missed_by(self, first: Request) -> list[Peer]:
         """Return the members that wait for another call with the state of ``first``."""
-        requests = [(session, session.request) for session in self.recovering]
+        requests = [(peer, peer.request) for peer in self.recovering]
         return [
-            session
-            for session, request in requests
+            peer
+            for peer, request in requests
             if request.state == first.state and request.kind != first.kind
         ]
 
@@ -116,10 +114,10 @@ class Waiting:
         self.asking, self.behind, self._first = self.behind, [], None
         return [*self.asking]
 
-    def drop(self, sessions: Iterable[Peer]) -> None:
-        """Take out ``sessions``, as far as they wait."""
-        for session in sessions:
+    def drop(self, peers: Iterable[Peer]) -> None:
+        """Take out ``peers``, as far as they wait."""
+        for peer in peers:
             for waiting in (self.asking, self.recovering, self.behind):
-                if session in waiting:
-                    waiting.remove(session)
+                if peer in waiting:
+                    waiting.remove(peer)
         self._first = None
