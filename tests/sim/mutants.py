@@ -413,7 +413,7 @@ MUTANTS = {
         "\n",
     ),
     "a member repeats what its coordinator does not": Mutant(
-        "members/_again.py",
+        "members/_repeated_call.py",
         " and self.known.was_repeated and ",
         " and ",
     ),

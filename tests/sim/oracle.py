@@ -299,7 +299,7 @@ class Oracle:
             self._check_call(record, response, buffer, content)
         elif is_call:
             known = record.known[number]
-            same = repr(response.facts) == repr(known.response.facts)
+            same = repr(response.arguments) == repr(known.response.arguments)
             same = same and response.values == known.response.values
             if content != known.content or not same:
                 self._fail(f"response {number} differs from what others got")
@@ -476,7 +476,7 @@ class Oracle:
             self.counts["errors"] += 1
             self._check_error(record, number, response.error, parts, first)
             return
-        result = Round(None, *response.facts)
+        result = Round(None, *response.arguments)
         if result.number != number:
             self._fail(f"response {number} says it is {result.number}")
         if first.request.operation == "average":
@@ -661,13 +661,13 @@ class Oracle:
         self, record: Record, number: int, result: Round, parts: dict[int, Sent], buffer: Any
     ) -> None:
         finite = tuple(rank for rank in sorted(parts) if parts[rank].call.is_finite)
-        spoiled = tuple(rank for rank in sorted(parts) if not parts[rank].call.is_finite)
+        not_finite = tuple(rank for rank in sorted(parts) if not parts[rank].call.is_finite)
         if result.used != finite:
             self._fail(f"{number}: used {result.used}, and requests of {finite}")
             return
-        if result.quarantined != spoiled:
-            self._fail(f"{number}: quarantined {result.quarantined}, and NaN of {spoiled}")
-        self.counts["quarantined"] += len(spoiled)
+        if result.quarantined != not_finite:
+            self._fail(f"{number}: quarantined {result.quarantined}, and NaN of {not_finite}")
+        self.counts["quarantined"] += len(not_finite)
         need = parts[min(parts)].request.min_results
         if need is not None and len(finite) < need:
             self._fail(f"{number}: averaged {finite} with min_results={need}")
@@ -818,7 +818,7 @@ class Oracle:
         number, response = call.answers[-1]
         if result.number != number:
             self._fail(f"{name} got {result.number}, and was told {number}")
-        told = Round(None, *response.facts)
+        told = Round(None, *response.arguments)
         if result.used != told.used or result.quarantined != told.quarantined:
             self._fail(f"{name}: used {result.used}, and was told {told.used}")
         took_part = noted.number in (*response.sessions, *response.recovering)
@@ -906,9 +906,9 @@ def _text_of(number: int, response: Response) -> str:
         return f"{where}{type(response.error).__name__}: {str(response.error).splitlines()[0]}"
     if number < 0:
         return f"the state before #{-number}"
-    if not response.facts:
+    if not response.arguments:
         return "go on" if number else f"ranks {response.ranks} take part"
-    result = Round(None, *response.facts)
+    result = Round(None, *response.arguments)
     words = [f"#{number}, used {result.used}"]
     for name in ("failed", "late", "quarantined", "healed"):
         ranks = getattr(result, name)

@@ -444,7 +444,7 @@ class CoordinatorChannel:
         self._world, self._oracle, self.link = platform.world, platform.oracle, link
         link.coordinator = self
         self.is_closed = self.is_given_up = False
-        self.parting = ""
+        self.last_words = ""
         self.is_read = True
 
     @property
@@ -456,7 +456,7 @@ class CoordinatorChannel:
         while packets and not self.is_closed:
             packet = packets.pop(0)
             if packet:
-                self.parting = packet
+                self.last_words = packet
             else:
                 self.is_closed = True
 
@@ -687,7 +687,7 @@ class SimulatedMemberChannel:
     def offer(self, nbytes: int) -> None:
         """Offer nothing: every buffer lies in a segment anyway."""
 
-    def part(self, words: str) -> None:
+    def send_last_words(self, words: str) -> None:
         self._world.process()
         self.link.send(words)
 

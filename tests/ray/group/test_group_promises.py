@@ -829,9 +829,9 @@ def test_run_names_the_method_whose_result_cannot_be_sent_to_workers(
 
 
 def test_nan_is_sent_as_it_is_and_found_in_the_next_average(group: WorkerGroup) -> None:
-    spoiled = start_of(np.nan)
-    assert group.broadcast(spoiled) == [0, 1, 2]
-    assert set(bits(group)) == {spoiled.buffer.tobytes()}
+    not_finite = start_of(np.nan)
+    assert group.broadcast(not_finite) == [0, 1, 2]
+    assert set(bits(group)) == {not_finite.buffer.tobytes()}
     with pytest.raises(ValueError, match=r"^rank 0, slot 0 'w': holds NaN"):
         group.average()
     group.publish(start_of(1.0))

@@ -404,7 +404,7 @@ def test_objects_that_are_made_anew_for_each_call_take_no_turns() -> None:
             kept.append(critic)
         for _ in range(2):
             member.average_variables(critic, min_results=1, state=critic)
-    assert not member._turns._twins
+    assert not member._twins._twins
 
 
 def test_variables_are_set_after_the_state_that_they_are_part_of(pool: Any) -> None:

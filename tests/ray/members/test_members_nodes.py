@@ -66,9 +66,9 @@ def heal(member: Member) -> tuple[tuple[int, ...], bytes]:
             return result.healed, w.tobytes() + steps.tobytes()
 
 
-def averaged_spoiled(member: Member, spoiled: int, **options: Any) -> Any:
+def averaged_spoiled(member: Member, not_finite: int, **options: Any) -> Any:
     model = model_of(member.rank)
-    if member.rank == spoiled:
+    if member.rank == not_finite:
         model["b"][7] = np.nan
     return member.average(model, **options)
 
@@ -182,8 +182,8 @@ def meet_on_nodes() -> None:
     narrow.add(fw.average(models[1:4]), 3.0)
     narrow.add(models[4])
     exchanged(averaged_in_float32, narrow.mean())
-    spoiled = call(averaged_spoiled, 3)
-    assert len({*spoiled}) == 1
+    not_finite = call(averaged_spoiled, 3)
+    assert len({*not_finite}) == 1
     skipped = [r.run.remote(lambda m: averaged_spoiled(m, 3, nonfinite="skip")) for r in puppets]
     skip = ray.get(skipped)
     assert {tuple(result.quarantined) for result in skip} == {(3,)}
@@ -232,7 +232,7 @@ def meet_on_nodes() -> None:
     while names & {"Coordinator", "NodeAgentActor"} and time.monotonic() < deadline:
         time.sleep(0.2)
         names = {kind for kind, _ in alive().values()}
-    said = [large.transports, small_ways, spoiled[0], sorted(died), lost, sorted(names), broken]
+    said = [large.transports, small_ways, not_finite[0], sorted(died), lost, sorted(names), broken]
     said.append(orphans)
     print(json.dumps(said))
     ray.shutdown()

@@ -196,8 +196,8 @@ def test_models_with_nan_break_a_series_off(threads: ThreadPoolExecutor) -> None
     def act(member: Member) -> list[str]:
         told = []
         for step in range(20):
-            spoiled = step in (9, 10) and member.rank == 1
-            model = [np.array([np.nan if spoiled else float(step)])]
+            not_finite = step in (9, 10) and member.rank == 1
+            model = [np.array([np.nan if not_finite else float(step)])]
             try:
                 told.append(str(member.average(model).weights[0][0]))
             except ValueError as error:

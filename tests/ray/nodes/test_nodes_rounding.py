@@ -258,7 +258,7 @@ def test_an_average_that_does_not_fit_is_an_error(rng: np.random.Generator) -> N
     plan = plan_of(1, [[0], [1]], {0: 1.0, 1: 1.0}, sent)
     for end, group in zip(ends, plan.groups, strict=True):
         summary = read_into(end.models, group[0], sent[group[0]], READING)
-        assert summary.spoiled is not None
+        assert summary.not_finite is not None
     parts = [end.cut(plan, me) for me, end in enumerate(ends)]
     with pytest.raises(ValueError, match="does not fit"):
         ends[0].merge(plan, 0, parts, plan.template.layout.new_buffer())

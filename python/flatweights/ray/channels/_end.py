@@ -16,7 +16,7 @@ from typing import Any
 from flatweights import _core
 from flatweights.ray.channels._gpu_segments import Handle
 from flatweights.ray.channels._segments import Extent, Segments
-from flatweights.ray.core._requests import Placed
+from flatweights.ray.core._requests import SegmentRef
 
 _SEGMENT = struct.Struct("<IIQ16s")  # index, generation, bytes, nonce
 _OWNER = struct.Struct("<I")
@@ -61,7 +61,7 @@ class ChannelEnd:
     Attributes:
         mailbox: The mailbox that both sides map.
         is_closed: Whether the peer is dead, or has closed its end.
-        parting: The last words of the peer, about the reason.
+        last_words: The last words of the peer, about the reason.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ChannelEnd:
         self.connection.setblocking(False)
         self.mailbox = mailbox
         self.is_closed = False
-        self.parting = ""
+        self.last_words = ""
         self._is_worker = is_worker
         self._of_peer: dict[int, tuple[int, _core.PeerSegment]] = {}
         self._peer_has: dict[int, int] = {}  # by index, the generation of the segment
@@ -96,7 +96,7 @@ class ChannelEnd:
         self._of_peer.clear()
         self._handles.clear()
 
-    def part(self, words: str) -> None:
+    def send_last_words(self, words: str) -> None:
         """Send the peer ``words``: the reason for which this end is about to close."""
         with contextlib.suppress(OSError):  # the peer is dead, or its socket is full
             self.connection.send(b"P" + words.encode()[: _MOST - 1])
@@ -155,7 +155,7 @@ class ChannelEnd:
         """Whether ``handle`` is the last one that the peer has told of."""
         return self._handles.get(handle.placed[:2]) is handle
 
-    def handle_of(self, placed: Placed) -> Handle:
+    def handle_of(self, placed: SegmentRef) -> Handle:
         """Return the handle of a segment that the peer has told of.
 
         Raises:
@@ -239,7 +239,7 @@ class ChannelEnd:
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
         if kind == b"P" and not descriptors:
-            self.parting = body.decode(errors="replace")
+            self.last_words = body.decode(errors="replace")
             return
         if kind == b"G" and len(descriptors) == 1:
             handle = Handle.read(body, descriptors[0])

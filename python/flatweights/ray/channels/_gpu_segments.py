@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from flatweights import _core
-from flatweights.ray.core._requests import Placed
+from flatweights.ray.core._requests import SegmentRef
 
 FIRST = 32  # the index of the first one; segments of the host have lower ones
 MOST = 4  # of one process: weights that are averaged, and results that others still read
@@ -33,7 +33,7 @@ class Handle:
         descriptor: The descriptor, which belongs to this object.
     """
 
-    def __init__(self, placed: Placed, nbytes: int, uuid: bytes, descriptor: int) -> None:
+    def __init__(self, placed: SegmentRef, nbytes: int, uuid: bytes, descriptor: int) -> None:
         """Take a descriptor."""
         self.placed = placed
         self.nbytes = nbytes
@@ -49,7 +49,7 @@ class Handle:
             OSError: If there is no free descriptor.
         """
         *placed, nbytes, uuid = _HANDLE.unpack(body)
-        return cls(Placed(*placed), nbytes, uuid, os.dup(descriptor))
+        return cls(SegmentRef(*placed), nbytes, uuid, os.dup(descriptor))
 
     def body(self) -> bytes:
         """Return the body of a packet that tells another process of it."""
@@ -108,11 +108,11 @@ class GpuSegments:
         memory = _core.DeviceSegment(uuid, nbytes)
         descriptor = os.dup(memory.descriptor)
         memory.close_descriptor()
-        placed = Placed(self._owner, FIRST + at, self._generations[at])
+        placed = SegmentRef(self._owner, FIRST + at, self._generations[at])
         made = self._segments[at] = OwnSegment(memory, Handle(placed, nbytes, uuid, descriptor))
         return made
 
-    def find(self, placed: Placed) -> OwnSegment | None:
+    def find(self, placed: SegmentRef) -> OwnSegment | None:
         """Return one of the segments; None if it is another process's, or there is a newer one."""
         segment = self._segments.get(placed.segment - FIRST)
         return segment if segment is not None and segment.handle.placed == placed else None

@@ -51,7 +51,7 @@ class OutOfSyncError(LacksStateError):
     """The others made another call meanwhile: they may be at another place in the training."""
 
 
-class Placed(NamedTuple):
+class SegmentRef(NamedTuple):
     """Where weights are on a GPU.
 
     Attributes:
@@ -75,7 +75,7 @@ class OnGpu(NamedTuple):
     """
 
     uuid: bytes
-    placed: Placed | None = None
+    placed: SegmentRef | None = None
 
 
 class Request(NamedTuple):
@@ -208,7 +208,7 @@ class Response(NamedTuple):
         recovering: The sessions that lack the state.
         error: The error that all members raise.
         layout: The layout of the weights, pickled; None, if the requests contain it.
-        facts: The arguments of `Round` after the weights; empty with an error.
+        arguments: The arguments of `Round` after the weights; empty with an error.
         prepared: The number by which those whose requests it answers may repeat them; 0, if they
             may not.
         placed: The segment of a GPU that has the weights; None, if they are on the host.
@@ -224,9 +224,9 @@ class Response(NamedTuple):
     recovering: tuple[int, ...] = ()
     error: Exception | None = None
     layout: bytes | None = None
-    facts: tuple[Any, ...] = ()
+    arguments: tuple[Any, ...] = ()
     prepared: int = 0
-    placed: Placed | None = None
+    placed: SegmentRef | None = None
     may_stay: bool = False
     values: Mapping[int, bytes] = {}
 

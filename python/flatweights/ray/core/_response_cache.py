@@ -65,7 +65,7 @@ class CacheChanges(NamedTuple):
     moved: list[int]
 
 
-class Made(NamedTuple):
+class PastCall(NamedTuple):
     """The last call of one kind.
 
     Attributes:
@@ -88,7 +88,7 @@ class ResponseCache:
         self._kept: dict[Kind, CachedResponse] = {}  # the oldest first
         # Small responses that were the oldest in `_kept`; the oldest first.
         self._small: dict[Kind, CachedResponse] = {}
-        self._made: dict[Kind, Made] = {}  # the oldest first
+        self._made: dict[Kind, PastCall] = {}  # the oldest first
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
         self._twins: set[str] = set()  # the keys of requests that are twins
 
@@ -189,7 +189,7 @@ class ResponseCache:
         ever = set() if before is None else before.late
         ever.update([peer.number for peer in late])
         have = {peer.number for peer in peers} | {peer.number for peer in late}
-        _put_last(self._made, kind, Made(made.number, have, ever), _KINDS)
+        _put_last(self._made, kind, PastCall(made.number, have, ever), _KINDS)
         if request.state is not None:
             self._states[request.state] = made.number
             for peer in peers:

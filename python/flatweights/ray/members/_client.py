@@ -36,12 +36,12 @@ from flatweights.ray.core._requests import (
     end_of,
     remember,
 )
-from flatweights.ray.members._again import Repeatable, response_again
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._coordinator import Coordinator
 from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
 from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._rendezvous import JoinReply
+from flatweights.ray.members._repeated_call import Repeatable, response_again
 from flatweights.ray.members._sessions import as_array
 from flatweights.ray.peers._wait import seconds_left
 from flatweights.ray.results._variables import Memory, Variables
@@ -248,7 +248,7 @@ class ChannelClient(CoordinatorClient):
     def close(self, raised: str = "") -> None:
         """Close the socket."""
         if raised and not self._channel.is_closed:
-            self._channel.part(raised)
+            self._channel.send_last_words(raised)
         self._channel.close()
         self._gpu.clear()
 

@@ -12,7 +12,7 @@ from flatweights._settings import gpu_setting
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._gpu_segments import GpuSegments, Handle, OwnSegment
 from flatweights.ray.channels._member_channel import MemberChannel
-from flatweights.ray.core._requests import Placed
+from flatweights.ray.core._requests import SegmentRef
 from flatweights.ray.members._reductions import Reduction, SegmentsReduced
 from flatweights.ray.support._errors import reason_in_a_line
 from flatweights.ray.support._failpoints import reach
@@ -116,10 +116,10 @@ class GpuEnd:
         flags = _core.average_on_gpu(layout.core, out.memory, models, wanted.weights)
         self.tell(out)
         reach("reduced")
-        spoiled = tuple(k for k, is_flagged in enumerate(flags) if is_flagged)
-        return SegmentsReduced(out.handle.placed, spoiled)
+        not_finite = tuple(k for k, is_flagged in enumerate(flags) if is_flagged)
+        return SegmentsReduced(out.handle.placed, not_finite)
 
-    def memory(self, placed: Placed) -> _core.DeviceSegment | _core.PeerDeviceSegment:
+    def memory(self, placed: SegmentRef) -> _core.DeviceSegment | _core.PeerDeviceSegment:
         """Return a segment of this member or of another, mapped.
 
         Raises:

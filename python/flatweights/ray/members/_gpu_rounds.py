@@ -30,7 +30,7 @@ from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._gpu_segments import Handle
 from flatweights.ray.channels._protocol import REDUCE
 from flatweights.ray.core._peer import Peer
-from flatweights.ray.core._requests import Placed, Request
+from flatweights.ray.core._requests import Request, SegmentRef
 from flatweights.ray.members._reductions import Reduction, SegmentsReduced
 from flatweights.ray.members._sessions import Session
 from flatweights.ray.support._errors import reason_in_a_line
@@ -41,7 +41,7 @@ _PATIENCE = 2.0  # seconds for an average: milliseconds, unless that member is s
 _log = logging.getLogger("flatweights")
 
 
-class Stayed:
+class OnDevice:
     """Weights in a segment of a member: an average, or those of the root of a broadcast.
 
     Attributes:
@@ -96,7 +96,7 @@ class GpuRounds:
         """Start without any."""
         self._channels = channels
         self._is_off = False  # once a GPU has failed: it may fail each member in turn
-        self._stayed: list[Stayed] = []
+        self._stayed: list[OnDevice] = []
         self._gone: list[Session] = []  # members that are gone, whose segments others still have
 
     def may_stay(self, first: Request, readers: Iterable[tuple[Peer, Request]]) -> bool:
@@ -121,7 +121,7 @@ class GpuRounds:
         others: Sequence[Session],
         layout: Layout,
         weights: Sequence[float],
-    ) -> Stayed:
+    ) -> OnDevice:
         """Have the member with the lowest rank average the segments of all.
 
         Args:
@@ -145,14 +145,14 @@ class GpuRounds:
         if reduced.placed is None:
             self._is_off = self._is_off or reduced.is_fault
             raise RequestAgainError(f"rank {reducer.rank} could not average: {reduced.why}")
-        if reduced.spoiled and first.nonfinite != "propagate":
-            ranks = [sessions[k].rank for k in reduced.spoiled]
+        if reduced.not_finite and first.nonfinite != "propagate":
+            ranks = [sessions[k].rank for k in reduced.not_finite]
             raise RequestAgainError(f"ranks {ranks} hold NaN or infinity")
         return self._kept(reducer, layout, reduced.placed)
 
     def relay(
         self, first: Request, root: Session, sessions: Sequence[Session], layout: Layout
-    ) -> Stayed:
+    ) -> OnDevice:
         """Let all members read the segment of the root of a broadcast.
 
         Args:
@@ -177,7 +177,7 @@ class GpuRounds:
         self.hear(session)
         self._gone.append(session)
 
-    def release(self, is_kept: Callable[[Stayed], bool], sessions: Iterable[Session]) -> None:
+    def release(self, is_kept: Callable[[OnDevice], bool], sessions: Iterable[Session]) -> None:
         """Let go of segments that are neither read nor kept for members that are late.
 
         Args:
@@ -237,18 +237,18 @@ class GpuRounds:
         _, (body, _) = channel.take()
         return SegmentsReduced(*pickle.loads(body))
 
-    def _kept(self, owner: Session, layout: Layout, placed: Placed) -> Stayed:
+    def _kept(self, owner: Session, layout: Layout, placed: SegmentRef) -> OnDevice:
         assert owner.channel is not None
         try:
             handle = owner.channel.handle_of(placed)
         except ChannelError as error:  # this process had no descriptor for it
             raise RequestAgainError(f"{owner.who}: {error}") from None
-        stayed = Stayed(owner, handle, layout)
+        stayed = OnDevice(owner, handle, layout)
         self._stayed.append(stayed)
         return stayed
 
 
-def _placed(session: Session) -> Placed:
+def _placed(session: Session) -> SegmentRef:
     """Return the segment that has the weights of a member."""
     assert session.request.gpu is not None
     assert session.request.gpu.placed is not None

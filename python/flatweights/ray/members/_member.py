@@ -33,16 +33,16 @@ from flatweights.ray.core._requests import (
     Response,
     remember,
 )
-from flatweights.ray.members._again import Again
 from flatweights.ray.members._client import CoordinatorClient, Sent, enter
 from flatweights.ray.members._config import GRACE, GroupConfig
 from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._rendezvous import JoinReply
+from flatweights.ray.members._repeated_call import RepeatedCall
 from flatweights.ray.members._train import train_worker
-from flatweights.ray.members._turns import Turns
+from flatweights.ray.members._twins import Twins
 from flatweights.ray.nodes._plan import ReduceDType
 from flatweights.ray.peers._wait import check_timeout, seconds_left
-from flatweights.ray.results._round import Round, facts_again
+from flatweights.ray.results._round import Round, repeated_arguments
 from flatweights.ray.results._variables import (
     State,
     Variables,
@@ -215,8 +215,8 @@ class Member:
         self.lacks_state = response.number > 0
         self.raise_if_out_of_sync = False
         self._coordinator = coordinator
-        self._turns = Turns(name)
-        self._again: dict[int, Again | None] = {}  # by the id of their variables
+        self._twins = Twins(name)
+        self._again: dict[int, RepeatedCall | None] = {}  # by the id of their variables
         self._last_state: WholeState | None = None
         self._turn = threading.Lock()
         self._caller = 0  # the thread that holds it
@@ -357,7 +357,7 @@ class Member:
         request = self._request(
             layout, weight, timeout, min_results, nonfinite, rule=rule, state=state
         )
-        if self._turns.is_twin(variables, request.keys[1]):
+        if self._twins.is_twin(variables, request.keys[1]):
             request = request._replace(twins=(*request.twins, request.keys[1]))
         with self._call(state) as coordinator:
             request, sent = coordinator.gather(variables, request)
@@ -366,11 +366,11 @@ class Member:
             result = self._round(response, None)
             way = coordinator.again(request, sent)
             if way is not None:
-                again = Again.of(variables, state, arguments, request, way, self._turns)
+                again = RepeatedCall.of(variables, state, arguments, request, way, self._twins)
                 remember(self._again, id(variables), again)
             return result
 
-    def _average_again(self, again: Again, variables: Variables, state: Any) -> Round | None:
+    def _average_again(self, again: RepeatedCall, variables: Variables, state: Any) -> Round | None:
         """Average as before; None, with nothing done, if this call is not like that one."""
         if self._process != os.getpid() or _get_running_loop() is not None:
             return None
@@ -380,14 +380,14 @@ class Member:
             self._caller = threading.get_ident()
             try:
                 is_healthy = state is None or not self.lacks_state
-                if self._over or not (is_healthy and again.is_for(variables, state, self._turns)):
+                if self._over or not (is_healthy and again.is_for(variables, state, self._twins)):
                     return None
                 return self._exchange_again(again, variables, state)
             finally:
                 self._caller = 0
 
     def _exchange_again(
-        self, again: Again, variables: Variables, state: Variables | None
+        self, again: RepeatedCall, variables: Variables, state: Variables | None
     ) -> Round | None:
         """Average as before; None, with nothing done, if the segment is not free."""
         coordinator = self._coordinator
@@ -414,7 +414,7 @@ class Member:
                 if _failpoints.hook is not None:
                     _failpoints.reach("told")
                 *numbers, mean = told
-                result = Round(None, *facts_again(again.known.response.facts, *numbers))
+                result = Round(None, *repeated_arguments(again.known.response.arguments, *numbers))
             variables.scatter(mean, **again.options)
             return result
         except BaseException as error:
@@ -616,7 +616,7 @@ class Member:
             None if state is None else _layout_of(state, "state").digest,
         )
         first = state.parts[0] if isinstance(state, WholeState) else state
-        if first is not None and self._turns.is_twin(first, request.keys[0]):
+        if first is not None and self._twins.is_twin(first, request.keys[0]):
             request = request._replace(twins=request.keys[:1])
         return request
 
@@ -729,7 +729,7 @@ class Member:
 
     def _round(self, response: Response, weights: Any) -> Round:
         self._note(response)
-        result = Round(weights, *response.facts)
+        result = Round(weights, *response.arguments)
         if self._session not in (
             *response.sessions,
             *response.recovering,

@@ -210,11 +210,11 @@ class NodeAgent:
         with self._turn:
             self._end.models[session.rank] = packed.buffer
             self._senders[session.rank] = session
-        spoiled = None
+        not_finite = None
         if request.nonfinite != "propagate" and request.rule is None:
             template = Template(Kind.FLAT_WEIGHTS, packed.layout)
-            spoiled = template.find_nonfinite([packed.buffer], f"rank {session.rank}")
-        self._coordinator.hand.remote(session.token, answer.body, RemoteWeights(spoiled))
+            not_finite = template.find_nonfinite([packed.buffer], f"rank {session.rank}")
+        self._coordinator.hand.remote(session.token, answer.body, RemoteWeights(not_finite))
 
     def _lose(self, session: Session, why: MemberDiedError) -> None:
         """Count a member as dead, and tell the coordinator."""

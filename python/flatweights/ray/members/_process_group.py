@@ -65,7 +65,7 @@ from flatweights.ray.core._requests import (
 from flatweights.ray.core._response_cache import CacheChanges
 from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._config import GroupConfig
-from flatweights.ray.members._gpu_rounds import GpuRounds, RequestAgainError, Stayed
+from flatweights.ray.members._gpu_rounds import GpuRounds, OnDevice, RequestAgainError
 from flatweights.ray.members._node_agent import NodeAgentActor, NodeAgentResponse, SentWeights
 from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._rendezvous import Rendezvous
@@ -84,7 +84,7 @@ from flatweights.ray.peers._summary import Exchanged
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._report import METRICS, SENT, report
 from flatweights.ray.results._result import Packed
-from flatweights.ray.results._round import Round, facts_of
+from flatweights.ray.results._round import Round, arguments_of
 from flatweights.ray.rounds._allreduce import NodesAverage
 from flatweights.ray.rounds._local_reduce import DriverAverage
 from flatweights.ray.support._errors import (
@@ -106,7 +106,7 @@ class _Encoded(NamedTuple):
     """A response that members may yet get: its body, and its weights."""
 
     body: bytes
-    weights: Packed | Stayed | None
+    weights: Packed | OnDevice | None
 
 
 class ProcessGroup:
@@ -345,7 +345,7 @@ class ProcessGroup:
             seconds_waited=self._seconds_waited,
         )
         is_average = first.operation == "average"
-        weights: Packed | Stayed | None = None
+        weights: Packed | OnDevice | None = None
         result: Round | None = None
         error: Exception | None = None
         try:
@@ -368,7 +368,7 @@ class ProcessGroup:
             _core.withdraw_offer()
         arrivals.release()
         self._seconds_waited = 0.0
-        stayed = weights if isinstance(weights, Stayed) else None
+        stayed = weights if isinstance(weights, OnDevice) else None
         if result is None:
             self.calls.receive(Refused(), _clock.now())
         else:
@@ -386,7 +386,7 @@ class ProcessGroup:
         send: Send,
         call: Reduce,
         result: Round | None,
-        weights: Packed | Stayed | None,
+        weights: Packed | OnDevice | None,
         error: Exception | None,
     ) -> None:
         """Post the response of a call, and keep it.
@@ -400,7 +400,7 @@ class ProcessGroup:
         """
         first, requests = call.first, call.requests
         is_average = first.operation == "average"
-        facts: tuple[Any, ...] = ()
+        arguments: tuple[Any, ...] = ()
         layout: bytes | None = None
         pickler: Any = pickle if error is None else ray.cloudpickle
         if result is not None:
@@ -412,8 +412,8 @@ class ProcessGroup:
             if result.failed:
                 result.failed = {rank: portable(why) for rank, why in result.failed.items()}
                 pickler = ray.cloudpickle
-            facts = facts_of(result)
-        stayed = weights if isinstance(weights, Stayed) else None
+            arguments = arguments_of(result)
+        stayed = weights if isinstance(weights, OnDevice) else None
         sessions = _sessions(call.peers)
         prepared = self._repetitions.prepare(call, send, result, weights, sessions)
         response = Response(
@@ -425,7 +425,7 @@ class ProcessGroup:
             tuple(peer.number for peer in send.recovering),
             error,
             layout,
-            facts,
+            arguments,
             prepared,
             None if stayed is None else stayed.handle.placed,
             self._gpu.may_stay(first, send.readers),
@@ -466,11 +466,11 @@ class ProcessGroup:
             where = "" if difference is None else f"; weights of {_named(others)}: {difference}"
             raise CallsDifferError(f"expected the same call of all members, got {calls}{where}")
 
-    def _is_kept(self, stayed: Stayed) -> bool:
+    def _is_kept(self, stayed: OnDevice) -> bool:
         """Whether a response with these weights is kept for members that are late."""
         return any(kept.weights is stayed for kept in self._kept.values())
 
-    def _stay_on_gpu(self, call: Reduce, arrivals: Arrivals) -> tuple[Round, Stayed]:
+    def _stay_on_gpu(self, call: Reduce, arrivals: Arrivals) -> tuple[Round, OnDevice]:
         """Average, or relay, weights that are in segments of a GPU.
 
         Raises:
@@ -640,7 +640,7 @@ class ProcessGroup:
         self,
         number: int,
         body: bytes,
-        weights: Packed | Stayed | None,
+        weights: Packed | OnDevice | None,
         sessions: Sequence[Session],
         exchanged: Exchanged | None = None,
     ) -> None:
@@ -662,7 +662,7 @@ class ProcessGroup:
         for session in sessions:
             caller = session.take_caller()
             try:
-                if isinstance(weights, Stayed):
+                if isinstance(weights, OnDevice):
                     weights.send(session)
                 if session.channel is not None:
                     if post is None:

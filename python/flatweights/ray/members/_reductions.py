@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flatweights.ray.core._requests import Placed
+from flatweights.ray.core._requests import SegmentRef
 
 
 class Reduction(NamedTuple):
@@ -15,7 +15,7 @@ class Reduction(NamedTuple):
         weights: Their weights.
     """
 
-    segments: tuple[Placed, ...]
+    segments: tuple[SegmentRef, ...]
     weights: tuple[float, ...]
 
 
@@ -24,12 +24,12 @@ class SegmentsReduced(NamedTuple):
 
     Attributes:
         placed: The segment with the average; None after an error.
-        spoiled: The positions in `Reduction.segments` of those that hold NaN or infinity.
+        not_finite: The positions in `Reduction.segments` of those that hold NaN or infinity.
         why: The error.
         is_fault: Whether the GPU or its driver has failed, so that the next try may fail, too.
     """
 
-    placed: Placed | None
-    spoiled: tuple[int, ...] = ()
+    placed: SegmentRef | None
+    not_finite: tuple[int, ...] = ()
     why: str = ""
     is_fault: bool = False

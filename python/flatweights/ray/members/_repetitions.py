@@ -24,7 +24,7 @@ from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._segments import Extent
 from flatweights.ray.core._events import LastCall, Reduce, Send
 from flatweights.ray.core._requests import Request, Response, remember
-from flatweights.ray.members._again import response_again
+from flatweights.ray.members._repeated_call import response_again
 from flatweights.ray.members._sessions import Prepared, Session
 from flatweights.ray.results._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.results._result import Packed

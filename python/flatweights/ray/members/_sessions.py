@@ -68,10 +68,10 @@ class RemoteWeights(NamedTuple):
     """A placeholder for weights that stay on the member's node.
 
     Attributes:
-        spoiled: The error about NaN or infinity, if they were screened and hold any.
+        not_finite: The error about NaN or infinity, if they were screened and hold any.
     """
 
-    spoiled: Exception | None
+    not_finite: Exception | None
 
 
 class Prepared(NamedTuple):
@@ -143,7 +143,7 @@ class Session(Peer):
                 return True
         if self.channel is None or not self.channel.is_closed or not self.is_present:
             return False
-        self.fault = end_of(self.who, self.channel.parting)
+        self.fault = end_of(self.who, self.channel.last_words)
         return True
 
     def take_caller(self) -> Future[Reply] | None:
@@ -311,7 +311,7 @@ class SessionResult(RayResult):
             return FlatWeights.wrap(ray.get(self.ref), self.layout)
         if self.away is not None:
             template = Template(Kind.FLAT_WEIGHTS, self.layout)
-            return Summary(template, spoiled=self.away.spoiled, nbytes=self.layout.nbytes)
+            return Summary(template, not_finite=self.away.not_finite, nbytes=self.layout.nbytes)
         return None if self.packed is None else self.packed.weights()
 
     def fetch(self) -> bool:

@@ -24,7 +24,7 @@ class Summary(NamedTuple):
         coding: The weights before they were encoded, if they stay in 16 bits.
         weight: Its weight, if a function of the result determines it.
         extras: The part of the result beside the weights.
-        spoiled: The error about NaN or infinity, if the weights were screened and hold any.
+        not_finite: The error about NaN or infinity, if the weights were screened and hold any.
         nbytes: Bytes of the returned weights.
         error: The caller's mistake for which it cannot be averaged, if there is one.
     """
@@ -34,7 +34,7 @@ class Summary(NamedTuple):
     coding: Coding | None = None
     weight: float | None = None
     extras: Any = None
-    spoiled: Exception | None = None
+    not_finite: Exception | None = None
     nbytes: int = 0
     error: Exception | None = None
 
@@ -73,12 +73,12 @@ def read_into(models: dict[int, Bytes], rank: int, result: Any, reading: ReadOpt
         where = f"rank {rank}"
         template = Template.of(model, where)
         weight = reading.weigh and weight_of(reading.weigh, result, where)
-        spoiled = None
+        not_finite = None
         if reading.screen:
-            spoiled = template.find_nonfinite(template.read(model, where), where)
+            not_finite = template.find_nonfinite(template.read(model, where), where)
         nbytes = nbytes_of(received) or template.layout.nbytes
         models[rank] = packed_bytes(template, model)
-        return Summary(template, containers, coding, weight, extras, spoiled, nbytes)
+        return Summary(template, containers, coding, weight, extras, not_finite, nbytes)
     except Exception as error:  # the driver raises it
         return Summary(error=portable(error))
 

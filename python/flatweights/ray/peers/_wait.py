@@ -286,10 +286,10 @@ class Arrivals:
         self.failed.update(reasons)
         self.arrived.difference_update(reasons)
 
-    def quarantine(self, spoiled: Mapping[int, Exception]) -> None:
+    def quarantine(self, not_finite: Mapping[int, Exception]) -> None:
         """Leave out ranks that hold NaN or infinity, for ``nonfinite="skip"``."""
-        self.quarantined |= spoiled.keys()
-        self.lose(spoiled)
+        self.quarantined |= not_finite.keys()
+        self.lose(not_finite)
 
     def check(self, spec: RoundSpec, sample: Callable[[], Any] = lambda: None) -> None:
         """Raise if too few ranks can give a result.

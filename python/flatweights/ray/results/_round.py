@@ -222,21 +222,21 @@ class Round:
 _FACTS = [*inspect.signature(Round).parameters][1:]
 _NUMBER, _SECONDS = _FACTS.index("number"), _FACTS.index("seconds")
 
-facts_of = operator.attrgetter(*_FACTS)
+arguments_of = operator.attrgetter(*_FACTS)
 """Returns the arguments of `Round` after the weights, for a process that has the weights."""
 
 
-def facts_again(facts: tuple[Any, ...], number: int, *seconds: float) -> tuple[Any, ...]:
-    """Return the `facts_of` a round with the ``number``, like one that had these.
+def repeated_arguments(arguments: tuple[Any, ...], number: int, *seconds: float) -> tuple[Any, ...]:
+    """Return the `arguments_of` a round with the ``number``, like one that had these.
 
     Args:
-        facts: The facts of that one.
+        arguments: The facts of that one.
         number: The number of the round.
         seconds: The seconds of each step of that one, in their order.
     """
-    again = [*facts]
+    again = [*arguments]
     again[_NUMBER] = number
-    again[_SECONDS] = dict(zip(facts[_SECONDS], seconds, strict=True))
+    again[_SECONDS] = dict(zip(arguments[_SECONDS], seconds, strict=True))
     return tuple(again)
 
 

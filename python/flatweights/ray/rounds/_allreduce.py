@@ -236,7 +236,7 @@ class NodesAverage:
         template: Template | None = None
         whole: Template | None = None  # before the models were encoded
         first = 0
-        spoiled: dict[int, Exception] = {}
+        not_finite: dict[int, Exception] = {}
         for rank in sorted(self._summaries.keys() - arrivals.failed.keys()):
             summary = self._summaries[rank]
             if summary.error is not None:
@@ -248,12 +248,12 @@ class NodesAverage:
                 template, whole, first = summary.template, this, rank
                 self._codec.accept(_stand_in(template), f"rank {rank}")
             _match(whole, this, rank, first)
-            if summary.spoiled is not None:
-                spoiled[rank] = summary.spoiled
+            if summary.not_finite is not None:
+                not_finite[rank] = summary.not_finite
         assert template is not None
-        if spoiled and spec.nonfinite == "raise":
-            raise next(iter(spoiled.values()))
-        arrivals.quarantine(spoiled)
+        if not_finite and spec.nonfinite == "raise":
+            raise next(iter(not_finite.values()))
+        arrivals.quarantine(not_finite)
         arrivals.check(spec)
         ranks = sorted(self._summaries.keys() - arrivals.failed.keys())
         by_result = callable(spec.weights)

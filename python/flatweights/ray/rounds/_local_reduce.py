@@ -146,10 +146,10 @@ class DriverAverage:
 
     def _leave_out_spoiled(self, models: list[Any], weights: list[float]) -> None:
         """Remove the models that hold NaN or infinity, and their weights, from these lists."""
-        spoiled = self._find_spoiled(self._used, models)
-        self._arrivals.quarantine(spoiled)
+        not_finite = self._find_spoiled(self._used, models)
+        self._arrivals.quarantine(not_finite)
         self._check()
-        left = [k for k, rank in enumerate(self._used) if rank not in spoiled]
+        left = [k for k, rank in enumerate(self._used) if rank not in not_finite]
         models[:], weights[:] = [models[k] for k in left], [weights[k] for k in left]
         self._used = [self._used[k] for k in left]
 
@@ -164,14 +164,14 @@ class DriverAverage:
             names=[f"rank {rank}" for rank in ranks],
         )
         rest = [k for k in range(len(ranks)) if k not in set(aggregate.used)]
-        spoiled: set[int] = set()
+        not_finite: set[int] = set()
         if nonfinite == "skip":
-            spoiled = {*self._find_spoiled([ranks[k] for k in rest], [models[k] for k in rest])}
-        self._left_out = [ranks[k] for k in rest if ranks[k] not in spoiled]
+            not_finite = {*self._find_spoiled([ranks[k] for k in rest], [models[k] for k in rest])}
+        self._left_out = [ranks[k] for k in rest if ranks[k] not in not_finite]
         if aggregate.scores is not None:
             scores = zip(ranks, aggregate.scores, strict=True)
-            self._scores = {rank: score for rank, score in scores if rank not in spoiled}
-        return aggregate.weights, [k for k, rank in enumerate(ranks) if rank not in spoiled]
+            self._scores = {rank: score for rank, score in scores if rank not in not_finite}
+        return aggregate.weights, [k for k, rank in enumerate(ranks) if rank not in not_finite]
 
     def _mean_in_place(self) -> FlatWeights | None:
         """Return the mean, read-only, of weights of one layout that are all in segments.
@@ -221,12 +221,12 @@ class DriverAverage:
             return self._mean(total, self._out)
         mean = self._mean(total)
         if self._find_spoiled([self._first], [mean]):
-            spoiled: dict[int, Exception] = {}
+            not_finite: dict[int, Exception] = {}
             for rank in self._used:
-                spoiled |= self._take_and_screen(rank)
-            if spoiled and self._spec.nonfinite == "raise":
-                raise next(iter(spoiled.values()))
-            self._arrivals.quarantine(spoiled)
+                not_finite |= self._take_and_screen(rank)
+            if not_finite and self._spec.nonfinite == "raise":
+                raise next(iter(not_finite.values()))
+            self._arrivals.quarantine(not_finite)
             self._check()
             if self._arrivals.failed:
                 # Average again without them, since the others are still held.
@@ -336,13 +336,13 @@ class DriverAverage:
     def _find_spoiled(self, ranks: Iterable[int], models: Iterable[Any]) -> dict[int, Exception]:
         """Return, for the ranks whose models hold NaN or infinity, errors that name the slot."""
         assert self._template is not None
-        spoiled: dict[int, Exception] = {}
+        not_finite: dict[int, Exception] = {}
         for rank, model in zip(ranks, models, strict=True):
             name = f"rank {rank}"
             error = self._template.find_nonfinite(self._template.read(model, name), name)
             if error is not None:
-                spoiled[rank] = error
-        return spoiled
+                not_finite[rank] = error
+        return not_finite
 
     def _check(self) -> None:
         self._arrivals.check(self._spec, self._sample)

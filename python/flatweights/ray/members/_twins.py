@@ -13,7 +13,7 @@ from typing import Any
 _log = logging.getLogger("flatweights")
 
 
-class Turns:
+class Twins:
     """The variables, and the states, of a member's calls.
 
     An object counts from its second turn on: a program may make new objects for each call, or for

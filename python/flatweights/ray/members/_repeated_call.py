@@ -17,8 +17,8 @@ import numpy as np
 from flatweights._layout import Layout
 from flatweights.ray.channels._member_channel import Shortcut
 from flatweights.ray.core._requests import Request, Response
-from flatweights.ray.members._turns import Turns
-from flatweights.ray.results._round import facts_again
+from flatweights.ray.members._twins import Twins
+from flatweights.ray.results._round import repeated_arguments
 from flatweights.ray.results._variables import Variables, without_seeds
 
 # Types of arguments that stay what they are: an array of one number, such as a weight, may change.
@@ -39,11 +39,13 @@ class Repeatable:
 
 
 def response_again(response: Response, number: int, *seconds: float) -> Response:
-    """Return the response of a call that repeats that of ``response``; see `facts_again`."""
-    return response._replace(number=number, facts=facts_again(response.facts, number, *seconds))
+    """Return the response of a call that repeats that of ``response``; see `repeated_arguments`."""
+    return response._replace(
+        number=number, arguments=repeated_arguments(response.arguments, number, *seconds)
+    )
 
 
-class Again(NamedTuple):
+class RepeatedCall(NamedTuple):
     """A call of `Member.average_variables` that may be made again.
 
     Attributes:
@@ -54,7 +56,7 @@ class Again(NamedTuple):
         request: What it asks.
         shortcut: The way to ask for it again.
         known: What is known of such calls.
-        turns: How often another model had taken its turn.
+        changes: How often another model had taken its turn.
         options: Those with which the variables are set.
     """
 
@@ -65,7 +67,7 @@ class Again(NamedTuple):
     request: Request
     shortcut: Shortcut
     known: Repeatable
-    turns: int
+    changes: int
     options: dict[str, bool]
 
     @classmethod
@@ -76,8 +78,8 @@ class Again(NamedTuple):
         arguments: tuple[Any, ...],
         request: Request,
         way: tuple[Shortcut, Repeatable],
-        turns: Turns,
-    ) -> Again | None:
+        twins: Twins,
+    ) -> RepeatedCall | None:
         """Return a call that was just made; None, if it cannot be made again.
 
         Args:
@@ -86,7 +88,7 @@ class Again(NamedTuple):
             arguments: See the attribute.
             request: See the attribute.
             way: The shortcut, and what is known of such calls.
-            turns: The turns of the member's models.
+            twins: Those of the member.
         """
         if not all(isinstance(one, _FIXED) for one in arguments):
             return None
@@ -95,9 +97,9 @@ class Again(NamedTuple):
         except TypeError:  # a class has no weak references
             return None
         options = without_seeds(variables)
-        return cls(*refs, arguments, variables.layout, request, *way, turns.changes, options)
+        return cls(*refs, arguments, variables.layout, request, *way, twins.changes, options)
 
-    def is_for(self, variables: Variables, state: Any, turns: Turns) -> bool:
+    def is_for(self, variables: Variables, state: Any, twins: Twins) -> bool:
         """Whether the next call with these objects is like this one."""
         if self.variables() is not variables:
             return False
@@ -107,4 +109,4 @@ class Again(NamedTuple):
         if (None if self.state is None else self.state()) is not state:
             return False
         is_there = self.shortcut.segments.changes == self.shortcut.changes
-        return self.turns == turns.changes and self.known.was_repeated and is_there
+        return self.changes == twins.changes and self.known.was_repeated and is_there
