@@ -22,16 +22,9 @@ from ray_workers import wait_for
 
 import flatweights as fw
 from flatweights import robust
-from flatweights.ray import (
-    Member,
-    MemberDiedError,
-    MemberError,
-    NotInTrainError,
-    WorkerError,
-    _failpoints,
-    join,
-)
+from flatweights.ray import Member, MemberDiedError, MemberError, NotInTrainError, WorkerError, join
 from flatweights.ray.members._coordinator import Coordinator
+from flatweights.ray.support import _failpoints
 
 pytestmark = pytest.mark.ray
 

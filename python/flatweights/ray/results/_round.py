@@ -219,10 +219,10 @@ class Round:
         return f"<table>{''.join(rows)}</table>"
 
 
-_FACTS = [*inspect.signature(Round).parameters][1:]
-_NUMBER, _SECONDS = _FACTS.index("number"), _FACTS.index("seconds")
+_ARGUMENTS = [*inspect.signature(Round).parameters][1:]
+_NUMBER, _SECONDS = _ARGUMENTS.index("number"), _ARGUMENTS.index("seconds")
 
-arguments_of = operator.attrgetter(*_FACTS)
+arguments_of = operator.attrgetter(*_ARGUMENTS)
 """Returns the arguments of `Round` after the weights, for a process that has the weights."""
 
 
@@ -230,7 +230,7 @@ def repeated_arguments(arguments: tuple[Any, ...], number: int, *seconds: float)
     """Return the `arguments_of` a round with the ``number``, like one that had these.
 
     Args:
-        arguments: The facts of that one.
+        arguments: Those of that one.
         number: The number of the round.
         seconds: The seconds of each step of that one, in their order.
     """
