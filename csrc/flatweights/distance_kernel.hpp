@@ -48,7 +48,7 @@ template <class K>
 [[gnu::always_inline]] inline void add_columns(double* __restrict sums, const K* squares) noexcept {
   static_assert(kSquareColumns<double> == kDistanceColumns);
 #if defined(FLATWEIGHTS_REGISTERS)
-  for (std::size_t c = 0; c < kDistanceColumns; c += kChannels) {
+  for (std::size_t c = 0; c < kDistanceColumns; c += kLanes) {
     Doubles sum = load_register<Doubles>(sums + c);
     if constexpr (std::is_same_v<K, float>)
       sum += widen(load_register<Floats>(squares + c) +

@@ -1,4 +1,4 @@
-// Moves many shards of memory at once: parts into a buffer, or a buffer into parts.
+// Moves many pieces of memory at once: parts into a buffer, or a buffer into parts.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace flatweights {
 
-// One shard: `size` elements from `from` to `to`. Between two different averaged real types,
+// One piece: `size` elements from `from` to `to`. Between two different averaged real types,
 // values are converted and rounded once; otherwise bytes are copied, and the dtypes do not
 // matter.
 struct Copy {

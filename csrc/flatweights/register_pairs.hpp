@@ -18,7 +18,7 @@ struct Pair {
   Doubles b;
 };
 
-inline constexpr std::size_t kPair = 2 * kChannels;
+inline constexpr std::size_t kPair = 2 * kLanes;
 
 [[gnu::always_inline]] inline void settle(Pair& value) noexcept {
   settle(value.a);
@@ -32,7 +32,7 @@ inline constexpr bool is_interleaved = std::is_same_v<T, BFloat16>;
 template <class T, bool Interleaved = is_interleaved<T>>
 [[gnu::always_inline]] inline Pair load_pair(const std::byte* memory, std::size_t i) noexcept {
   const std::byte* const first = memory + i * sizeof(T);
-  const std::byte* const second = first + kChannels * sizeof(T);
+  const std::byte* const second = first + kLanes * sizeof(T);
   if constexpr (std::is_same_v<T, Float16>) {
     return {widen(widen_halves(first)), widen(widen_halves(second))};
   } else if constexpr (std::is_same_v<T, BFloat16> && Interleaved) {
@@ -51,9 +51,9 @@ template <class T, bool Interleaved = is_interleaved<T>>
 // Writes the numbers of a pair in the order of their elements.
 template <class T>
 inline void spread_pair(double* to, Pair value) noexcept {
-  for (std::size_t l = 0; l < kChannels; ++l) {
+  for (std::size_t l = 0; l < kLanes; ++l) {
     to[is_interleaved<T> ? 2 * l : l] = value.a[l];
-    to[is_interleaved<T> ? 2 * l + 1 : kChannels + l] = value.b[l];
+    to[is_interleaved<T> ? 2 * l + 1 : kLanes + l] = value.b[l];
   }
 }
 
@@ -78,10 +78,10 @@ template <class T, bool Stream = false>
     store_register<Stream>(to, even | odd);
   } else if constexpr (std::is_same_v<T, float>) {
     store_register<Stream>(to, narrow(value.a));
-    store_register<Stream>(to + kChannels * sizeof(T), narrow(value.b));
+    store_register<Stream>(to + kLanes * sizeof(T), narrow(value.b));
   } else {
     store_register<Stream>(to, value.a);
-    store_register<Stream>(to + kChannels * sizeof(T), value.b);
+    store_register<Stream>(to + kLanes * sizeof(T), value.b);
   }
 }
 

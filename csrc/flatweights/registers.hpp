@@ -201,7 +201,7 @@ inline Register<double> multiply_add(Register<double> a, Register<double> b,
 
 #if defined(FLATWEIGHTS_REGISTERS)
 
-inline constexpr std::size_t kChannels = kRegister / sizeof(double);
+inline constexpr std::size_t kLanes = kRegister / sizeof(double);
 
 using Doubles = double __attribute__((vector_size(kRegister)));
 using Longs = std::int64_t __attribute__((vector_size(kRegister)));  // masks of Doubles: 0 or -1
@@ -228,8 +228,8 @@ using Words = std::uint32_t __attribute__((vector_size(kRegister / 2)));
 // one (`__builtin_convertvector`), or has no vector type for it (float16):
 //
 // widen and narrow convert between float32 and float64. round_to_odd is that of real.hpp.
-// widen_halves reads kChannels numbers of float16, narrow_to_halves makes them of two registers,
-// load_half_words reads kChannels words of 16 bits. widen_eight reads eight numbers of float16.
+// widen_halves reads kLanes numbers of float16, narrow_to_halves makes them of two registers,
+// load_half_words reads kLanes words of 16 bits. widen_eight reads eight numbers of float16.
 
 #if defined(__AVX512F__)
 
