@@ -284,6 +284,8 @@ def time_case(
 ) -> list[runner.Row]:
     """Call ``contenders`` in turn until the time is used up, and return a row for each.
 
+    Each turn has an order of its own, since what was called before leaves its memory in the caches.
+
     Args:
         case: The name of the case.
         contenders: Calls by name.
@@ -298,8 +300,11 @@ def time_case(
             before()
             call()
     end = time.perf_counter() + budget
+    rng = np.random.default_rng(0)
+    names = [*contenders]
     while time.perf_counter() < end or len(times[runner.OURS]) < _LEAST_CALLS:
-        for name, call in contenders.items():
+        for name in rng.permutation(names).tolist():
+            call = contenders[name]
             before()
             begin = time.perf_counter()
             call()

@@ -89,10 +89,10 @@ def test_weights_of_a_root_are_read_where_they_are(start: Start) -> None:
             assert all(same_bits(weights[name], np.asarray(root[name])) for name in root)
 
 
-def test_two_models_take_turns(start: Start) -> None:
+def test_models_take_turns(start: Start) -> None:
     members = start(2)
     for call in range(4):
-        for large, name in ((9_001, "a"), (5, "b")):
+        for large, name in ((9_001, "a"), (5, "b"), (200, "c"), (1_500, "d")):
             program = (
                 f"held = Holder(weights_of(10 * {call} + rank, {large}), uuid)\n"
                 f"named = {{'{name}' + k: v for k, v in held.weights.items()}}\n"
@@ -298,7 +298,8 @@ def test_a_segment_that_could_not_be_replaced_leaves_the_others_as_they_are(stan
 
 
 def test_the_memory_of_a_segment_goes_before_that_of_the_next(stand_in: str) -> None:
-    with gpu_processes(stand_in, 1, STAND_IN_CUDA_MEMORY=str(12 << 20)) as (process,):
+    memory = str((2 * MOST + 4) << 20)
+    with gpu_processes(stand_in, 1, STAND_IN_CUDA_MEMORY=memory) as (process,):
         process.run(
             "from flatweights.ray.channels._gpu_segments import FIRST, MOST, GpuSegments\n"
             "held = set()\n"
@@ -307,6 +308,20 @@ def test_the_memory_of_a_segment_goes_before_that_of_the_next(stand_in: str) -> 
             "held.remove(FIRST)\n"
             "segments.take(uuid, 5 << 20)"  # 6 MiB, as well as three of 2 MiB
         )
+
+
+def test_free_segments_of_other_models_go_if_memory_is_short(stand_in: str) -> None:
+    with gpu_processes(stand_in, 1, STAND_IN_CUDA_MEMORY=str(8 << 20)) as (process,):
+        left = process.run(
+            "from flatweights.ray.channels._gpu_segments import FIRST, GpuSegments\n"
+            "held = set()\n"
+            "segments = GpuSegments(1, held.__contains__)\n"
+            "placed = [segments.take(uuid, n).handle.placed for n in (9, 99, 999, 9999)]\n"
+            "held.add(FIRST + 1)\n"
+            "segments.take(uuid, 5 << 20)\n"
+            "result = [one.segment - FIRST for one in placed if segments.find(one) is not None]"
+        )
+    assert left == [1]
 
 
 def test_segments_of_members_that_are_gone_are_let_go(start: Start) -> None:

@@ -18,7 +18,9 @@ from flatweights import _core
 from flatweights.ray.core._requests import SegmentRef
 
 FIRST = 32  # the index of the first one; segments of the host have lower ones
-MOST = 4  # of one process: weights that are averaged, and results that others still read
+# Of one process: weights that are averaged, the result of this call and of the last one, and those
+# that the coordinator keeps for members that are late, one for each kind of call.
+MOST = 12
 
 _HANDLE = struct.Struct("<IIIQ16s")  # owner, index, generation, bytes, UUID of the GPU
 
@@ -105,7 +107,15 @@ class GpuSegments:
         at = next((at for at in free if at not in self._segments), free[0])
         self._segments.pop(at, None)  # it was made for another model; its memory goes first
         self._generations[at] += 1
-        memory = _core.DeviceSegment(uuid, nbytes)
+        try:
+            memory = _core.DeviceSegment(uuid, nbytes)
+        except MemoryError:
+            others = self._segments.keys() & free
+            if not others:
+                raise
+            for other in others:
+                del self._segments[other]
+            memory = _core.DeviceSegment(uuid, nbytes)
         descriptor = os.dup(memory.descriptor)
         memory.close_descriptor()
         placed = SegmentRef(self._owner, FIRST + at, self._generations[at])
