@@ -9,7 +9,7 @@ GROUP = {
     ),
     "nobody waits for what healthy workers owe": (
         "peers/_worker_set.py",
-        "        if [r for r in self._records.values() if r.in_flight is not None and r.why is None]:\n",
+        "        if [r for r in self.ranks.records.values() if r.in_flight is not None and r.why is None]:\n",
         "        if False:\n",
     ),
     "workers that lack weights are called": (
@@ -19,7 +19,7 @@ GROUP = {
     ),
     "unhealthy workers are called": (
         "peers/_ranks.py",
-        "        return [rank for rank in asked if self._records[rank].why is None]\n",
+        "        return [rank for rank in asked if self.records[rank].why is None]\n",
         "        return [*asked]\n",
     ),
     "each worker starts from its own weights": (
@@ -34,7 +34,7 @@ GROUP = {
     ),
     "a lost worker stays healthy": (
         "peers/_ranks.py",
-        "                self._records[rank].leave_out(error)\n",
+        "                self.records[rank].leave_out(error)\n",
         "                pass\n",
     ),
     "workers that are lost before the first weights need some": (
@@ -55,7 +55,7 @@ GROUP = {
     ),
     "a worker that refused weights is trusted": (
         "peers/_worker_set.py",
-        "            self._records[rank].mark_stale()  # it may have set some of them\n",
+        "            self.ranks.records[rank].mark_stale()  # it may have set some of them\n",
         "            pass\n",
     ),
     # When a round ends, and what is in it.

@@ -197,7 +197,7 @@ class GroupProgram:
         }
 
     def _ranks(self) -> list[int]:
-        return [*self._group._worker_set._records]
+        return [*self._group._worker_set.ranks.records]
 
     def _run(self) -> None:
         group, oracle = self._group, self._oracle
@@ -421,7 +421,7 @@ class GroupProgram:
     def _end(self) -> None:
         """Check that nothing is owed and held; end the group."""
         world, worker_set = self._world, self._group._worker_set
-        for rank, record in worker_set._records.items():
+        for rank, record in worker_set.ranks.records.items():
             if record.in_flight is not None and record.why is None:
                 world.fail(f"rank {rank} owes an answer at the end")
         channels = worker_set.channels

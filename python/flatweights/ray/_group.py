@@ -178,7 +178,7 @@ class WorkerGroup:
 
     def actors(self) -> dict[int, ray.actor.ActorHandle]:
         """Return the actors by rank."""
-        return self._worker_set.handles()
+        return self._worker_set.ranks.handles()
 
     @alone
     def add(
@@ -220,14 +220,14 @@ class WorkerGroup:
         if actors is not None:
             if n != 1 or args or arguments is not None or ray_options:
                 raise TypeError("actors: expected no other arguments beside them")
-            return self._worker_set.add(actors)
+            return self._worker_set.ranks.add(actors)
         check_count(n, "n")
         if self._actor_spec is None:
             raise TypeError("actors: expected actors, since the group was made from actors")
-        self._worker_set.check_open()
+        self._worker_set.ranks.check_open()
         actor_spec = self._actor_spec.with_more(args, arguments, ray_options)
-        first = self._worker_set.span
-        return self._worker_set.add(actor_spec.start(range(first, first + n)))
+        first = self._worker_set.ranks.span
+        return self._worker_set.ranks.add(actor_spec.start(range(first, first + n)))
 
     @alone
     def remove(self, ranks: Iterable[int] | int, *, kill: bool = True) -> None:
@@ -251,7 +251,7 @@ class WorkerGroup:
 
     def healthy_actor_ids(self) -> list[int]:
         """Return the ranks that are called."""
-        return self._worker_set.healthy()
+        return self._worker_set.ranks.healthy()
 
     def num_healthy_actors(self) -> int:
         """Return the number of ranks that are called."""
@@ -259,12 +259,12 @@ class WorkerGroup:
 
     def is_actor_healthy(self, rank: int) -> bool:
         """Whether ``rank`` is called: the worker is ready, healthy, and was not removed."""
-        return rank in self._worker_set.healthy()
+        return rank in self._worker_set.ranks.healthy()
 
     @property
     def unhealthy(self) -> Mapping[int, Exception]:
         """By rank, the reason for which an unhealthy actor is not called."""
-        return self._worker_set.unhealthy()
+        return self._worker_set.ranks.unhealthy()
 
     @alone
     def step(
@@ -297,7 +297,7 @@ class WorkerGroup:
         """
         work, timeout = Work(method, args, kwargs, arguments), check_timeout(timeout)
         _refuse_model(broadcast, "broadcast")
-        if broadcast is not None and self._worker_set.healthy():
+        if broadcast is not None and self._worker_set.ranks.healthy():
             self._take_back(timeout)
         return results_of(self._worker_set, work, timeout, ranks, broadcast)
 
@@ -371,7 +371,7 @@ class WorkerGroup:
         _refuse_model(broadcast, "broadcast")
         if travels not in ("weights", "gradients"):
             raise ValueError(f"travels: expected 'weights' or 'gradients', got {travels!r}")
-        if broadcast is not None and self._worker_set.healthy():
+        if broadcast is not None and self._worker_set.ranks.healthy():
             self._take_back(spec.timeout)
         result = average_of(self._worker_set, work, spec, ranks, broadcast, out, travels)
         self._count += 1
@@ -381,9 +381,9 @@ class WorkerGroup:
     def _spec(self, weights: Weights, **options: Any) -> RoundSpec:
         """Return the checked arguments of a round, for all ranks of the group."""
         worker_set = self._worker_set
-        worker_set.admit()
+        worker_set.ranks.admit()
         options["max_inflight"] = self._max_inflight
-        return RoundSpec.of(len(worker_set), weights, span=worker_set.span, **options)
+        return RoundSpec.of(len(worker_set.ranks), weights, span=worker_set.ranks.span, **options)
 
     @alone
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
@@ -439,7 +439,7 @@ class WorkerGroup:
         """
 
         def publish(is_alone: bool) -> None:
-            self._worker_set.check_open()
+            self._worker_set.ranks.check_open()
             self._worker_set.publish(weights, in_segment=is_alone)
 
         self._turn.beside(publish)
@@ -512,8 +512,8 @@ class WorkerGroup:
         spec = self._spec(
             weights, timeout=timeout, min_results=None, nonfinite=nonfinite, rule=rule
         )
-        asked = None if ranks is None else self._worker_set.check(ranks)
-        buffer = check_count(buffer, "buffer", len(asked or self._worker_set))
+        asked = None if ranks is None else self._worker_set.ranks.check(ranks)
+        buffer = check_count(buffer, "buffer", len(asked or self._worker_set.ranks))
         if updates is not None:
             updates = check_count(updates, "updates", least=0)
         if max_staleness is not None:
@@ -605,7 +605,7 @@ class WorkerGroup:
         )
 
         if not (ranks is None or callable(ranks)):
-            ranks = self._worker_set.check(ranks)
+            ranks = self._worker_set.ranks.check(ranks)
         run = RoundRun(self._worker_set, work, spec, ranks, round_arguments)
         return self._rounds(rounds, run, progress)
 
@@ -643,7 +643,7 @@ class WorkerGroup:
     def _report(self, result: Round) -> None:
         """Report a round; no later one lists the ranks again that have joined and left."""
         if result.joined or result.left:
-            self._worker_set.forget_news(result.joined, result.left)
+            self._worker_set.ranks.forget_news(result.joined, result.left)
         report(result, already_named=self.unhealthy if result.failed or result.late else ())
 
     def shutdown(self) -> None:
@@ -679,15 +679,23 @@ class WorkerGroup:
         For example, ``<WorkerGroup of 4 ranks, 3 healthy (2: ActorDiedError), 2 rounds, shm>``.
         """
         worker_set = self._worker_set
-        whys = [f"{rank}: {type(why).__name__}" for rank, why in worker_set.unhealthy().items()]
-        healthy = f"{len(worker_set) - len(whys)} healthy" + (
+        whys = [
+            f"{rank}: {type(why).__name__}" for rank, why in worker_set.ranks.unhealthy().items()
+        ]
+        healthy = f"{len(worker_set.ranks) - len(whys)} healthy" + (
             f" ({', '.join(whys)})" if whys else ""
         )
         transports = {
-            worker_set[rank].worker.transport.partition(":")[0] for rank in worker_set.healthy()
+            worker_set.ranks[rank].worker.transport.partition(":")[0]
+            for rank in worker_set.ranks.healthy()
         }
         names = [name for name in ("shm", "store") if name in transports]
-        parts = [f"{len(worker_set)} ranks", healthy, f"{self._count} rounds", " and ".join(names)]
+        parts = [
+            f"{len(worker_set.ranks)} ranks",
+            healthy,
+            f"{self._count} rounds",
+            " and ".join(names),
+        ]
         return f"<{type(self).__name__} of {', '.join(filter(None, parts))}>"
 
 

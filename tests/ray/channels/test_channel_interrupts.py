@@ -46,7 +46,7 @@ def check_round(group: WorkerGroup) -> None:
 
 def leave_mailboxes(group: WorkerGroup) -> None:
     """Wait until the workers have left their mailboxes: then their Ray calls return."""
-    workers: list[Any] = [group._worker_set[rank].worker for rank in range(2)]
+    workers: list[Any] = [group._worker_set.ranks[rank].worker for rank in range(2)]
     calls = [worker._channel.latest_call() for worker in workers if worker._channel is not None]
     ray.wait(calls, num_returns=len(calls), timeout=60)
 
@@ -100,7 +100,7 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
 
     def held() -> list[int]:
         """Return how many views this process has of each segment of the workers."""
-        workers: list[Any] = [group._worker_set[rank].worker for rank in range(2)]
+        workers: list[Any] = [group._worker_set.ranks[rank].worker for rank in range(2)]
         channels = [worker._channel for worker in workers if worker._channel is not None]
         return [channel.mailbox.holds(False, index) for channel in channels for index in range(4)]
 

@@ -529,7 +529,7 @@ def test_restore_in_the_body_leaves_a_late_worker_to_the_loop(
     while not next(rounds).late:
         pass
     assert group.restore(timeout=0.0) == []
-    in_flight = group._worker_set[1].in_flight
+    in_flight = group._worker_set.ranks[1].in_flight
     assert in_flight is not None
     (tmp_path / "go on").touch()
     assert wait_any([in_flight], None)
@@ -540,7 +540,7 @@ def test_restore_in_the_body_leaves_a_late_worker_to_the_loop(
 def test_a_broadcast_in_the_body_may_bring_back_a_worker_that_the_loop_asks(make: Make) -> None:
     group = make(2)
     publications = Publications(group)
-    pid, record = group.step("pid")[1], group._worker_set[1]
+    pid, record = group.step("pid")[1], group._worker_set.ranks[1]
     rounds = group.as_completed("work")
     while next(rounds).used != (1,):
         pass

@@ -84,7 +84,7 @@ def test_ranks_that_were_not_called_get_the_weights_before_their_next_call(
 
 
 def test_only_ranks_that_were_asked_are_missed(group: WorkerGroup) -> None:
-    group._worker_set[0].why = TimeoutError("away")
+    group._worker_set.ranks[0].why = TimeoutError("away")
     found = group.average("add", 1.0, ranks=[1, 2], min_results=2)
     assert (found.used, found.failed) == ((1, 2), {})
     assert list(group.average("add", 1.0, ranks=[0, 2], min_results=1).failed) == [0]
@@ -237,7 +237,7 @@ def test_a_group_says_how_it_is(group: WorkerGroup, way: str) -> None:
     assert repr(fresh).startswith("<WorkerGroup of 4 ranks, 4 healthy, 0 rounds")
     for _ in range(3):
         fresh.average("add", 1.0)
-    fresh._worker_set[2].why = TimeoutError("away")
+    fresh._worker_set.ranks[2].why = TimeoutError("away")
     expected = f"<WorkerGroup of 4 ranks, 3 healthy (2: TimeoutError), 3 rounds, {way}>"
     for _ in range(200):  # until all have attached
         if repr(fresh) == expected:

@@ -128,7 +128,7 @@ def bits(group: WorkerGroup) -> list[bytes]:
 
 
 def without_rank_0(group: WorkerGroup) -> None:
-    group._worker_set[0].why = TimeoutError("away")
+    group._worker_set.ranks[0].why = TimeoutError("away")
 
 
 @pytest.mark.parametrize("plan", ["at once", "streamed"])
@@ -152,7 +152,7 @@ def test_errors_name_the_ranks_of_the_group(group: WorkerGroup, plan: str) -> No
         group.average("give", 2, nan, good, nonfinite="skip", **options | {"min_results": 2})
     weighed = group.average("give", 2, 3 * good, good, weights=[100, 3, 1], **options)
     assert weighed.weights.tolist() == [1.5] * 3
-    group._worker_set[0].why = None
+    group._worker_set.ranks[0].why = None
 
 
 # A broadcast happened, or it did not.
@@ -362,7 +362,7 @@ def test_where_no_worker_is_healthy_weights_bring_those_back_that_take_them(
 
 def without_any(group: WorkerGroup) -> None:
     for rank in group.actors():
-        group._worker_set[rank].why = TimeoutError("away")
+        group._worker_set.ranks[rank].why = TimeoutError("away")
 
 
 def pid_of(actor: Any) -> int:
@@ -709,7 +709,7 @@ def test_run_gives_restore_no_more_time_than_it_has(
             without_rank_0(group)
             list(group.run(1, "get_weights", timeout=timeout))
     assert given == [2.0, 10.0, 10.0]
-    group._worker_set[0].why = None
+    group._worker_set.ranks[0].why = None
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), -1, "2"])

@@ -57,7 +57,7 @@ def test_weights_that_are_sent_bring_a_late_rank_back(lend: Lend, tmp_path: Path
         assert group.average(*hang, timeout=0.05, min_results=2).late == (1,)
     sent = weights_of(3.0)
     assert group.broadcast(sent) == [0, 2], "it still owes an answer, and is not asked"
-    in_flight = group._worker_set[1].in_flight
+    in_flight = group._worker_set.ranks[1].in_flight
     assert in_flight is not None
     (tmp_path / "go on").touch()
     assert wait_any([in_flight], None)
@@ -88,7 +88,7 @@ class InterruptedOnce(RayResult):
 def test_a_worker_whose_return_was_interrupted_comes_back(lend: Lend) -> None:
     group = lend(PlainWorker, 2)
     group.broadcast(weights_of(1.0))
-    record = group._worker_set[1]
+    record = group._worker_set.ranks[1]
     record.leave_out(ray.exceptions.ActorDiedError())
     answer = InterruptedOnce(record.worker.handle.ping.remote())
     record.probe(answer, None)
@@ -141,7 +141,7 @@ def test_workers_that_died_before_the_first_weights_get_the_initial_ones(
     group = lend(PlainWorker, 1, max_restarts=-1)
     actor = group.actors()[0]
     os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
-    group._worker_set[0].why = TimeoutError("late")
+    group._worker_set.ranks[0].why = TimeoutError("late")
     end = time.monotonic() + 120
     while True:
         assert time.monotonic() < end, group.unhealthy
@@ -185,7 +185,7 @@ def test_rounds_ask_a_dead_rank_ever_less_often(
     group = lend(PlainWorker, 2, max_restarts=0)
     group.broadcast(weights_of(1.0))
     assert group.average("act", {1: "die before"}, min_results=1).used == (0,)
-    worker, calls = group._worker_set[1].worker, 0
+    worker, calls = group._worker_set.ranks[1].worker, 0
     by_ray = worker.call
 
     def counted(call: Any) -> Any:

@@ -175,7 +175,7 @@ def test_workers_without_weights_need_initial_none(lend: Lend) -> None:
 def lose_weights(group: WorkerGroup, rank: int) -> None:
     """Reset the actor as a restart by Ray does."""
     ray.get(group.actors()[rank].build_anew.remote())
-    group._worker_set[rank].why = TimeoutError("restarted")
+    group._worker_set.ranks[rank].why = TimeoutError("restarted")
 
 
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])

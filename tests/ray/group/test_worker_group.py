@@ -215,7 +215,7 @@ def test_a_loop_that_brings_each_average_with_the_next_call(group: WorkerGroup) 
     assert before.nbytes_sent == 3 * before.weights.buffer.nbytes
     assert {*before.seconds} == {"wait", "average", "put"}
     assert group.step("how_often") == group.step("how_often_set") == {0: 4, 1: 4, 2: 4}
-    group._worker_set[1].why = TimeoutError("away")
+    group._worker_set.ranks[1].why = TimeoutError("away")
     assert group.restore() == [1]
     assert_same(group.step("get_weights")[1], before.weights)  # those that were sent last
 
@@ -740,7 +740,7 @@ def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
     with pytest.raises(WorkerError, match="rank 1: ArithmeticError"):
         list(group.run(1, "act", {1: "raise", 2: "hang"}, str(tmp_path)))
     # through Ray, a worker queues its calls
-    is_waited_for = group._worker_set[2].in_flight is not None
+    is_waited_for = group._worker_set.ranks[2].in_flight is not None
     ends: list[Any] = []
     settle, send = group._worker_set._await_in_flight, group._worker_set._send_latest
 

@@ -215,7 +215,10 @@ class Ranks:
     Attributes:
         platform: What the group uses of Ray and channels.
         channels: The channels to workers on this node.
+        records: The records by rank, in order, of the workers that are ready.
         admitted: The ranks of workers that were added, in the order in which they were ready.
+        over: The reason for which no worker can be called any more; empty while they can.
+        is_in_round: Whether workers answer, so that no other call may begin.
     """
 
     def __init__(
@@ -227,23 +230,23 @@ class Ranks:
             ValueError: If there is none, or one is given twice.
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
-        self._records: dict[int, WorkerRecord] = {}
+        self.records: dict[int, WorkerRecord] = {}
         self._joining: dict[int, tuple[WorkerRecord, ray.ObjectRef]] = {}  # a `ping` of its actor
         self._leaving: list[tuple[WorkerRecord, bool]] = []  # owe an answer; whether to end then
         self.admitted: list[int] = []
         self._news: tuple[list[int], list[int]] = [], []  # the ranks that were added and removed
         self._span = 0
-        self._over = ""  # the reason for which no worker can be called any more
-        self._is_in_round = False  # while workers answer
+        self.over = ""
+        self.is_in_round = False
         actors = self._checked(handles)
         self.platform = platform
         self._session = platform.session()
         self.channels = GroupChannels(platform)
-        self._records = {rank: self._record_of(actor) for rank, actor in enumerate(actors)}
+        self.records = {rank: self._record_of(actor) for rank, actor in enumerate(actors)}
         in_forks(self, Ranks._end_copy)
 
     def _end_copy(self) -> None:
-        self._over = "this process is a fork of the group's: call the group where it was made"
+        self.over = "this process is a fork of the group's: call the group where it was made"
 
     def _checked(self, handles: Iterable[ray.actor.ActorHandle]) -> list[ray.actor.ActorHandle]:
         """Return the actors, checked to be at least one, of a right class, and not in the group."""
@@ -255,7 +258,7 @@ class Ranks:
         actors = list(handles)
         if not actors:
             raise ValueError("expected at least one actor, got none")
-        there = self._all()
+        there = self.every()
         ranks = {record.worker.handle._actor_id: rank for rank, record in there.items()}
         classes = {_class_of(record.worker.handle) for record in there.values()}
         for rank, actor in enumerate(actors, self._span):
@@ -278,9 +281,9 @@ class Ranks:
         self._span += 1
         return WorkerRecord(Worker(actor, self._span - 1, self.channels))
 
-    def _all(self) -> dict[int, WorkerRecord]:
+    def every(self) -> dict[int, WorkerRecord]:
         """Return the records by rank, including workers that are being added."""
-        return self._records | {rank: record for rank, (record, _) in self._joining.items()}
+        return self.records | {rank: record for rank, (record, _) in self._joining.items()}
 
     @property
     def span(self) -> int:
@@ -294,7 +297,7 @@ class Ranks:
 
     def handles(self) -> dict[int, ray.actor.ActorHandle]:
         """Return the actors by rank."""
-        return {rank: record.worker.handle for rank, record in sorted(self._all().items())}
+        return {rank: record.worker.handle for rank, record in sorted(self.every().items())}
 
     def add(self, handles: Iterable[ray.actor.ActorHandle]) -> list[int]:
         """Take more actors, which become workers once they are ready; return their ranks.
@@ -313,9 +316,9 @@ class Ranks:
 
     def check_open(self) -> None:
         """Raise `RuntimeError` if the group or Ray was shut down, in a fork, or within a round."""
-        if self._over:
-            raise RuntimeError(self._over)
-        if self._is_in_round:
+        if self.over:
+            raise RuntimeError(self.over)
+        if self.is_in_round:
             raise RuntimeError(
                 "expected no call of a group while its workers answer, got one in a function that "
                 "was passed as weights= or rule="
@@ -341,7 +344,7 @@ class Ranks:
         answered = {*self.platform.wait(pings, 0, len(pings))}
         for rank in [rank for rank, (_, ping) in self._joining.items() if ping in answered]:
             record, ping = self._joining[rank]
-            self._records = dict(sorted({**self._records, rank: record}.items()))
+            self.records = dict(sorted({**self.records, rank: record}.items()))
             del self._joining[rank]
             self._news[0].append(rank)
             self.admitted.append(rank)
@@ -366,13 +369,13 @@ class Ranks:
             RuntimeError: If the group was shut down, or Ray was.
         """
         self.admit()
-        there = self._all()
+        there = self.every()
         checked = self._check_of(there, [ranks] if isinstance(ranks, (int, np.integer)) else ranks)
-        if self._records.keys() <= {*checked}:
+        if self.records.keys() <= {*checked}:
             raise ValueError("ranks: expected at least one worker that is ready to stay, got all")
         for rank in checked:
             record = there[rank]
-            self._records.pop(rank, None)
+            self.records.pop(rank, None)
             self._joining.pop(rank, None)
             record.leave()
             self._news[1].append(rank)
@@ -394,6 +397,15 @@ class Ranks:
             if kill:
                 self.platform.kill(record.worker.handle)
 
+    def end_all(self) -> None:
+        """End all workers, and those that were to end when they leave."""
+        leaving = [record for record, kill in self._leaving if kill]
+        for record in [*self.every().values(), *leaving]:
+            self.platform.end(record.worker.handle)
+            record.end(RuntimeError("the group was shut down"))
+        self._joining.clear()
+        self._leaving.clear()
+
     @property
     def has_news(self) -> bool:
         """Whether there are any `news`."""
@@ -411,13 +423,13 @@ class Ranks:
 
     def get(self, rank: int) -> WorkerRecord | None:
         """Return the record of ``rank``; None if no worker has this rank."""
-        return self._records.get(rank)
+        return self.records.get(rank)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.records)
 
     def __getitem__(self, rank: int) -> WorkerRecord:
-        return self._records[rank]
+        return self.records[rank]
 
     def check(self, ranks: Iterable[int] | None) -> Sequence[int]:
         """Return ``ranks`` in order, checked to be ranks of workers, each once; all for None.
@@ -428,7 +440,7 @@ class Ranks:
             TypeError: If one is not an integer.
             ValueError: If there is no rank, or one is out of range or given twice.
         """
-        return [*self._records] if ranks is None else self._check_of(self._all(), ranks)
+        return [*self.records] if ranks is None else self._check_of(self.every(), ranks)
 
     def ready(self, ranks: Iterable[int] | None) -> Sequence[int]:
         """Return those of ``ranks`` whose workers are ready, after the checks of `check`.
@@ -440,7 +452,7 @@ class Ranks:
             ValueError: As `check`; or if none of them is ready.
         """
         checked = self.check(ranks)
-        ready = [rank for rank in checked if rank in self._records]
+        ready = [rank for rank in checked if rank in self.records]
         if not ready:
             raise ValueError(
                 "ranks: expected at least one worker that is ready, as healthy_actor_ids() lists "
@@ -460,24 +472,24 @@ class Ranks:
 
     def healthy(self, ranks: Iterable[int] | None = None) -> list[int]:
         """Return the healthy ranks among ``ranks``, or among all."""
-        asked = self._records if ranks is None else ranks
-        return [rank for rank in asked if self._records[rank].why is None]
+        asked = self.records if ranks is None else ranks
+        return [rank for rank in asked if self.records[rank].why is None]
 
     def unhealthy(self, ranks: Iterable[int] | None = None) -> dict[int, Exception]:
         """Return the unhealthy ranks among ``ranks``, or among all, with the reasons."""
-        asked = self._records if ranks is None else ranks
-        return {rank: why for rank in asked if (why := self._records[rank].why) is not None}
+        asked = self.records if ranks is None else ranks
+        return {rank: why for rank in asked if (why := self.records[rank].why) is not None}
 
     def note_lost(self, failed: Mapping[int, Exception]) -> None:
         """Count ``failed`` ranks as unhealthy if their worker is lost."""
         for rank, error in failed.items():
             if is_lost(error):
-                worker = self._records[rank].worker
+                worker = self.records[rank].worker
                 if getattr(error, "actor_id", None) == worker.handle._actor_id.hex():
                     worker.look_for_node()  # Ray may restart it on another node
-                if self._records[rank].why is None:
+                if self.records[rank].why is None:
                     _log.warning("rank %d is left out: %s", rank, reason_in_a_line(error))
-                self._records[rank].leave_out(error)
+                self.records[rank].leave_out(error)
 
 
 def _refuse_class(actor: Any) -> None:

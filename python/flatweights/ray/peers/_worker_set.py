@@ -68,10 +68,13 @@ _MOMENT = 0.02  # seconds in which a process that Ray has started again answers
 _log = logging.getLogger("flatweights")
 
 
-class WorkerSet(Ranks):
-    """The records of the workers, by rank, with the latest weights and the calls that bring them.
+class WorkerSet:
+    """The workers of a group, the latest weights, and the calls that bring them.
 
     Attributes:
+        ranks: The workers, by rank.
+        platform: What the group uses of Ray and channels.
+        channels: The channels to workers on this node.
         latest: The weights that workers should have.
         agents: The agents of other nodes.
     """
@@ -99,7 +102,8 @@ class WorkerSet(Ranks):
             TypeError: If one is not an actor of a `FlatWorker` class.
         """
         check_cluster()
-        super().__init__(handles, platform)
+        self.ranks = Ranks(handles, platform)
+        self.platform, self.channels = platform, self.ranks.channels
         self.agents = Agents(self.channels.offer, reduce_dtype, Agent, ())
         self.latest = Latest(wire, platform=platform)
         self._start = GroupStart(initial, platform)
@@ -113,8 +117,8 @@ class WorkerSet(Ranks):
 
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> list[int]:
         """Remove ``ranks`` from all later rounds, and the agents of nodes without workers."""
-        removed = super().remove(ranks, kill=kill)
-        self.agents.keep({record.worker.far_node for record in self._all().values()})
+        removed = self.ranks.remove(ranks, kill=kill)
+        self.agents.keep({record.worker.far_node for record in self.ranks.every().values()})
         return removed
 
     def start(self, timeout: float | None) -> None:
@@ -125,8 +129,8 @@ class WorkerSet(Ranks):
         Raises:
             WorkerError: If no worker can give its weights.
         """
-        self.admit()
-        if not self.healthy():
+        self.ranks.admit()
+        if not self.ranks.healthy():
             self.restore(deadline_in(timeout), patient=False)
         self._complete_published(timeout)
         if self.latest.version is None and self._start.initial is not None:
@@ -164,26 +168,26 @@ class WorkerSet(Ranks):
         Raises:
             WorkerError: If no rank is healthy, and none took the weights.
         """
-        if [r for r in self._records.values() if r.in_flight is not None and r.why is None]:
+        if [r for r in self.ranks.records.values() if r.in_flight is not None and r.why is None]:
             self._await_in_flight(deadline_in(timeout))
         self._complete_published(timeout)
         if self.latest.version is not None:
             self._start.initial = None  # not needed again
         is_first = self._start.initial is not None and (starts or weights is not None)
-        if is_first and self.healthy():
+        if is_first and self.ranks.healthy():
             weights = self._first_weights(weights, timeout)
         elif weights is not None and self.latest.is_unclear(weights):
             self._learn_names(timeout)
-        called, version = self.healthy(ranks), self.latest.version
-        if weights is not None and not called and not self.healthy():
+        called, version = self.ranks.healthy(ranks), self.latest.version
+        if weights is not None and not called and not self.ranks.healthy():
             took = self._send_to_unhealthy(weights, deadline_in(timeout))
             return [rank for rank in took if ranks is None or rank in ranks], None
-        behind = [rank for rank in called if self._records[rank].version != version]
+        behind = [rank for rank in called if self.ranks.records[rank].version != version]
         if behind and weights is not None and not self._needs_latest(weights):
-            behind = [rank for rank in behind if self._records[rank].is_new]
+            behind = [rank for rank in behind if self.ranks.records[rank].is_new]
         if behind and version is not None:
             self._send_latest(behind, deadline_in(timeout))
-            called = self.healthy(ranks)
+            called = self.ranks.healthy(ranks)
         return called, weights
 
     def _needs_latest(self, weights: Any) -> bool:
@@ -235,7 +239,7 @@ class WorkerSet(Ranks):
             reading: The way in which agents read results, which then stay on their nodes.
         """
         exchanged = None if call.payload is None else call.payload.exchanged
-        records = self._records
+        records = self.ranks.records
         far: dict[AgentEnd, dict[int, Worker]] = {}
         may_be_far = reading is not None or exchanged is not None
         for rank in [r for r in ranks if records[r].worker.far_node] if may_be_far else ():
@@ -290,7 +294,7 @@ class WorkerSet(Ranks):
         """
         before, payload = self.latest, None
         try:
-            self._is_in_round = True
+            self.ranks.is_in_round = True
             if weights is not None and ranks:
                 payload = self._make_latest(weights, ranks)
             return work(payload)
@@ -304,7 +308,7 @@ class WorkerSet(Ranks):
             raise error._and(refused) from error.__cause__
         finally:
             # Even if the round was broken off by something else than a rank's failure.
-            self._is_in_round = False
+            self.ranks.is_in_round = False
             if payload is None:
                 self._close(arrivals)
             else:
@@ -331,12 +335,12 @@ class WorkerSet(Ranks):
         if is_sent and refused:
             self._leave_out(refused)
         for rank in [r for r, error in refused.items() if not has_left_weights(error)]:
-            self._records[rank].mark_stale()  # it may have set some of them
+            self.ranks.records[rank].mark_stale()  # it may have set some of them
         _count_sent(payload, arrivals, took)
 
     def why_no_agents(self, ranks: Iterable[int], spec: RoundSpec) -> str | None:
         """Return why an average is made without agents; empty if all ranks are on this node."""
-        if not [rank for rank in ranks if self._records[rank].worker.far_node]:
+        if not [rank for rank in ranks if self.ranks.records[rank].worker.far_node]:
             return ""
         if spec.rule is not None:
             return "a rule needs all results in one place"
@@ -365,13 +369,13 @@ class WorkerSet(Ranks):
         """
         transports: dict[int, str] = {}
         for rank in ranks:
-            worker = self._records[rank].worker
+            worker = self.ranks.records[rank].worker
             is_far = why_no_agents and worker.far_node
             transports[rank] = f"store: {why_no_agents}" if is_far else worker.transport
         transports.update(result.transports)
         result.transports = transports
-        if self.has_news:
-            result.joined, result.left = self.news
+        if self.ranks.has_news:
+            result.joined, result.left = self.ranks.news
         if result.used:
             self.agents.nbytes = result.nbytes // len(result.used)
         array = getattr(result.weights, "buffer", result.weights)
@@ -380,7 +384,7 @@ class WorkerSet(Ranks):
 
     def mark_stale(self) -> None:
         """Send all workers the latest weights again before their next call."""
-        for record in self._records.values():
+        for record in self.ranks.records.values():
             record.mark_stale()
 
     def publish(self, weights: Any, *, in_segment: bool = True) -> None:
@@ -400,7 +404,7 @@ class WorkerSet(Ranks):
 
         Another thread may `publish` meanwhile.
         """
-        record, latest, payload = self._records[rank], self.latest, None
+        record, latest, payload = self.ranks.records[rank], self.latest, None
         if latest.version is not None and record.version != latest.version:
             payload = latest.in_full()
             assert payload is not None
@@ -417,8 +421,8 @@ class WorkerSet(Ranks):
         Args:
             seconds: The longest wait for ranks that are alive.
         """
-        unhealthy = self.unhealthy()
-        if not unhealthy or self._over:
+        unhealthy = self.ranks.unhealthy()
+        if not unhealthy or self.ranks.over:
             return []
         dead = [
             rank for rank, why in unhealthy.items() if isinstance(why, ray.exceptions.RayActorError)
@@ -429,9 +433,9 @@ class WorkerSet(Ranks):
 
     def _probe(self, ranks: Sequence[int]) -> list[int]:
         """Ask dead ranks to take the latest weights; return those that have."""
-        self.check_open()
+        self.ranks.check_open()
         now, sent, back = _clock.now(), list[PendingResult](), list[int]()
-        records = [self._records[rank] for rank in ranks]
+        records = [self.ranks.records[rank] for rank in ranks]
         for record in records:
             if record.in_flight is not None and not record.is_probed:  # from before its death
                 self._drop_in_flight([record.worker.rank], 0.0)
@@ -451,7 +455,7 @@ class WorkerSet(Ranks):
 
     def probe(self, rank: int) -> tuple[PendingResult, Call, Latest]:
         """Ask a worker that was lost to take the latest weights; see `WorkerRecord.end_probe`."""
-        record = self._records[rank]
+        record = self.ranks.records[rank]
         record.mark_stale()
         call, latest = self.call_on_latest(rank, None, (), {})
         answer = self._ping(record) if self._may_have_any else record.worker.call(call)
@@ -468,33 +472,28 @@ class WorkerSet(Ranks):
             patient: Whether to wait for answers in flight, and for actors that Ray restarts,
                 instead of asking each rank once.
         """
-        if self._over:
+        if self.ranks.over:
             return []
-        self.check_open()
-        asked = [*self.unhealthy(ranks)]
+        self.ranks.check_open()
+        asked = [*self.ranks.unhealthy(ranks)]
         self._drop_in_flight(asked, 0.0)
         return self.mark_healthy(sorted(self._send_latest(asked, deadline, patient=patient)))
 
     def mark_healthy(self, ranks: list[int]) -> list[int]:
         """Count ``ranks`` as healthy, and return them."""
         for rank in ranks:
-            self._records[rank].readmit()
+            self.ranks.records[rank].readmit()
             _log.warning("rank %d is back", rank)
         return ranks
 
     def shut_down(self) -> None:
         """End all workers; none is called any more. In a fork of the process, it does nothing."""
-        if self._over:
+        if self.ranks.over:
             return
-        leaving = [record for record, kill in self._leaving if kill]
-        for record in [*self._all().values(), *leaving]:
-            self.platform.end(record.worker.handle)
-            record.end(RuntimeError("the group was shut down"))
-        self._joining.clear()
-        self._leaving.clear()
+        self.ranks.end_all()
         self.agents.shut_down()
         self.channels.close()
-        self._over = "the group was shut down"
+        self.ranks.over = "the group was shut down"
         self.latest = Latest(platform=self.platform)
 
     def _next_stamp(self) -> Stamp:
@@ -511,7 +510,7 @@ class WorkerSet(Ranks):
     def _complete_published(self, timeout: float | None) -> None:
         """Complete weights that were published before the first call, and may be a subset."""
         start = self._start
-        if self.latest is start.published and self.healthy():
+        if self.latest is start.published and self.ranks.healthy():
             if start.initial is None:
                 self._learn_names(timeout)
                 start.published = None
@@ -538,11 +537,11 @@ class WorkerSet(Ranks):
         Raises:
             WorkerError: If that rank raises, or no rank is left.
         """
-        for rank in self.healthy():
+        for rank in self.ranks.healthy():
             # Without a version: an actor that was restarted before the start is as good as any
             # other.
             arrivals = Arrivals(deadline_in(timeout))
-            record = self._records[rank]
+            record = self.ranks.records[rank]
             answer = RayResult(record.worker.handle.get_weights.remote(), self.platform)
             record.track(answer)
             arrivals.expect({rank: answer})
@@ -556,23 +555,23 @@ class WorkerSet(Ranks):
                 error = arrivals.failed[rank]
                 asked = "get_weights, which all workers start from unless initial= is given"
                 raise WorkerError({rank: RuntimeError(f"{asked}: {reason_of(error)}")}) from error
-        raise WorkerError(self.unhealthy())
+        raise WorkerError(self.ranks.unhealthy())
 
     def _await_in_flight(self, deadline: Deadline) -> None:
         """Wait for the answers that healthy ranks owe to broken-off calls."""
-        late = self._drop_in_flight(self.healthy(), deadline.end)
-        self.note_lost(dict.fromkeys(late, late_error(deadline.timeout)))
+        late = self._drop_in_flight(self.ranks.healthy(), deadline.end)
+        self.ranks.note_lost(dict.fromkeys(late, late_error(deadline.timeout)))
 
     def _drop_in_flight(self, ranks: Iterable[int], end: float | None) -> list[int]:
         """Drop answers in flight as they arrive; return those of ``ranks`` that still owe one."""
         owing = {
             in_flight: rank
             for rank in ranks
-            if (in_flight := self._records[rank].in_flight) is not None
+            if (in_flight := self.ranks.records[rank].in_flight) is not None
         }
         while owing and (there := wait_any(owing, end)):
             for answer in there:
-                self._records[owing.pop(answer)].drop_in_flight()
+                self.ranks.records[owing.pop(answer)].drop_in_flight()
         return list(owing.values())
 
     def _close(self, arrivals: Arrivals, took: Collection[int] = ()) -> None:
@@ -583,7 +582,7 @@ class WorkerSet(Ranks):
             took: The ranks that have the latest weights.
         """
         self.channels.done()
-        unanswered, late, records = arrivals.unanswered, arrivals.late, self._records
+        unanswered, late, records = arrivals.unanswered, arrivals.late, self.ranks.records
         version = self.latest.version if took else None
         if not unanswered and (not took or took == arrivals.answers.keys()):
             WorkerRecord.complete_all(records, arrivals.answers, version)
@@ -597,17 +596,17 @@ class WorkerSet(Ranks):
                 )
         arrivals.release()
         if arrivals.failed or late:
-            self.note_lost(arrivals.errors)
+            self.ranks.note_lost(arrivals.errors)
 
     def _leave_out(self, failed: Mapping[int, Exception]) -> None:
         """Count all ``failed`` ranks as unhealthy."""
         for rank, error in failed.items():
-            self._records[rank].leave_out(error)
+            self.ranks.records[rank].leave_out(error)
 
     def _note_taken(self, ranks: Iterable[int]) -> None:
         """Note that ``ranks`` have the latest weights."""
         for rank in ranks:
-            self._records[rank].take(self.latest.version)
+            self.ranks.records[rank].take(self.latest.version)
 
     def _make_latest(self, weights: Any, ranks: Iterable[int] | None) -> Payload:
         """Make ``weights`` ready for ``ranks``, or for any; from then on they are the latest.
@@ -635,13 +634,13 @@ class WorkerSet(Ranks):
             if ranks is None:
                 argument_of(payload)  # the caller's weights may change until they are sent
             else:
-                Worker.prepare_for([self._records[rank].worker for rank in ranks], payload)
+                Worker.prepare_for([self.ranks.records[rank].worker for rank in ranks], payload)
         except FULL as error:
-            raise too_small(len(self), nbytes_of(payload.value)) from error
+            raise too_small(len(self.ranks), nbytes_of(payload.value)) from error
 
     def _is_with_agent(self, rank: int, payload: Payload) -> bool:
         """Whether the agent of a worker's node has the weights of ``payload``."""
-        agent = self.agents.of(self._records[rank].worker)
+        agent = self.agents.of(self.ranks.records[rank].worker)
         return agent is not None and agent.has(payload.exchanged)
 
     def _send_to_unhealthy(self, weights: Any, deadline: Deadline) -> list[int]:
@@ -655,10 +654,10 @@ class WorkerSet(Ranks):
             self._make_latest(weights, None)
             took = self.restore(deadline, patient=False)
         finally:
-            if not took and not any(record.in_flight for record in self._records.values()):
+            if not took and not any(record.in_flight for record in self.ranks.records.values()):
                 self.latest = before
         if not took:
-            raise WorkerError(self.unhealthy())
+            raise WorkerError(self.ranks.unhealthy())
         sent = self.latest.in_full()
         if isinstance(weights, Round) and sent is not None:
             weights.nbytes_sent = sent.nbytes_sent
@@ -684,8 +683,8 @@ class WorkerSet(Ranks):
         def ask(ranks: Sequence[int]) -> None:
             if self._may_have_any:
                 for rank in ranks:
-                    answer = self._ping(self._records[rank])
-                    self._records[rank].track(answer)
+                    answer = self._ping(self.ranks.records[rank])
+                    self.ranks.records[rank].track(answer)
                     arrivals.expect({rank: answer})
                 return
             if payload is not None:
@@ -694,7 +693,7 @@ class WorkerSet(Ranks):
 
         def is_to_be_asked_again(rank: int) -> bool:
             if owing.pop(rank, None) is not None:
-                self._records[rank].drop_in_flight()
+                self.ranks.records[rank].drop_in_flight()
                 arrivals.arrived.discard(rank)
                 return True
             arrivals.take(rank)
@@ -705,7 +704,9 @@ class WorkerSet(Ranks):
                 return True
             return False
 
-        owing = {rank: in_flight for rank in ranks if (in_flight := self._records[rank].in_flight)}
+        owing = {
+            rank: in_flight for rank in ranks if (in_flight := self.ranks.records[rank].in_flight)
+        }
         try:
             if patient:
                 arrivals.expect(owing)

@@ -165,15 +165,15 @@ class AsCompleted:
         worker_set = self.worker_set
         if self._work.needs_weights:
             worker_set.start(self._spec.timeout)
-        worker_set.admit()
-        self._admitted = len(worker_set.admitted)
-        for rank in worker_set.check(self._asked):
-            if worker_set.get(rank) is not None:  # it is ready
+        worker_set.ranks.admit()
+        self._admitted = len(worker_set.ranks.admitted)
+        for rank in worker_set.ranks.check(self._asked):
+            if worker_set.ranks.get(rank) is not None:  # it is ready
                 self._take_up(rank)
 
     def _take_up(self, rank: int) -> None:
         """Call ``rank`` once it has given its answer in flight, and has the latest weights."""
-        record = self.worker_set[rank]
+        record = self.worker_set.ranks[rank]
         if record.in_flight is not None:
             self._expect(rank, record.in_flight, "in_flight", self.worker_set.latest)
         elif record.why is None:
@@ -202,7 +202,7 @@ class AsCompleted:
                     self._hear(None)
                     continue
                 if not taken:
-                    errors = self.worker_set.unhealthy(self._asked_now()) | self._failed
+                    errors = self.worker_set.ranks.unhealthy(self._asked_now()) | self._failed
                     raise WorkerError(errors, "" if errors else "no worker of the loop is left")
                 # A round with fewer results: no other worker is left.
             publications = self.worker_set.latest.number
@@ -217,7 +217,7 @@ class AsCompleted:
         result.number = self._rounds
         result.seconds["wait"] = self._waited
         result.seconds["round"] = _clock.now() - begin
-        named = self.worker_set.unhealthy() if result.failed or result.late else {}
+        named = self.worker_set.ranks.unhealthy() if result.failed or result.late else {}
         report(result, already_named=named.keys() - result.failed.keys(), has_sent=True)
         return result
 
@@ -239,19 +239,19 @@ class AsCompleted:
 
     def _asked_now(self) -> list[int]:
         """Return the ranks of the loop that are in the group now."""
-        self.worker_set.admit()
-        return [rank for rank in self.worker_set.check(None) if self._is_asked(rank)]
+        self.worker_set.ranks.admit()
+        return [rank for rank in self.worker_set.ranks.check(None) if self._is_asked(rank)]
 
     def _is_asked(self, rank: int) -> bool:
         return self._asked is None or rank in self._asked
 
     def _call_idle(self) -> None:
         worker_set = self.worker_set
-        worker_set.admit()
+        worker_set.ranks.admit()
         # A call in the body may have admitted them, and removed some.
-        for rank in worker_set.admitted[self._admitted :]:
+        for rank in worker_set.ranks.admitted[self._admitted :]:
             self._admitted += 1
-            if self._is_asked(rank) and worker_set.get(rank) is not None:
+            if self._is_asked(rank) and worker_set.ranks.get(rank) is not None:
                 self._take_up(rank)
         if self._lost:
             now = _clock.now()
@@ -259,7 +259,7 @@ class AsCompleted:
                 self._probe(rank, now)
         idle, self._idle = self._idle, []
         for k, rank in enumerate(idle):
-            if (record := worker_set.get(rank)) is None:  # it was removed
+            if (record := worker_set.ranks.get(rank)) is None:  # it was removed
                 continue
             if record.why is not None or record.in_flight is not None:  # after a call in the body
                 self._take_up(rank)
@@ -276,7 +276,7 @@ class AsCompleted:
             more = work.arguments_of([rank]).get(rank, ())
             args = *work.args, *more
             call, latest = worker_set.call_on_latest(rank, work.method, args, work.kwargs)
-            answer = worker_set[rank].send(call)
+            answer = worker_set.ranks[rank].send(call)
         else:
             answer, call, latest = worker_set.probe(rank)
             timeout = None
@@ -294,7 +294,7 @@ class AsCompleted:
         timeout: float | None = None,
     ) -> None:
         end = None if timeout is None else _clock.now() + timeout
-        record, rounds = self.worker_set[rank], self._rounds
+        record, rounds = self.worker_set.ranks[rank], self._rounds
         record.keep_by(functools.partial(self._keep, answer, record.kept))
         self._out[answer] = _Sent(
             rank, record, answer, kind, latest.version, latest.number, rounds, end
@@ -302,7 +302,7 @@ class AsCompleted:
 
     def _probe(self, rank: int, now: float) -> None:
         """Send the latest weights to a worker that was lost, if it is time to."""
-        record = self.worker_set.get(rank)
+        record = self.worker_set.ranks.get(rank)
         if record is not None and record.asks_again > now:
             return
         self._lost.remove(rank)
@@ -322,7 +322,7 @@ class AsCompleted:
 
         A round does not wait for the start of the latter if it has results.
         """
-        is_joining = not besides and any(map(self._is_asked, self.worker_set.joining))
+        is_joining = not besides and any(map(self._is_asked, self.worker_set.ranks.joining))
         return is_joining or any(
             sent.record.why is None and not sent.record.has_left and sent.rank not in besides
             for sent in self._out.values()
@@ -335,11 +335,13 @@ class AsCompleted:
                 _clock.sleep(_SLICE)
             return
         ends = [sent.end for sent in self._out.values() if sent.end is not None]
-        ends += [record.asks_again for rank in self._lost if (record := self.worker_set.get(rank))]
+        ends += [
+            record.asks_again for rank in self._lost if (record := self.worker_set.ranks.get(rank))
+        ]
         begin = _clock.now()
         if seconds is not None:
             ends.append(begin + seconds)
-        if self.worker_set.joining:
+        if self.worker_set.ranks.joining:
             ends.append(begin + _SLICE)
         there = wait_any([*self._out], min(ends, default=None))
         for answer in there:
@@ -356,13 +358,13 @@ class AsCompleted:
         sent.record.complete(sent.answer, is_there=False, is_late=True)
         if sent.record.has_left:
             return
-        self.worker_set.note_lost({sent.rank: late_error(self._spec.timeout)})
+        self.worker_set.ranks.note_lost({sent.rank: late_error(self._spec.timeout)})
         self._late.append(sent.rank)
         self._take_up_lost(sent.rank)
 
     def _take_up_lost(self, rank: int) -> None:
         """Ask ``rank`` to take the latest weights, once it has given its answer in flight."""
-        record = self.worker_set[rank]
+        record = self.worker_set.ranks[rank]
         if record.in_flight is not None:
             self._expect(rank, record.in_flight, "in_flight", self.worker_set.latest)
         else:
@@ -512,7 +514,7 @@ class AsCompleted:
         if not is_lost(error):
             self._idle.append(rank)
             raise WorkerError({rank: error}) from error
-        self.worker_set.note_lost({rank: error})
+        self.worker_set.ranks.note_lost({rank: error})
         self._failed[rank] = error
         self._take_up_lost(rank)
 
@@ -551,15 +553,15 @@ class AsCompleted:
             self._failed, self._late, self._quarantined = {}, [], []
         if self._stale:
             result.stale, self._stale = tuple(self._stale), []
-        if worker_set.has_news:
-            result.joined, result.left = worker_set.news
-            worker_set.forget_news(result.joined, result.left)
+        if worker_set.ranks.has_news:
+            result.joined, result.left = worker_set.ranks.news
+            worker_set.ranks.forget_news(result.joined, result.left)
         result.nbytes_sent, self._nbytes_sent = self._nbytes_sent, 0
         return result
 
     def _check_not_all_spoiled(self) -> None:
         """Raise if each worker has returned NaN or infinity: there might be no round any more."""
-        healthy = {rank for rank in self.worker_set.healthy() if self._is_asked(rank)}
+        healthy = {rank for rank in self.worker_set.ranks.healthy() if self._is_asked(rank)}
         if healthy <= {*self._quarantined}:
             raise WorkerError(self._failed)
 

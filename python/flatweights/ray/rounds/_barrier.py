@@ -41,7 +41,7 @@ def average_of(
         check_count(need, "min_results", count)
     called, broadcast = worker_set.begin(broadcast, timeout, asked, starts=work.needs_weights)
     left = len(called)
-    before = worker_set.unhealthy(asked) if left < count else {}
+    before = worker_set.ranks.unhealthy(asked) if left < count else {}
     if left < need:
         raise WorkerError(before)
     by_rank = _with_all(by_rank, work, called)
@@ -85,11 +85,11 @@ def _asked(
 
     The function of the arguments may call the group, which must not be in a call then.
     """
-    asked = worker_set.ready(ranks)
+    asked = worker_set.ranks.ready(ranks)
     if work.arguments is None:
         return asked, {}
-    by_rank = work.arguments_of(worker_set.healthy(asked))
-    return worker_set.ready(None if ranks is None else asked), by_rank
+    by_rank = work.arguments_of(worker_set.ranks.healthy(asked))
+    return worker_set.ranks.ready(None if ranks is None else asked), by_rank
 
 
 def _with_all(
@@ -115,7 +115,7 @@ def results_of(
     broadcast: Any,
 ) -> dict[int, Any]:
     """Let workers do ``work``; return their results by rank; see `WorkerGroup.step`."""
-    worker_set.admit()
+    worker_set.ranks.admit()
     asked, by_rank = _asked(worker_set, work, ranks)
     called, broadcast = worker_set.begin(broadcast, timeout, asked, starts=work.needs_weights)
     by_rank = _with_all(by_rank, work, called)
@@ -129,13 +129,13 @@ def results_of(
     results = worker_set.round(broadcast, called, arrivals, collect)
     by_methods = raised(arrivals.failed)
     if by_methods or not results:
-        raise WorkerError(by_methods or worker_set.unhealthy(asked))
+        raise WorkerError(by_methods or worker_set.ranks.unhealthy(asked))
     return results
 
 
 def send(worker_set: WorkerSet, weights: Any, timeout: float | None) -> list[int]:
     """Let workers set ``weights``; return the ranks that did so; see `WorkerGroup.broadcast`."""
-    worker_set.admit()
+    worker_set.ranks.admit()
     ranks, weights = worker_set.begin(weights, timeout)
     if weights is None:
         return ranks
@@ -150,5 +150,5 @@ def send(worker_set: WorkerSet, weights: Any, timeout: float | None) -> list[int
     worker_set.round(weights, ranks, arrivals, collect, alone=True)
     by_workers = raised(arrivals.failed)
     if by_workers or not arrivals.arrived:
-        raise WorkerError(by_workers or worker_set.unhealthy())
+        raise WorkerError(by_workers or worker_set.ranks.unhealthy())
     return sorted(arrivals.arrived)

@@ -39,7 +39,7 @@ class RoundRun:
             more = more_arguments(self.arguments, number, "round_arguments", "round")
             work = dataclasses.replace(work, args=(*work.args, *more))
         asked = self.ranks(number) if callable(self.ranks) else self.ranks
-        self.worker_set.admit()
+        self.worker_set.ranks.admit()
         result = average_of(self.worker_set, work, self.spec, asked)
         layout = self.worker_set.layout  # None if workers may take something else
         if layout is not None:
