@@ -109,6 +109,27 @@ class _KeptResult(PendingResult):
         self._value = None
 
 
+@dataclasses.dataclass
+class _SinceLast:
+    """What has happened since the last round, for the next one to list; see `Round`."""
+
+    failed: dict[int, Exception] = dataclasses.field(default_factory=dict)
+    late: list[int] = dataclasses.field(default_factory=list)
+    quarantined: list[int] = dataclasses.field(default_factory=list)
+    stale: list[int] = dataclasses.field(default_factory=list)
+    nbytes_sent: int = 0
+
+    def add_to(self, result: Round) -> None:
+        """Have ``result`` list it, beside what it lists itself."""
+        if self.failed or self.late or self.quarantined:
+            result.failed = dict(sorted((self.failed | result.failed).items()))
+            result.quarantined = (*self.quarantined, *result.quarantined)
+            result.late = tuple(self.late)
+        if self.stale:
+            result.stale = tuple(self.stale)
+        result.nbytes_sent = self.nbytes_sent
+
+
 class AsCompleted:
     """The calls of one loop, and the rounds of their results.
 
@@ -148,12 +169,8 @@ class AsCompleted:
         self._patience: dict[int, int] = {}  # rounds that may pass a slow call
         self._rounds = 0
         self._admitted = 0  # the first ranks of `Ranks.admitted`, which were taken up
-        self._failed: dict[int, Exception] = {}  # since the last round
-        self._late: list[int] = []
-        self._quarantined: list[int] = []
-        self._stale: list[int] = []
-        self._nbytes_sent = 0
-        self._waited = 0.0
+        self._since = _SinceLast()
+        self._waited = 0.0  # seconds for answers, in this round
         self._accepted: Layout | None = None  # of the last results
 
     def begin(self) -> None:
@@ -202,7 +219,7 @@ class AsCompleted:
                     self._hear(None)
                     continue
                 if not taken:
-                    errors = self.worker_set.ranks.unhealthy(self._asked_now()) | self._failed
+                    errors = self.worker_set.ranks.unhealthy(self._asked_now()) | self._since.failed
                     raise WorkerError(errors, "" if errors else "no worker of the loop is left")
                 # A round with fewer results: no other worker is left.
             publications = self.worker_set.latest.number
@@ -282,7 +299,7 @@ class AsCompleted:
             timeout = None
         self._expect(rank, answer, kind, latest, timeout)
         if call.payload is not None:
-            self._nbytes_sent += call.payload.nbytes
+            self._since.nbytes_sent += call.payload.nbytes
         reach("called")
 
     def _expect(
@@ -359,7 +376,7 @@ class AsCompleted:
         if sent.record.has_left:
             return
         self.worker_set.ranks.note_lost({sent.rank: late_error(self._spec.timeout)})
-        self._late.append(sent.rank)
+        self._since.late.append(sent.rank)
         self._take_up_lost(sent.rank)
 
     def _take_up_lost(self, rank: int) -> None:
@@ -501,7 +518,7 @@ class AsCompleted:
         for rank in stale:
             sent = taken.pop(rank)
             sent.answer.release()
-            self._stale.append(rank)
+            self._since.stale.append(rank)
             old = publications - sent.publication
             _log.info("rank %d: a result is left out, %d publications old", rank, old)
             if not sent.is_free:
@@ -515,7 +532,7 @@ class AsCompleted:
             self._idle.append(rank)
             raise WorkerError({rank: error}) from error
         self.worker_set.ranks.note_lost({rank: error})
-        self._failed[rank] = error
+        self._since.failed[rank] = error
         self._take_up_lost(rank)
 
     def _round(self, taken: Mapping[int, _Sent], publications: int) -> Round | None:
@@ -541,29 +558,23 @@ class AsCompleted:
             except WorkerError:
                 if arrivals.quarantined != taken.keys():
                     raise
-                self._failed |= arrivals.failed
-                self._quarantined += arrivals.quarantined
+                self._since.failed |= arrivals.failed
+                self._since.quarantined += arrivals.quarantined
                 return None
         result.staleness = {rank: publications - taken[rank].publication for rank in taken}
         result.transports = {rank: sent.record.worker.transport for rank, sent in taken.items()}
-        if self._failed or self._late or self._quarantined:
-            result.failed = dict(sorted((self._failed | result.failed).items()))
-            result.quarantined = (*self._quarantined, *result.quarantined)
-            result.late = tuple(self._late)
-            self._failed, self._late, self._quarantined = {}, [], []
-        if self._stale:
-            result.stale, self._stale = tuple(self._stale), []
+        since, self._since = self._since, _SinceLast()
+        since.add_to(result)
         if worker_set.ranks.has_news:
             result.joined, result.left = worker_set.ranks.news
             worker_set.ranks.forget_news(result.joined, result.left)
-        result.nbytes_sent, self._nbytes_sent = self._nbytes_sent, 0
         return result
 
     def _check_not_all_spoiled(self) -> None:
         """Raise if each worker has returned NaN or infinity: there might be no round any more."""
         healthy = {rank for rank in self.worker_set.ranks.healthy() if self._is_asked(rank)}
-        if healthy <= {*self._quarantined}:
-            raise WorkerError(self._failed)
+        if healthy <= {*self._since.quarantined}:
+            raise WorkerError(self._since.failed)
 
     def _accept(self, layout: Layout, model: Any, where: str) -> None:
         check_result(layout, self._work.method, model, where)
