@@ -31,7 +31,7 @@ from flatweights.ray.channels._protocol import (
 from flatweights.ray.channels._segments import Extent, Segments
 from flatweights.ray.results._result import Packed
 from flatweights.ray.support import _failpoints as failpoints
-from flatweights.ray.support._listener import Listener, RefusedError, Stranger
+from flatweights.ray.support._listener import Listener, PendingConnection, RefusedError
 
 _MOST_SEGMENTS = 64  # the number of counts in a mailbox; segments are made when they are needed
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
@@ -213,7 +213,7 @@ class Channels:
         listening.bind(self.address)
         listening.listen(512)
         self._met = _Connections()
-        self._listener = Listener(listening, "channels", self._met.greet)
+        self._listener = Listener(listening, "channels", self._met.shake_hands)
         weakref.finalize(self, self._listener.close)
         self._doorbell = _core.Doorbell()
         self._poll = select.epoll()
@@ -394,9 +394,9 @@ class _Connections:
         """Return the channels that nobody has taken."""
         return [channel for channel in self._channels.values() if channel is not None]
 
-    def greet(self, stranger: Stranger) -> Iterator[int]:
+    def shake_hands(self, pending: PendingConnection) -> Iterator[int]:
         """Make the channel to a worker once it has sent its token and its mailbox; welcome it."""
-        connection = stranger.connection
+        connection = pending.connection
         try:
             check_user(connection)
             while True:

@@ -24,7 +24,7 @@ from flatweights.ray import _clock
 from flatweights.ray.nodes._address import HELLO, KEY, Address, family_of, listen
 from flatweights.ray.nodes._links import Links, StreamError, set_up
 from flatweights.ray.nodes._tls import Tls, shake_hands
-from flatweights.ray.support._listener import Listener, RefusedError, Stranger, kept
+from flatweights.ray.support._listener import Listener, PendingConnection, RefusedError, kept
 
 _EPOCH = 16  # bytes of an epoch
 _PAUSE = 0.01  # seconds until the next attempt to connect, at first; twice as long each time
@@ -50,7 +50,7 @@ class Streams:
         listening = listen(host, ports)
         self.address = Address(host, listening.getsockname()[1], secrets.token_bytes(KEY))
         name = f"streams at {host}:{self.address.port}"
-        self._listener = Listener(listening, name, self._greet)
+        self._listener = Listener(listening, name, self._shake_hands)
 
     def open(
         self, peers: Sequence[Address], me: int, epoch: bytes, end: float | None = None
@@ -106,11 +106,11 @@ class Streams:
             if self._links is not None:
                 self._links.close()
 
-    def _greet(self, stranger: Stranger) -> Iterator[int]:
+    def _shake_hands(self, pending: PendingConnection) -> Iterator[int]:
         """Read a hello: the key, and the rest if the key is right; then take the connection."""
         if self._tls is not None:
-            yield from self._tls.greet(stranger)
-        connection, hello = stranger.connection, bytearray()
+            yield from self._tls.shake_hands(pending)
+        connection, hello = pending.connection, bytearray()
         while len(hello) < HELLO.size:
             wanted = (KEY if len(hello) < KEY else HELLO.size) - len(hello)
             try:

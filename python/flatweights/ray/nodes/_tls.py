@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flatweights.ray.support._listener import RefusedError, Stranger, kept
+from flatweights.ray.support._listener import PendingConnection, RefusedError, kept
 
 _FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 _VERIFIED = b"!"  # with TLS 1.3, only this tells a client that its certificate is accepted
@@ -50,10 +50,10 @@ class Tls(NamedTuple):
             made.append(context)
         return cls(*made)
 
-    def greet(self, stranger: Stranger) -> Iterator[int]:
+    def shake_hands(self, pending: PendingConnection) -> Iterator[int]:
         """Accept a connection in steps, as `Listener` does."""
-        stranger.connection = secure = self.accepts.wrap_socket(
-            stranger.connection, server_side=True, do_handshake_on_connect=False
+        pending.connection = secure = self.accepts.wrap_socket(
+            pending.connection, server_side=True, do_handshake_on_connect=False
         )
         kept(secure)
         while True:

@@ -1,10 +1,9 @@
-"""A listener: it lets peers connect, and refuses strangers.
+"""A listener: it lets peers connect, and refuses other processes.
 
 A thread accepts each connection at once, so nobody can fill the queue of waiting connections. It
-then greets the connection: it reads, without waiting, the hello of a peer. After that, the
-connection belongs to a peer. All others are strangers: few of them are kept, each is refused in
-time, and each kind of refusal is logged once. The thread does nothing else, and sleeps while nobody
-connects.
+then makes the handshake: it reads, without waiting, the hello of a peer. After that, the connection
+belongs to a peer. Until then it is pending: few are kept, each is refused in time, and each kind of
+refusal is logged once. The thread does nothing else, and sleeps while nobody connects.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 from flatweights._forks import in_forks
 from flatweights.ray import _clock
 
-_STRANGERS = 64  # connections that have not been greeted yet
+_MOST_PENDING = 64  # connections that have not made their handshake yet
 _PAUSE = 0.05  # seconds until the next attempt to accept
 _HELLO_TIME = 5.0  # seconds that a connection has for its hello
 
@@ -30,13 +29,13 @@ class RefusedError(Exception):
     """The reason for which a connection is not that of a peer."""
 
 
-class Stranger:
+class PendingConnection:
     """A connection that is being greeted.
 
     Attributes:
         connection: The socket; the function that greets may replace it by a socket over it, for
             TLS.
-        events: The events of `select.poll` that the greeting waits for.
+        events: The events of `select.poll` that the handshake waits for.
     """
 
     def __init__(self, connection: socket.socket, who: str) -> None:
@@ -45,30 +44,33 @@ class Stranger:
         self.who = who
         self.events = select.POLLIN
         self.end = _clock.now() + _HELLO_TIME
-        self.greeting: Iterator[int] = iter(())
+        self.handshake: Iterator[int] = iter(())
 
 
 class Listener:
     """Accepts the connections of peers, and refuses all others."""
 
     def __init__(
-        self, listening: socket.socket, name: str, greet: Callable[[Stranger], Iterator[int]]
+        self,
+        listening: socket.socket,
+        name: str,
+        shake_hands: Callable[[PendingConnection], Iterator[int]],
     ) -> None:
         """Begin to accept connections.
 
         Args:
             listening: A socket that listens; it is closed at the end.
             name: The name of the listener, and perhaps its address, for the log.
-            greet: Greets a stranger in steps; yields the events of `select.poll` that each of them
-                waits for. At its end, it has taken the connection over. The listener closes the
-                connection if it raises `RefusedError`, or an `OSError` because the connection
-                broke.
+            shake_hands: Makes the handshake of a pending connection in steps; yields the events of
+                `select.poll` that each of them waits for. At its end, it has taken the connection
+                over. The listener closes the connection if it raises `RefusedError`, or an
+                `OSError` because the connection broke.
         """
         self._socket = kept(listening)
         self._socket.setblocking(False)
         self._name = name
-        self._greet = greet
-        self._strangers: dict[int, Stranger] = {}
+        self._shake_hands = shake_hands
+        self._pending: dict[int, PendingConnection] = {}
         self._told: set[str] = set()
         self._is_closing = False
         thread = f"flatweights-{name.split()[0]}"
@@ -81,7 +83,7 @@ class Listener:
         return self._socket.fileno() < 0
 
     def close(self) -> None:
-        """Refuse all strangers, and wait for the thread."""
+        """Refuse all pending connections, and wait for the thread."""
         self._is_closing = True
         shut(self._socket)  # wakes the thread
         if self._thread is not threading.current_thread():
@@ -92,25 +94,25 @@ class Listener:
             while not self._is_closing:
                 self._serve()
         finally:
-            for stranger in self._strangers.values():
-                stranger.connection.close()
+            for pending in self._pending.values():
+                pending.connection.close()
             self._socket.close()
 
     def _serve(self) -> None:
         """Wait for connections, for their hellos, and for the ends of their time."""
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN)
-        for descriptor, stranger in self._strangers.items():
-            poll.register(descriptor, stranger.events)
-        ends = [stranger.end for stranger in self._strangers.values()]
+        for descriptor, pending in self._pending.items():
+            poll.register(descriptor, pending.events)
+        ends = [pending.end for pending in self._pending.values()]
         for descriptor, _ in poll.poll(milliseconds(min(ends, default=None))):
-            if descriptor in self._strangers:
+            if descriptor in self._pending:
                 self._go_on(descriptor)
             else:
                 self._accept()
         now = _clock.now()
-        for descriptor, stranger in list(self._strangers.items()):
-            if stranger.end <= now:
+        for descriptor, pending in list(self._pending.items()):
+            if pending.end <= now:
                 self._refuse(descriptor, "no hello in time")
 
     def _accept(self) -> None:
@@ -122,21 +124,21 @@ class Listener:
                 _clock.sleep(_PAUSE)
             return
         kept(connection).setblocking(False)
-        if len(self._strangers) >= _STRANGERS:
-            self._refuse(next(iter(self._strangers)), "too many connections without a hello")
-        stranger = Stranger(connection, address[0] if address else "another process")
-        stranger.greeting = self._greet(stranger)
+        if len(self._pending) >= _MOST_PENDING:
+            self._refuse(next(iter(self._pending)), "too many connections without a hello")
+        pending = PendingConnection(connection, address[0] if address else "another process")
+        pending.handshake = self._shake_hands(pending)
         descriptor = connection.fileno()
-        self._strangers[descriptor] = stranger
+        self._pending[descriptor] = pending
         self._go_on(descriptor)
 
     def _go_on(self, descriptor: int) -> None:
-        """Greet a stranger, as far as possible without waiting."""
-        stranger = self._strangers[descriptor]
+        """Make the handshake with a pending connection, as far as possible without waiting."""
+        pending = self._pending[descriptor]
         try:
-            stranger.events = next(stranger.greeting)
+            pending.events = next(pending.handshake)
         except StopIteration:
-            del self._strangers[descriptor]
+            del self._pending[descriptor]
         except RefusedError as error:
             self._refuse(descriptor, str(error))
         except OSError:
@@ -144,9 +146,9 @@ class Listener:
 
     def _refuse(self, descriptor: int, reason: str) -> None:
         """Close a connection, and log the reason."""
-        stranger = self._strangers.pop(descriptor)
-        stranger.connection.close()
-        self._tell(reason, f"refused a connection from {stranger.who}: {reason}")
+        pending = self._pending.pop(descriptor)
+        pending.connection.close()
+        self._tell(reason, f"refused a connection from {pending.who}: {reason}")
 
     def _tell(self, kind: str, text: str) -> None:
         """Log ``text``, unless one of its kind was logged before."""
