@@ -25,7 +25,7 @@ _START = 300.0  # seconds that processes have to start: six import TensorFlow on
 _POLL = 0.05
 _FULL_STEPS = 3  # before a turn without faults: all recover, from the last fault too
 _MEMORY = "/memfd:flatweights"  # the target of the descriptor of such a file
-_PACKETS = "0005"  # the type of the sockets of channels and boards; Ray has none of it
+_PACKETS = "0005"  # the type of the sockets of channels and publications; Ray has none of it
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from board_processes import (
+from publication_processes import (
     NUMBERS,
     Process,
     hold,
@@ -32,18 +32,23 @@ from board_processes import (
 
 from flatweights import _core
 from flatweights.ray.channels._end import ChannelError
-from flatweights.ray.publishing import _board
-from flatweights.ray.publishing._board import Board, BoardConnection, FullError
+from flatweights.ray.publishing import _publication_server
+from flatweights.ray.publishing._publication_server import (
+    FullError,
+    PublicationAddress,
+    PublicationConnection,
+    PublicationServer,
+)
 
-_readings: list[BoardConnection] = []  # of one test
+_readings: list[PublicationConnection] = []  # of one test
 HELPERS = Path(__file__).parents[2] / "helpers"
 
-pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="boards are Linux's")
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="such memory is Linux's")
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board(8 * NUMBERS)
+def server() -> Iterator[PublicationServer]:
+    made = PublicationServer(8 * NUMBERS)
     yield made
     made.close()
 
@@ -55,8 +60,8 @@ def _end_of_readings() -> Iterator[None]:
         _readings.pop().close()
 
 
-def connect(board: Board) -> BoardConnection:
-    _readings.append(BoardConnection(board.address, time.monotonic() + 60))
+def connect(server: PublicationServer) -> PublicationConnection:
+    _readings.append(PublicationConnection(server.address, time.monotonic() + 60))
     return _readings[-1]
 
 
@@ -73,11 +78,11 @@ def wait_for_reads(counts: Any, readers: Iterable[int], more: int) -> None:
     wait_until(lambda: all(counts[k] > count for k, count in enough.items()))
 
 
-def test_a_reader_gets_the_newest_alone_and_once(board: Board) -> None:
-    reading = connect(board)
+def test_a_reader_gets_the_newest_alone_and_once(server: PublicationServer) -> None:
+    reading = connect(server)
     assert read(reading) is None
     for version in (1, 2, 5):
-        publish(board, version)
+        publish(server, version)
     news = read(reading)
     assert news is not None
     assert news[0] == 5
@@ -87,54 +92,54 @@ def test_a_reader_gets_the_newest_alone_and_once(board: Board) -> None:
     assert reading.reader.newest == 5
 
 
-def test_what_is_read_stays_as_it_is_while_others_are_published(board: Board) -> None:
-    readings = [connect(board) for _ in range(4)]
+def test_what_is_read_stays_as_it_is_while_others_are_published(server: PublicationServer) -> None:
+    readings = [connect(server) for _ in range(4)]
     held = []
     for version, reading in enumerate(readings, 1):
-        publish(board, version)
+        publish(server, version)
         held.append(read(reading))
     for version in range(5, 100):
-        publish(board, version)
+        publish(server, version)
     for version, news in enumerate(held, 1):
         assert news is not None
         assert news[0] == version
         assert (news[1] == version).all()
     # A slot for each reader that holds one, the newest, and the next.
-    assert board.publication.slots == 6
+    assert server.publication.slots == 6
     del held, news
     for version in range(100, 200):
-        publish(board, version)
-    assert board.publication.slots == 6
+        publish(server, version)
+    assert server.publication.slots == 6
 
 
-def test_most_readers_hold_a_slot_each(board: Board) -> None:
-    readings = [connect(board) for _ in range(_core.PUBLICATION_READERS)]
+def test_most_readers_hold_a_slot_each(server: PublicationServer) -> None:
+    readings = [connect(server) for _ in range(_core.PUBLICATION_READERS)]
     with pytest.raises(FullError, match=f"has {_core.PUBLICATION_READERS} readers"):
-        connect(board)
+        connect(server)
     held = []
     for version, reading in enumerate(readings, 1):
-        publish(board, version)
+        publish(server, version)
         held.append(read(reading))
-    publish(board, 1000)
-    publish(board, 1001)
+    publish(server, 1000)
+    publish(server, 1001)
     for version, news in enumerate(held, 1):
         assert news is not None
         assert (news[1] == version).all()
     readings[7].close()
-    assert board.publication.slots == _core.PUBLICATION_READERS + 2
+    assert server.publication.slots == _core.PUBLICATION_READERS + 2
     end = time.monotonic() + 60
-    while True:  # until the board has seen that one is gone
+    while True:  # until the server has seen that one is gone
         with contextlib.suppress(FullError):
-            connect(board)
+            connect(server)
             break
         assert time.monotonic() < end
 
 
-def test_a_view_that_is_kept_is_told_and_changes_nothing(board: Board) -> None:
-    reading = connect(board)
-    publish(board, 1)
+def test_a_view_that_is_kept_is_told_and_changes_nothing(server: PublicationServer) -> None:
+    reading = connect(server)
+    publish(server, 1)
     kept = read(reading)
-    publish(board, 2)
+    publish(server, 2)
     with pytest.raises(RuntimeError, match="still exists: copy"):
         read(reading)
     assert kept is not None
@@ -146,49 +151,51 @@ def test_a_view_that_is_kept_is_told_and_changes_nothing(board: Board) -> None:
     assert news[0] == 2
 
 
-def test_what_is_written_is_not_published_while_a_view_is_kept(board: Board) -> None:
-    kept = board.publication.begin()
+def test_what_is_written_is_not_published_while_a_view_is_kept(server: PublicationServer) -> None:
+    kept = server.publication.begin()
     with pytest.raises(RuntimeError, match="could change"):
-        board.publication.commit(1)
-    assert board.publication.newest == 0
+        server.publication.commit(1)
+    assert server.publication.newest == 0
     del kept
-    board.publication.commit(1)
-    assert board.publication.newest == 1
+    server.publication.commit(1)
+    assert server.publication.newest == 1
 
 
-def test_versions_only_grow(board: Board) -> None:
-    publish(board, 7)
+def test_versions_only_grow(server: PublicationServer) -> None:
+    publish(server, 7)
     for version in (0, 6, 7, 2**56):
-        board.publication.begin()
+        server.publication.begin()
         with pytest.raises(ValueError, match="expected more than 7"):
-            board.publication.commit(version)
-    board.publication.commit(8)
+            server.publication.commit(version)
+    server.publication.commit(8)
     with pytest.raises(RuntimeError, match="begun"):
-        board.publication.commit(9)
+        server.publication.commit(9)
 
 
-def test_a_wait_ends_with_the_next_publication(board: Board) -> None:
-    reading = connect(board)
+def test_a_wait_ends_with_the_next_publication(server: PublicationServer) -> None:
+    reading = connect(server)
     assert not reading.reader.wait(0, 0.0)
-    writer = threading.Thread(target=publish, args=(board, 1))
+    writer = threading.Thread(target=publish, args=(server, 1))
     writer.start()
     assert reading.reader.wait(0, 60.0)
     writer.join()
     assert not reading.reader.wait(1, 0.001)
 
 
-def test_a_board_lets_only_its_user_in(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publication_server_lets_only_its_user_in(
+    server: PublicationServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(connection: socket.socket) -> None:
         raise ChannelError("the peer belongs to another user")
 
-    monkeypatch.setattr(_board, "check_user", refuse)
+    monkeypatch.setattr(_publication_server, "check_user", refuse)
     with pytest.raises((ChannelError, OSError)):
-        connect(board)
+        connect(server)
     monkeypatch.undo()
-    connect(board).close()
+    connect(server).close()
 
 
-def test_strangers_in_the_queue_do_not_keep_readers_out(board: Board) -> None:
+def test_strangers_in_the_queue_do_not_keep_readers_out(server: PublicationServer) -> None:
     """Each is accepted at once: 300 silent connections are more than a queue takes."""
     strangers = []
     with contextlib.suppress(OSError):
@@ -196,24 +203,24 @@ def test_strangers_in_the_queue_do_not_keep_readers_out(board: Board) -> None:
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stranger.setblocking(False)
             strangers.append(stranger)
-            stranger.connect(board.address.socket)
+            stranger.connect(server.address.socket)
     for stranger in strangers:
         stranger.close()
-    wait_until(lambda: board.idle > 0)
-    connect(board).close()
+    wait_until(lambda: server.idle > 0)
+    connect(server).close()
 
 
-def test_a_wrong_nonce_or_size_is_refused(board: Board) -> None:
+def test_a_wrong_nonce_or_size_is_refused(server: PublicationServer) -> None:
     end = time.monotonic() + 60
     for place in (
-        board.address._replace(control=bytes(16)),
-        board.address._replace(data=bytes(16)),
-        board.address._replace(nbytes=10**6),
+        server.address._replace(control=bytes(16)),
+        server.address._replace(data=bytes(16)),
+        server.address._replace(nbytes=10**6),
     ):
         with pytest.raises(ValueError, match=r"nonce|slots"):
-            BoardConnection(place, end)
+            PublicationConnection(place, end)
     with pytest.raises(OSError, match="refused"):
-        BoardConnection(board.address._replace(socket=b"\0flatweights-nowhere"), end)
+        PublicationConnection(server.address._replace(socket=b"\0flatweights-nowhere"), end)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -225,11 +232,13 @@ def test_a_wrong_nonce_or_size_is_refused(board: Board) -> None:
         pytest.param(128, 9, id="the stamp of the slot"),
     ],
 )
-def test_memory_that_a_process_has_overwritten_is_told(board: Board, at: int, number: int) -> None:
+def test_memory_that_a_process_has_overwritten_is_told(
+    server: PublicationServer, at: int, number: int
+) -> None:
     """A reader would otherwise look for ever, or find nothing although something is new."""
-    reading = connect(board)
-    publish(board, 1)
-    descriptor, _ = board.publication.control
+    reading = connect(server)
+    publish(server, 1)
+    descriptor, _ = server.publication.control
     data = 4096  # a header comes first
     with mmap.mmap(descriptor, 0) as memory:
         memory[data + at : data + at + 8] = number.to_bytes(8, sys.byteorder)
@@ -244,29 +253,29 @@ def test_memory_that_a_process_has_overwritten_is_told(board: Board, at: int, nu
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    publish(board, 8)
+    publish(server, 8)
     news = read(reading)
     assert news is not None
     assert news[0] == 8
     assert (news[1] == 8).all()
 
 
-def test_the_end_of_a_board_is_seen(board: Board) -> None:
-    reading = connect(board)
-    publish(board, 3)
+def test_the_end_of_a_publication_server_is_seen(server: PublicationServer) -> None:
+    reading = connect(server)
+    publish(server, 3)
     assert not reading.is_over
-    board.close()
+    server.close()
     wait_until(lambda: reading.is_over)
     news = read(reading)  # the last publication stays
     assert news is not None
     assert (news[1] == 3).all()
     with pytest.raises(OSError, match="refused"):
-        connect(board)
+        connect(server)
 
 
-def test_a_fork_releases_nothing_of_its_parent(board: Board) -> None:
-    reading = connect(board)
-    publish(board, 1)
+def test_a_fork_releases_nothing_of_its_parent(server: PublicationServer) -> None:
+    reading = connect(server)
+    publish(server, 1)
     held = read(reading)
     child = os.fork()
     if child == 0:
@@ -274,7 +283,7 @@ def test_a_fork_releases_nothing_of_its_parent(board: Board) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     for version in range(2, 50):
-        publish(board, version)
+        publish(server, version)
     assert held is not None
     assert (held[1] == 1).all()
 
@@ -282,63 +291,65 @@ def test_a_fork_releases_nothing_of_its_parent(board: Board) -> None:
 # The following tests have processes, which are stopped and killed.
 
 
-def test_a_reader_that_is_stopped_costs_one_slot_and_nobody_time(board: Board) -> None:
-    publish(board, 1)
-    stopped = Process(hold, tuple(board.address))
+def test_a_reader_that_is_stopped_costs_one_slot_and_nobody_time(server: PublicationServer) -> None:
+    publish(server, 1)
+    stopped = Process(hold, tuple(server.address))
     assert stopped.receive() == 1
     stopped.process.suspend()
-    other = connect(board)
+    other = connect(server)
     for version in range(2, 2000):
-        publish(board, version)
+        publish(server, version)
         news = read(other)
         assert news is not None
         assert news[0] == version
         del news
-    assert board.publication.slots == 3
+    assert server.publication.slots == 3
     stopped.process.resume()
     stopped.pipe.send("go on")
     assert stopped.receive() == 1
     stopped.kill()
 
 
-def test_the_slot_of_a_reader_that_is_killed_is_used_again(board: Board) -> None:
-    publish(board, 1)
+def test_the_slot_of_a_reader_that_is_killed_is_used_again(server: PublicationServer) -> None:
+    publish(server, 1)
     version = itertools.count(2)
     held = []
     for _ in range(4):
-        reader = Process(hold, tuple(board.address))
+        reader = Process(hold, tuple(server.address))
         held.append(reader.receive())
         reader.kill()
-        wait_until(lambda: board.idle > 0)  # the board has seen its end
+        wait_until(lambda: server.idle > 0)  # the server has seen its end
         for _ in range(5):
-            publish(board, next(version))
+            publish(server, next(version))
     assert held == [1, 6, 11, 16]
-    assert board.publication.slots == 3
+    assert server.publication.slots == 3
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(3000, marks=pytest.mark.slow)])
-def test_reads_are_whole_whoever_is_killed_or_stopped(board: Board, count: int) -> None:
+def test_reads_are_whole_whoever_is_killed_or_stopped(
+    server: PublicationServer, count: int
+) -> None:
     rng = random.Random(count)
-    publish(board, 1)
+    publish(server, 1)
     version = itertools.count(2)
-    readers = [Process(read_all, tuple(board.address)) for _ in range(4)]
+    readers = [Process(read_all, tuple(server.address)) for _ in range(4)]
     for reader in readers:
         assert reader.receive() == "ready"
     wrong: list[Any] = []
     for _ in range(count):
         for _ in range(rng.randrange(200)):
-            publish(board, next(version))
+            publish(server, next(version))
         k = rng.randrange(4)
         readers[k].process.suspend()
         for _ in range(rng.randrange(200)):
-            publish(board, next(version))
+            publish(server, next(version))
         if rng.random() < 0.5:
             readers[k].process.resume()
             continue
         while readers[k].pipe.poll():
             wrong.append(readers[k].pipe.recv())
         readers[k].kill()
-        readers[k] = Process(read_all, tuple(board.address))
+        readers[k] = Process(read_all, tuple(server.address))
         assert readers[k].receive() == "ready"
     for reader in readers:
         reader.pipe.send("stop")
@@ -352,7 +363,9 @@ def test_a_writer_that_is_stopped_or_killed_leaves_a_whole_publication() -> None
     rng = random.Random(5)
     for _ in range(10):
         writer = Process(publish_for_ever)
-        reading = BoardConnection(_board.BoardAddress(*writer.receive()), time.monotonic() + 60)
+        reading = PublicationConnection(
+            PublicationAddress(*writer.receive()), time.monotonic() + 60
+        )
         seen = 0
         for _ in range(rng.randrange(1, 30)):
             writer.process.suspend()
@@ -424,9 +437,10 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
 
     code = (
         "import os, signal, sys, time; sys.path.insert(0, sys.argv[1])\n"
-        "from board_processes import *\n"
-        "board = Board(8 * NUMBERS); publish(board, 1)\n"
-        "reading = BoardConnection(board.address, time.monotonic() + 60); held = read(reading)\n"
+        "from publication_processes import *\n"
+        "server = PublicationServer(8 * NUMBERS); publish(server, 1)\n"
+        "end = time.monotonic() + 60\n"
+        "held = read(PublicationConnection(server.address, end))\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     before = names()

@@ -23,7 +23,7 @@ from flatweights.ray.publishing._answer import answer_of
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.skipif(os.uname().sysname != "Linux", reason="boards are Linux's"),
+    pytest.mark.skipif(os.uname().sysname != "Linux", reason="such memory is Linux's"),
 ]
 
 VERSIONS = 10**12

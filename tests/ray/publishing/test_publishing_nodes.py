@@ -19,7 +19,7 @@ from flatweights.ray import Publisher, Subscriber
 
 pytestmark = [
     pytest.mark.ray(own=True),
-    pytest.mark.skipif(os.uname().sysname != "Linux", reason="boards are Linux's"),
+    pytest.mark.skipif(os.uname().sysname != "Linux", reason="such memory is Linux's"),
 ]
 
 SIZE = 50_000

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import ray
 from ray.experimental import internal_kv
 
-from flatweights.ray.publishing._board import BoardAddress
+from flatweights.ray.publishing._publication_server import PublicationAddress
 from flatweights.ray.support._errors import check_connected
 
 VERSIONS = 10**12
@@ -33,14 +33,14 @@ class PublisherRecord(NamedTuple):
         node: The node of its process.
         who: Its name in errors.
         layout: The layout of its weights, pickled.
-        address: The address of its board, for readers of its node.
+        address: The address of its server, for readers of its node.
     """
 
     number: int
     node: str
     who: str
     layout: bytes
-    address: BoardAddress
+    address: PublicationAddress
 
 
 def this_node() -> str:
@@ -55,7 +55,7 @@ def this_node() -> str:
 
 
 def register(
-    name: str, layout: bytes, address: BoardAddress
+    name: str, layout: bytes, address: PublicationAddress
 ) -> tuple[PublisherRecord, PublisherRecord | None]:
     """Become the publisher of ``name``; return the new record, and that of the last publisher."""
     node, who = this_node(), f"process {os.getpid()} on {socket.gethostname()}"
@@ -93,7 +93,7 @@ def is_superseded(name: str, number: int) -> bool:
 def _read(key: bytes) -> PublisherRecord:
     value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
     number, node, who, layout, address = pickle.loads(value)
-    return PublisherRecord(number, node, who, layout, BoardAddress(*address))
+    return PublisherRecord(number, node, who, layout, PublicationAddress(*address))
 
 
 def _prefix(name: str) -> bytes:

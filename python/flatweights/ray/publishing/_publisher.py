@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from flatweights._forks import finalizer, in_forks
 from flatweights.ray import _clock
 from flatweights.ray.publishing import _names
-from flatweights.ray.publishing._board import Board, BoardConnection
 from flatweights.ray.publishing._errors import SupersededError
 from flatweights.ray.publishing._models import check_layout, source_of
+from flatweights.ray.publishing._publication_server import PublicationConnection, PublicationServer
 
 _HANDOVER = 2.0  # seconds for which a publisher waits for the one before it to stop
 
@@ -74,10 +74,10 @@ class Publisher:
         self._turn = threading.Lock()
         self._over = ""
         tick = weakref.WeakMethod(self._tick)
-        self._board = Board(self._layout.nbytes, lambda: _call(tick))
-        self._finalizer = finalizer(self, self._board.close)
+        self._server = PublicationServer(self._layout.nbytes, lambda: _call(tick))
+        self._finalizer = finalizer(self, self._server.close)
         try:
-            self._record, before = _names.register(name, self._layout.pickled, self._board.address)
+            self._record, before = _names.register(name, self._layout.pickled, self._server.address)
         except BaseException:
             self._finalizer()
             raise
@@ -87,7 +87,7 @@ class Publisher:
             end = _clock.now() + _HANDOVER
             # The last publisher may have ended, or be stopped: then it learns it from the records.
             with contextlib.suppress(OSError, RuntimeError, ValueError):
-                earlier = BoardConnection(before.address, end)
+                earlier = PublicationConnection(before.address, end)
                 earlier.take_over(end)
                 earlier.close()
 
@@ -116,7 +116,7 @@ class Publisher:
             check_layout(source.layout, self._layout, "weights")
         with self._turn:
             self._check()
-            publication = self._board.publication
+            publication = self._server.publication
             buffer = publication.begin()
             try:
                 source.gather_into(buffer)
@@ -153,7 +153,7 @@ class Publisher:
     def _check(self) -> None:
         if self._over:
             raise RuntimeError(f"the publisher of {self.name!r}: {self._over}")
-        if self._board.is_closed:
+        if self._server.is_closed:
             who = ""
             with contextlib.suppress(Exception):  # Ray may be shut down
                 newer = _names.find(self.name)
@@ -164,10 +164,10 @@ class Publisher:
         self._over = "this process is a fork of the publisher's: make one here"
 
     def _tick(self) -> None:
-        """Close the board if this publisher is superseded and the newer one could not tell it."""
+        """Close the server if this publisher is superseded and the newer one could not tell it."""
         with contextlib.suppress(Exception):  # Ray may be shut down
             if _names.is_superseded(self.name, self._record.number):
-                self._board.is_closed = True
+                self._server.is_closed = True
 
 
 def _call(method: weakref.WeakMethod[Any]) -> None:

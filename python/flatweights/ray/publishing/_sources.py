@@ -1,4 +1,4 @@
-"""The sources of a subscriber's weights: memory of a board, or calls of a proxy."""
+"""The sources of a subscriber's weights: memory of a publication, or calls of a proxy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flatweights.ray import _clock
 from flatweights.ray.publishing._answer import answer_of
-from flatweights.ray.publishing._board import BoardAddress, BoardConnection
+from flatweights.ray.publishing._publication_server import PublicationAddress, PublicationConnection
 from flatweights.ray.support._errors import check_connected
 from flatweights.ray.support._listener import kept, milliseconds
 
@@ -76,20 +76,20 @@ class Source(ABC):
 
 
 class BoardSource(Source):
-    """The memory of a board."""
+    """The memory of a publication."""
 
     def __init__(
-        self, transport: str, number: int, layout: bytes, address: BoardAddress, end: float
+        self, transport: str, number: int, layout: bytes, address: PublicationAddress, end: float
     ) -> None:
-        """Connect; raises as `BoardConnection` does."""
-        self._board = BoardConnection(address, end)
-        self._reader = self._board.reader
+        """Connect; raises as `PublicationConnection` does."""
+        self._server = PublicationConnection(address, end)
+        self._reader = self._server.reader
         super().__init__(transport, number, layout, self._reader.take)
         self._ours, self._waker = map(kept, socket.socketpair())
 
     @property
     def newest(self) -> int:
-        """The newest version on the board."""
+        """The newest version there."""
         return self._reader.newest
 
     def drop(self) -> None:
@@ -103,10 +103,10 @@ class BoardSource(Source):
     def wait_for_end(self, seconds: float) -> bool:
         """Wait for the end of the socket."""
         poll = select.poll()
-        poll.register(self._board.connection, select.POLLIN)
+        poll.register(self._server.connection, select.POLLIN)
         poll.register(self._ours, select.POLLIN)
         poll.poll(milliseconds(_clock.now() + seconds))
-        return self._board.is_over
+        return self._server.is_over
 
     def interrupt(self) -> None:
         """End the pair of sockets that `wait_for_end` looks at."""
@@ -116,7 +116,7 @@ class BoardSource(Source):
         """Disconnect."""
         self._waker.close()
         self._ours.close()
-        self._board.close()
+        self._server.close()
 
 
 class PulledSource(Source):

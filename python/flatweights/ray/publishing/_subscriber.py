@@ -16,9 +16,9 @@ from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.peers._wait import check_timeout
 from flatweights.ray.publishing import _names
-from flatweights.ray.publishing._board import FullError
 from flatweights.ray.publishing._errors import StaleWeightsError
 from flatweights.ray.publishing._models import check_layout, copy_of, target_of
+from flatweights.ray.publishing._publication_server import FullError
 from flatweights.ray.publishing._sources import News, Source
 from flatweights.ray.publishing._transports import connect
 from flatweights.ray.results._variables import Variables, scatter

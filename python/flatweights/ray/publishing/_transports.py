@@ -1,6 +1,6 @@
 """The transports by which published weights reach a process, and the choice among them.
 
-On the publisher's node, subscribers read its board. On another node, they read the board of that
+On the publisher's node, subscribers read its server. On another node, they read the server of that
 node's relay, which the first subscriber starts. The relay pulls from the proxy on the publisher's
 node, so each version travels there once. If no memory can be shared, a subscriber pulls from the
 proxy itself.
@@ -24,11 +24,15 @@ from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.peers._shared_actor import shared_actor
 from flatweights.ray.publishing._answer import answer_of
-from flatweights.ray.publishing._board import Board, BoardAddress, FullError
 from flatweights.ray.publishing._names import PublisherRecord, find, is_superseded, this_node
+from flatweights.ray.publishing._publication_server import (
+    FullError,
+    PublicationAddress,
+    PublicationServer,
+)
 from flatweights.ray.publishing._sources import PULL, BoardSource, PulledSource, Source
 
-_TRY = 2.0  # seconds after which a board that does not answer counts as stopped
+_TRY = 2.0  # seconds after which a publication server that does not answer counts as stopped
 _IDLE = 10.0  # seconds without readers after which an actor of a node ends
 _LOOK = 0.5  # seconds between two looks of an actor at its readers
 _INLINE = 100 << 10  # bytes up to which an array travels with the answer
@@ -89,12 +93,12 @@ def proxy_of(name: str, record: PublisherRecord) -> ray.actor.ActorHandle:
     return shared_actor(Proxy, proxy, record.node, 64, name, tuple(record))
 
 
-def _relay_board(name: str, node: str, end: float) -> tuple[bytes, BoardAddress]:
-    """Return layout and address of the board of the relay of this ``node``."""
+def _relay_board(name: str, node: str, end: float) -> tuple[bytes, PublicationAddress]:
+    """Return layout and address of the server of the relay of this ``node``."""
     relay = shared_actor(Relay, f"relay:{name}:{node}", node, 16, name)
     seconds = max(0.0, end - _clock.now())
-    layout, address = answer_of(relay.board.remote(seconds), seconds + _LOOK)
-    return layout, BoardAddress(*address)
+    layout, address = answer_of(relay.serve.remote(seconds), seconds + _LOOK)
+    return layout, PublicationAddress(*address)
 
 
 Newest: TypeAlias = tuple[int, float, "NDArray[np.uint8] | list[ray.ObjectRef]"]
@@ -105,7 +109,7 @@ class Proxy:
     """The actor on the publisher's node from which others pull. It ends when none of them does."""
 
     def __init__(self, name: str, record: tuple[Any, ...]) -> None:
-        """Connect to the board of the publisher."""
+        """Connect to the server of the publisher."""
         self._name = name
         self._record = PublisherRecord(*record)
         self._asked = _clock.now()
@@ -123,7 +127,7 @@ class Proxy:
         self._asked = _clock.now()
         with self._turn:
             if self._source is None:
-                address, end = BoardAddress(*self._record.address), _clock.now() + _TRY
+                address, end = PublicationAddress(*self._record.address), _clock.now() + _TRY
                 try:
                     self._source = BoardSource("shm", self._record.number, b"", address, end)
                 except (OSError, FullError, ChannelError, ValueError) as error:
@@ -176,39 +180,39 @@ class Relay:
         """Begin to look for the publisher of ``name``."""
         self._name = name
         self._asked = _clock.now()
-        self._asking = 0  # calls of `board` that wait
+        self._asking = 0  # calls of `serve` that wait
         self._seen = 0
         self._layout = b""
-        self._board: Board | None = None
+        self._server: PublicationServer | None = None
         self._is_offered = False  # once it has what there was to read when it was made
         self._changed = threading.Condition()
         _start(self._run, ray.get_runtime_context().current_actor)
 
-    def board(self, seconds: float) -> tuple[bytes, tuple[Any, ...]]:
-        """Return the layout of the weights, and the address of the board.
+    def serve(self, seconds: float) -> tuple[bytes, tuple[Any, ...]]:
+        """Return the layout of the weights, and the address of the server.
 
         It waits for the first weights if the publisher has some, for otherwise readers on this node
         would find nothing that was published long ago.
 
         Raises:
-            TimeoutError: If there is no board within ``seconds``.
+            TimeoutError: If there is no server within ``seconds``.
         """
         with self._changed:
             self._asking += 1
             try:
                 self._changed.wait_for(lambda: self._is_offered, seconds)
-                if self._board is None:
+                if self._server is None:
                     raise TimeoutError("the publisher cannot be read from this node")
-                return self._layout, tuple(self._board.address)
+                return self._layout, tuple(self._server.address)
             finally:
                 self._asking -= 1
                 self._asked = _clock.now()
 
     @property
     def _is_needed(self) -> bool:
-        board = self._board
+        server = self._server
         idle = _clock.now() - self._asked
-        return self._asking > 0 or (idle if board is None else min(idle, board.idle)) < _IDLE
+        return self._asking > 0 or (idle if server is None else min(idle, server.idle)) < _IDLE
 
     def _run(self) -> None:
         ended = -1  # the number of the last publisher that has ended
@@ -221,10 +225,10 @@ class Relay:
             _clock.sleep(_LOOK)
 
     def _relay(self, record: PublisherRecord) -> None:
-        """Copy the versions of a publisher to the board, until it has ended."""
+        """Copy the versions of a publisher to the server, until it has ended."""
         proxy = proxy_of(self._name, record)
         newest = answer_of(proxy.ping.remote(), _START)
-        board = self._board_for(record, is_offered=not newest)
+        server = self._server_for(record, is_offered=not newest)
         source = PulledSource("store", record.number, record.layout, proxy)
         try:
             while self._is_needed and not source.wait_for_end(0.0):
@@ -232,7 +236,7 @@ class Relay:
                     continue
                 news = source.take(self._seen)
                 if news is not None:
-                    self._publish(board, *news)
+                    self._publish(server, *news)
                     self._offer()
         finally:
             source.interrupt()
@@ -244,26 +248,26 @@ class Relay:
                 self._is_offered = True
                 self._changed.notify_all()
 
-    def _board_for(self, record: PublisherRecord, *, is_offered: bool) -> Board:
+    def _server_for(self, record: PublisherRecord, *, is_offered: bool) -> PublicationServer:
         with self._changed:
-            old = self._board
+            old = self._server
             if old is None or self._layout != record.layout:
-                self._board = Board(record.address.nbytes)
+                self._server = PublicationServer(record.address.nbytes)
                 self._layout = record.layout
                 self._is_offered = is_offered
                 self._changed.notify_all()
                 if old is not None:
                     old.close()
-            assert self._board is not None
-            return self._board
+            assert self._server is not None
+            return self._server
 
     def _publish(
-        self, board: Board, version: int, published: float, buffer: NDArray[np.uint8]
+        self, server: PublicationServer, version: int, published: float, buffer: NDArray[np.uint8]
     ) -> None:
-        target: NDArray[np.uint8] = board.publication.begin()
+        target: NDArray[np.uint8] = server.publication.begin()
         np.copyto(target, buffer)
         del target
-        board.publication.commit(version, _clock.now() - published)
+        server.publication.commit(version, _clock.now() - published)
         self._seen = version
 
 

@@ -1,4 +1,4 @@
-"""A board: a publication in memory that readers of this node map, and a socket that hands it out.
+"""A server of a publication: readers of this node map its memory, which a socket hands out.
 
 Readers connect to an abstract Unix socket, and get a number and the descriptors of both files. The
 connection stays open. When it ends, the reader is gone, and its hold is cleared. A thread does
@@ -28,8 +28,8 @@ _TICK = 1.0  # seconds
 _PAUSE = 0.01  # seconds between two attempts to connect to a socket whose queue is full
 
 
-class BoardAddress(NamedTuple):
-    """The address of a board for readers of its node.
+class PublicationAddress(NamedTuple):
+    """The address of a publication server for readers of its node.
 
     Attributes:
         socket: The address of its socket.
@@ -45,10 +45,10 @@ class BoardAddress(NamedTuple):
 
 
 class FullError(RuntimeError):
-    """A board has its largest number of readers."""
+    """A publication server has its largest number of readers."""
 
 
-class Board:
+class PublicationServer:
     """A publication, and its readers.
 
     Attributes:
@@ -81,9 +81,9 @@ class Board:
             raise
         _, control = self.publication.control
         _, data = self.publication.data
-        self.address = BoardAddress(address, control, data, nbytes)
+        self.address = PublicationAddress(address, control, data, nbytes)
         self._thread = threading.Thread(
-            target=self._run, args=(ours,), name="flatweights-board", daemon=True
+            target=self._run, args=(ours,), name="flatweights-publication", daemon=True
         )
         self._thread.start()
 
@@ -93,7 +93,7 @@ class Board:
         return 0.0 if self._readers else _clock.now() - self._idle_since
 
     def close(self) -> None:
-        """Admit no more readers; the present ones look for another board."""
+        """Admit no more readers; the present ones look for another server."""
         self.is_closed = True
         self._waker.close()
         if self._thread is not threading.current_thread():
@@ -166,23 +166,23 @@ class Board:
         connection.close()
 
 
-class BoardConnection:
-    """A reader's connection to a board.
+class PublicationConnection:
+    """A reader's connection to a publication server.
 
     Attributes:
-        connection: The socket; readable once the board has closed.
+        connection: The socket; readable once the server has closed.
         reader: The reader.
     """
 
-    def __init__(self, address: BoardAddress, end: float) -> None:
-        """Connect to a board of this node.
+    def __init__(self, address: PublicationAddress, end: float) -> None:
+        """Connect to a publication server of this node.
 
         Args:
-            address: The board.
+            address: The server.
             end: The time at which to give up, by `time.monotonic`.
 
         Raises:
-            OSError: If the board has closed, is on another machine, or does not answer in time.
+            OSError: If the server has closed, is on another machine, or does not answer in time.
             FullError: If it has too many readers.
             ChannelError: If it belongs to another user.
             ValueError: If the files that it hands out are not those of ``address``.
@@ -196,7 +196,7 @@ class BoardConnection:
             packet, descriptors = receive_packet(self.connection)
             self.connection.setblocking(False)
             if len(packet) != _READER.size:
-                raise ConnectionResetError("the board has closed")
+                raise ConnectionResetError("the server has closed")
             kind, number = _READER.unpack(packet)
             if kind != _WELCOME or len(descriptors) != 2:
                 raise FullError(
@@ -220,12 +220,12 @@ class BoardConnection:
                 return self.connection.connect(address)
             except BlockingIOError:  # its queue is full
                 if _clock.now() >= end:
-                    raise TimeoutError("the board takes no connections") from None
+                    raise TimeoutError("the server takes no connections") from None
                 _clock.sleep(_PAUSE)
 
     @property
     def is_over(self) -> bool:
-        """Whether the board has closed, or its process has ended."""
+        """Whether the server has closed, or its process has ended."""
         try:
             self.connection.recv(1)
         except BlockingIOError:
@@ -235,7 +235,7 @@ class BoardConnection:
         return True
 
     def take_over(self, end: float) -> None:
-        """Tell the board that it is superseded, and wait until it has closed."""
+        """Tell the server that it is superseded, and wait until it has closed."""
         with contextlib.suppress(OSError):
             self.connection.send(_TAKEN_OVER)
             self.connection.settimeout(max(1e-3, end - _clock.now()))

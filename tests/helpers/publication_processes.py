@@ -1,4 +1,4 @@
-"""Readers and writers of a board in processes of their own, without Ray."""
+"""Readers and writers of a publication server in processes of their own, without Ray."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,12 @@ import numpy as np
 import psutil
 import pytest
 
-from flatweights.ray.publishing._board import Board, BoardAddress, BoardConnection, FullError
+from flatweights.ray.publishing._publication_server import (
+    FullError,
+    PublicationAddress,
+    PublicationConnection,
+    PublicationServer,
+)
 
 # A process is a fork of a server that has imported everything, once.
 _processes = multiprocessing.get_context("forkserver")
@@ -24,21 +29,21 @@ _processes = multiprocessing.get_context("forkserver")
 NUMBERS = 3000  # of a publication: several pages
 
 
-def publish(board: Board, version: int) -> None:
-    buffer = board.publication.begin()
+def publish(server: PublicationServer, version: int) -> None:
+    buffer = server.publication.begin()
     buffer.view(np.int64)[:] = version
     del buffer
-    board.publication.commit(version)
+    server.publication.commit(version)
 
 
-def read(reading: BoardConnection, seen: int = 0) -> tuple[int, Any] | None:
+def read(reading: PublicationConnection, seen: int = 0) -> tuple[int, Any] | None:
     news = reading.reader.take(seen)
     return None if news is None else (news[0], news[2].view(np.int64))
 
 
 def read_all(address: Any, pipe: Connection) -> None:
     """Read until the pipe says stop; report errors, and the number of reads."""
-    reading = BoardConnection(BoardAddress(*address), time.monotonic() + 60)
+    reading = PublicationConnection(PublicationAddress(*address), time.monotonic() + 60)
     pipe.send("ready")
     seen = reads = 0
     while not pipe.poll():
@@ -56,15 +61,15 @@ def read_all(address: Any, pipe: Connection) -> None:
 
 
 def read_on(k: int, counts: Any, pipe: Connection) -> None:
-    """Read from one board after the other, as the pipe says; count reads, report what is wrong."""
-    reading: BoardConnection | None = None
+    """Read from one server after the other, as the pipe says; count reads, report what is wrong."""
+    reading: PublicationConnection | None = None
     seen = 0
     while True:
         if pipe.poll(0.05 if reading is None else 0.0):
             address = pipe.recv()
             reading = None
             with contextlib.suppress(OSError, FullError):  # its writer has been killed meanwhile
-                reading = BoardConnection(BoardAddress(*address), time.monotonic() + 60)
+                reading = PublicationConnection(PublicationAddress(*address), time.monotonic() + 60)
         if reading is None:
             continue
         for _ in range(100):
@@ -82,7 +87,7 @@ def read_on(k: int, counts: Any, pipe: Connection) -> None:
 
 
 def hold(address: Any, pipe: Connection) -> None:
-    reading = BoardConnection(BoardAddress(*address), time.monotonic() + 60)
+    reading = PublicationConnection(PublicationAddress(*address), time.monotonic() + 60)
     news = reading.reader.take(0)
     assert news is not None
     pipe.send(news[0])
@@ -95,7 +100,7 @@ def _start_server() -> None:
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as inherited:
         inherited.setenv("PYTHONPATH", os.pathsep.join(folders))
-        _processes.set_forkserver_preload(["board_processes"])
+        _processes.set_forkserver_preload(["publication_processes"])
         forkserver.ensure_running()
 
 
@@ -122,18 +127,18 @@ class Process:
 
 
 def publish_for_ever(pipe: Connection) -> None:
-    board = Board(8 * NUMBERS)
-    pipe.send(tuple(board.address))
+    server = PublicationServer(8 * NUMBERS)
+    pipe.send(tuple(server.address))
     for version in itertools.count(1):
-        publish(board, version)
+        publish(server, version)
 
 
 def publish_on(first: int, pipe: Connection) -> None:
     """Publish for ever, and let readers that wait have the processor after each publication."""
-    board = Board(8 * NUMBERS)
-    pipe.send(tuple(board.address))
+    server = PublicationServer(8 * NUMBERS)
+    pipe.send(tuple(server.address))
     for version in itertools.count(first):
-        publish(board, version)
+        publish(server, version)
         os.sched_yield()
 
 
