@@ -21,7 +21,12 @@ from tests.sim.programs import Arrays, Named, Program
 from flatweights import Layout
 from flatweights.keras._fit_states import Phase
 from flatweights.keras._member_handle import MemberHandle
-from flatweights.keras._progress import Position, Progress, TrainingState, keepers_among
+from flatweights.keras._progress import (
+    Position,
+    Progress,
+    TrainingState,
+    best_weight_callbacks_among,
+)
 from flatweights.keras._start import FitStart, start_alike
 from flatweights.ray.core._requests import CallsDifferError, MemberError
 from flatweights.ray.members._member import Member
@@ -318,7 +323,7 @@ class FitProgram(Program):
 def state_of(variables: Arrays, callbacks: list[Any]) -> TrainingState:
     """Return the state that heals a member of a `fit`."""
     given: Any = variables
-    return TrainingState(given, 1, keepers_among(callbacks))
+    return TrainingState(given, 1, best_weight_callbacks_among(callbacks))
 
 
 def layout_of_state(plan: Plan) -> Layout:

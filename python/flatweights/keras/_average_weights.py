@@ -23,8 +23,8 @@ from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import (
     SAVING,
     AnyState,
+    best_weight_callbacks_among,
     check_before,
-    keepers_among,
 )
 from flatweights.keras._report import Report
 from flatweights.keras._settings import check_alike
@@ -187,7 +187,9 @@ class AverageWeights(MemberCallback):
                 "Save AverageWeights.outer, and the weights and slots of each member, instead"
             )
         ends_epochs = self._every == 1 and self._unit == "epoch"
-        self._keepers = [] if ends_epochs else [one for one in callbacks if keepers_among([one])]
+        self._best_weight_callbacks = (
+            [] if ends_epochs else [one for one in callbacks if best_weight_callbacks_among([one])]
+        )
         self._counted = 0.0  # samples of this epoch that are already in `_since`
         self._since = 0.0  # samples since the last average
         self._steps = 0  # epochs or batches since the last average
@@ -250,7 +252,7 @@ class AverageWeights(MemberCallback):
         if trained:
             self._progress = None  # all members that are still there have the state
             self._average("epoch")
-        for keeper in self._keepers:
+        for keeper in self._best_weight_callbacks:
             self._average_best(keeper)
         super().on_train_end()
 
@@ -426,4 +428,4 @@ def _keeps(callback: Any) -> bool:
     """Whether ``callback`` keeps weights: in a file, to set them at the end, or to swap them."""
     kinds = *SAVING, keras.callbacks.BackupAndRestore, Report
     swaps = isinstance(callback, keras.callbacks.SwapEMAWeights)
-    return swaps or isinstance(callback, kinds) or bool(keepers_among([callback]))
+    return swaps or isinstance(callback, kinds) or bool(best_weight_callbacks_among([callback]))

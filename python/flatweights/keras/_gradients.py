@@ -36,7 +36,13 @@ from flatweights.keras._member_handle import (
 )
 from flatweights.keras._moments import check_synchronized, synchronize
 from flatweights.keras._names import inner_variable, named_variables, with_slots
-from flatweights.keras._progress import AnyState, Progress, TrainingState, keepers_among, with_more
+from flatweights.keras._progress import (
+    AnyState,
+    Progress,
+    TrainingState,
+    best_weight_callbacks_among,
+    with_more,
+)
 from flatweights.keras._settings import settings_of
 from flatweights.keras._sparse import (
     Sparse,
@@ -44,8 +50,8 @@ from flatweights.keras._sparse import (
     Table,
     Tables,
     check_sparse,
+    is_sent_sparse,
     takes_rows,
-    travels_sparse,
 )
 from flatweights.keras._start import FitStart, start_alike
 from flatweights.ray import (
@@ -261,7 +267,7 @@ class Averaging:
             self._is_started = False
             self._optimizer.build(model.trainable_variables)
             if self.handle.min_results is not None:
-                state = self._state_of(model.weights, keepers_among(callbacks))
+                state = self._state_of(model.weights, best_weight_callbacks_among(callbacks))
                 self.progress = Progress(self.handle, callback, callbacks, state, self._more)
                 if self.handle.take().lacks_state:
                     self.progress.join()
@@ -482,18 +488,23 @@ class Averaging:
         own = filter(_accumulates, self._optimizer.variables)  # each member's own
         return with_slots(self._named(variables), self._optimizer, without=own)
 
-    def _state_of(self, variables: Sequence[Any], keepers: Sequence[str] = ()) -> TrainingState:
+    def _state_of(
+        self, variables: Sequence[Any], best_weight_callbacks: Sequence[str] = ()
+    ) -> TrainingState:
         """Return the state that heals a member of a training of ``variables``.
 
         Args:
             variables: The variables.
-            keepers: The names of the callbacks that keep copies of them.
+            best_weight_callbacks: The names of the callbacks that keep copies of them.
         """
-        key = tuple(id(inner_variable(variable)) for variable in variables), (*keepers,)
+        key = (
+            tuple(id(inner_variable(variable)) for variable in variables),
+            (*best_weight_callbacks,),
+        )
         if key not in self._states:
             whole = self._variables_with_slots(variables)
             self._states[key] = TrainingState(
-                whole, len(variables), keepers, _own_name(self._optimizer)
+                whole, len(variables), best_weight_callbacks, _own_name(self._optimizer)
             )
         return self._states[key]
 
@@ -547,7 +558,7 @@ class Averaging:
         found = [
             i
             for i, pair in enumerate(zip(grads, variables, strict=True))
-            if travels_sparse(*pair, self._sparse, is_far=self._is_far, on_gpu=device != HOST)
+            if is_sent_sparse(*pair, self._sparse, is_far=self._is_far, on_gpu=device != HOST)
         ]
         tables = None
         if found:

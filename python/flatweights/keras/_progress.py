@@ -84,7 +84,7 @@ class TrainingState:
         self,
         variables: TensorFlowVariables,
         count: int = 0,
-        keepers: Sequence[str] = (),
+        best_weight_callbacks: Sequence[str] = (),
         name: str = "",
     ) -> None:
         """Take the variables.
@@ -92,16 +92,18 @@ class TrainingState:
         Args:
             variables: The variables, including the optimizer's slots.
             count: The number of the model's weights, which are the first of the variables.
-            keepers: The names of the callbacks that keep copies of these weights.
+            best_weight_callbacks: The names of the callbacks that keep copies of these weights.
             name: A name that tells this state from others of the same variables.
         """
         slots = [*variables.layout.slots]
         self._variables = variables
         self._count = count
-        self._keepers = keepers
+        self._best_weight_callbacks = best_weight_callbacks
         names = [slot.name for slot in slots]
-        names += [f"best weights of {k}/{one}" for k in keepers for one in names[:count]]
-        kept = [*slots, *(slot for _ in keepers for slot in slots[:count])]
+        names += [
+            f"best weights of {k}/{one}" for k in best_weight_callbacks for one in names[:count]
+        ]
+        kept = [*slots, *(slot for _ in best_weight_callbacks for slot in slots[:count])]
         self.layout = Layout(
             [*names, f"the place in the training{f' of {name}' if name else ''}"],
             [*(slot.shape for slot in kept), (_ROOM,)],
@@ -142,7 +144,7 @@ class TrainingState:
     def _kept(self, parts: list[NDArray[Any]]) -> Iterator[tuple[str, list[NDArray[Any]]]]:
         """Yield the name of each callback that keeps weights, and the parts for these weights."""
         begin = len(self._variables.layout.slots)
-        for number, k in enumerate(self._keepers):
+        for number, k in enumerate(self._best_weight_callbacks):
             at = begin + number * self._count
             yield k, parts[at : at + self._count]
 
@@ -409,7 +411,7 @@ def names_of(callbacks: Sequence[Any]) -> list[str]:
     return names
 
 
-def keepers_among(callbacks: Sequence[Any]) -> list[str]:
+def best_weight_callbacks_among(callbacks: Sequence[Any]) -> list[str]:
     """Return the names of callbacks that keep the best weights, and set them at the end."""
     return [
         name

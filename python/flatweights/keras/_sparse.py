@@ -73,7 +73,7 @@ def check_sparse(sparse: Any, optimizer: Any, rule: Any) -> None:
         )
 
 
-def travels_sparse(
+def is_sent_sparse(
     gradient: Any, variable: Any, sparse: Any, *, is_far: bool, on_gpu: bool
 ) -> bool:
     """Whether only rows of ``gradient`` are to travel; the same in all members.

@@ -22,7 +22,7 @@ from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.results._report import report, rounds_bar
 from flatweights.ray.results._round import Round
 from flatweights.ray.results._variables import Variables
-from flatweights.ray.results._wire import GroupWire, Travels
+from flatweights.ray.results._wire import GroupWire, PayloadKind
 from flatweights.ray.rounds._as_completed import AsCompleted
 from flatweights.ray.rounds._barrier import average_of, results_of, send
 from flatweights.ray.rounds._run import RoundRun
@@ -312,7 +312,7 @@ class WorkerGroup:
         timeout: float | None = None,
         min_results: int | None = None,
         nonfinite: Nonfinite = "raise",
-        travels: Travels = "weights",
+        payload_kind: PayloadKind = "weights",
         rule: AnyRule | None = None,
         ranks: Iterable[int] | None = None,
         arguments: ByRank | None = None,
@@ -346,7 +346,7 @@ class WorkerGroup:
             min_results: The number of ranks that an average needs. All healthy ranks, if None.
             nonfinite: What to do about NaN and infinity. With a ``wire_dtype``, workers refuse to
                 send these, or numbers that do not fit, and the rank fails.
-            travels: With a ``wire_dtype``, the kind of the method's result: ``"weights"``, or
+            payload_kind: With a ``wire_dtype``, the kind of the method's result: ``"weights"``, or
                 ``"gradients"``, which are rounded directly and may be a vector; a vector comes
                 back as the part ``"vector"``.
             rule: A rule that replaces the mean; see `flatweights.ray.average`.
@@ -369,11 +369,13 @@ class WorkerGroup:
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
         _refuse_model(broadcast, "broadcast")
-        if travels not in ("weights", "gradients"):
-            raise ValueError(f"travels: expected 'weights' or 'gradients', got {travels!r}")
+        if payload_kind not in ("weights", "gradients"):
+            raise ValueError(
+                f"payload_kind: expected 'weights' or 'gradients', got {payload_kind!r}"
+            )
         if broadcast is not None and self._worker_set.ranks.healthy():
             self._take_back(spec.timeout)
-        result = average_of(self._worker_set, work, spec, ranks, broadcast, out, travels)
+        result = average_of(self._worker_set, work, spec, ranks, broadcast, out, payload_kind)
         self._count += 1
         self._report(result)
         return result

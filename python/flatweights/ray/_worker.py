@@ -284,9 +284,9 @@ def _run(
             raise TypeError(f"expected a plain method, got an async one: {method!r}")
         if wire is None:
             return result
-        wire_dtype, travels = wire
+        wire_dtype, payload_kind = wire
         try:
-            return state.wire.encode(result, travels, wire_dtype)
+            return state.wire.encode(result, payload_kind, wire_dtype)
         except MissedUpdateError as error:
             raise StaleWorkerError(str(error)) from error
 

@@ -158,8 +158,10 @@ def test_wrong_ranks_and_arguments_are_refused_before_a_call(group: WorkerGroup)
     with pytest.raises(ValueError, match="initial: expected 'lowest', weights or None, got 'x'"):
         WorkerGroup(actors, initial="x")
     average: Any = group.average
-    with pytest.raises(ValueError, match="travels: expected 'weights' or 'gradients', got 'gra"):
-        average("add", travels="gradient")
+    with pytest.raises(
+        ValueError, match="payload_kind: expected 'weights' or 'gradients', got 'gra"
+    ):
+        average("add", payload_kind="gradient")
     with pytest.raises(ValueError, match="rounds: expected at least 0, got -1"):
         group.run(-1, "add")
     function: Any

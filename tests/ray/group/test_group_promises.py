@@ -695,8 +695,8 @@ def test_an_async_method_is_refused(lend: Lend) -> None:
 
 
 def test_run_gives_all_other_arguments_to_the_method(group: WorkerGroup) -> None:
-    (found,) = group.run(1, "takes_all", out=1, travels="gradients")
-    assert found.extras[0] == {"out": 1, "travels": "gradients"}
+    (found,) = group.run(1, "takes_all", out=1, payload_kind="gradients")
+    assert found.extras[0] == {"out": 1, "payload_kind": "gradients"}
 
 
 def test_run_gives_restore_no_more_time_than_it_has(

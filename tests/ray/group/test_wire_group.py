@@ -133,7 +133,9 @@ def test_what_does_not_fit_names_rank_and_slot(make: Make) -> None:
 
 def test_gradients_travel_with_feedback(make: Make) -> None:
     group = make(wire_dtype="bfloat16")
-    total = sum(group.average("gradient", travels="gradients").weights["vector"] for _ in range(50))
+    total = sum(
+        group.average("gradient", payload_kind="gradients").weights["vector"] for _ in range(50)
+    )
     assert total.dtype == np.float32
     assert np.allclose(total, 50 * 1.001, rtol=2**-13 * 2, atol=2**-8)
 

@@ -574,7 +574,7 @@ def gradients_of_16_bits_are_averaged_with_feedback(nodes: Nodes) -> None:
     exact = got = np.zeros(SIZE)
     group.broadcast(weights_of(1.0, SIZE))
     for seed in range(12):
-        found = group.average("push", seed, travels="gradients")
+        found = group.average("push", seed, payload_kind="gradients")
         assert found.weights["w"].dtype == np.float32
         got = got + found.weights["w"]
         exact = exact + np.mean([drift_of(rank, seed) for rank in range(6)], axis=0)

@@ -43,7 +43,7 @@ from flatweights._layout import unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.results._result import Packed
-from flatweights.ray.results._wire import Travels
+from flatweights.ray.results._wire import PayloadKind
 from flatweights.wire import WireDType
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ Stamp: TypeAlias = tuple[str, int]
 """Identifies a call: a text that no other group has, in any process, and a number that counts the
 calls of the group."""
 
-Head: TypeAlias = tuple[Stamp, Stamp | None, tuple[WireDType, Travels] | None]
+Head: TypeAlias = tuple[Stamp, Stamp | None, tuple[WireDType, PayloadKind] | None]
 """The head of a call, which travels with it: its stamp; the stamp of the weights that the worker
 must have, None if none were sent yet; the dtype on the wire and the kind of the result, if it is to
 be encoded. Plain tuples pickle ten times faster than named ones."""

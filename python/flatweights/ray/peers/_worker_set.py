@@ -46,7 +46,7 @@ from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in, wait_a
 from flatweights.ray.results._report import METRICS, SENT
 from flatweights.ray.results._result import copied
 from flatweights.ray.results._round import Round
-from flatweights.ray.results._wire import GroupWire, Travels, nbytes_of
+from flatweights.ray.results._wire import GroupWire, PayloadKind, nbytes_of
 from flatweights.ray.support._errors import (
     FULL,
     WorkerError,
@@ -202,7 +202,7 @@ class WorkerSet:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] = {},
         payload: Payload | None = None,
-        travels: Travels | None = None,
+        payload_kind: PayloadKind | None = None,
     ) -> Call:
         """Return the next call, on the latest weights, which ``payload`` brings, if given.
 
@@ -211,10 +211,10 @@ class WorkerSet:
             args: See `Call`.
             kwargs: See `Call`.
             payload: See `Call`.
-            travels: The kind of the result, if it is to be encoded.
+            payload_kind: The kind of the result, if it is to be encoded.
         """
         wire = self.latest.wire
-        encoding = None if travels is None or wire is None else (wire.wire_dtype, travels)
+        encoding = None if payload_kind is None or wire is None else (wire.wire_dtype, payload_kind)
         head = self._next_stamp(), self.latest.version, encoding
         return Call(head, method, args, kwargs, payload)
 

@@ -19,7 +19,7 @@ from flatweights.wire import (
 WireMessage = Difference | Snapshot
 """A message of a group to its workers."""
 
-Travels = Literal["weights", "gradients"]
+PayloadKind = Literal["weights", "gradients"]
 """The kind of a method's result: weights travel as differences, gradients are rounded directly."""
 
 
@@ -46,7 +46,7 @@ class WorkerWire:
         take(received.reference)
         self._weights = received
 
-    def encode(self, result: Any, travels: Travels, wire_dtype: WireDType) -> Any:
+    def encode(self, result: Any, payload_kind: PayloadKind, wire_dtype: WireDType) -> Any:
         """Return ``result`` with its weights or gradients in 16 bits; the extras stay.
 
         Raises:
@@ -54,10 +54,10 @@ class WorkerWire:
             ValueError: If they hold NaN or infinity, or do not fit; see `DeltaEncoder.encode`.
             MissedUpdateError: If no weights have been received yet.
         """
-        return with_weights(result, lambda model: self._encode(model, travels, wire_dtype))
+        return with_weights(result, lambda model: self._encode(model, payload_kind, wire_dtype))
 
-    def _encode(self, model: Any, travels: Travels, wire_dtype: WireDType) -> Difference:
-        if travels == "gradients":
+    def _encode(self, model: Any, payload_kind: PayloadKind, wire_dtype: WireDType) -> Difference:
+        if payload_kind == "gradients":
             if self._gradients is None:
                 self._gradients = GradientEncoder(wire_dtype)
             return self._gradients.encode(_named(model) if isinstance(model, Mapping) else model)
@@ -133,9 +133,9 @@ class GroupWire:
             self._driver.check(model, "result")
         return widen(model)
 
-    def decode(self, mean: Any, travels: Travels) -> Any:
+    def decode(self, mean: Any, payload_kind: PayloadKind) -> Any:
         """Return the average of the models, from the mean of differences, which it overwrites."""
-        if travels == "gradients" or self._driver is None:
+        if payload_kind == "gradients" or self._driver is None:
             return mean
         return self._driver.add_to(mean)
 

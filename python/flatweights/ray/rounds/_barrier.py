@@ -13,7 +13,7 @@ from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in
 from flatweights.ray.peers._worker_set import WorkerSet, note_seconds
 from flatweights.ray.results._report import report
 from flatweights.ray.results._round import Round
-from flatweights.ray.results._wire import Travels
+from flatweights.ray.results._wire import PayloadKind
 from flatweights.ray.rounds._allreduce import NodesAverage
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
 from flatweights.ray.rounds._local_reduce import DriverAverage
@@ -28,7 +28,7 @@ def average_of(
     ranks: Iterable[int] | None,
     broadcast: Any = None,
     out: Any = None,
-    travels: Travels = "weights",
+    payload_kind: PayloadKind = "weights",
 ) -> Round:
     """Let workers do ``work``, and average their results; see `WorkerGroup.average`.
 
@@ -49,12 +49,12 @@ def average_of(
 
     def average(payload: Payload | None) -> Round:
         wire = worker_set.latest.wire
-        is_encoded = wire is not None and (travels == "gradients" or wire.has_sent)
-        encoded = travels if is_encoded else None
+        is_encoded = wire is not None and (payload_kind == "gradients" or wire.has_sent)
+        encoded = payload_kind if is_encoded else None
         call = worker_set.call(work.method, work.args, work.kwargs, payload, encoded)
         codec = PLAIN
         if wire is not None and is_encoded:
-            codec = Codec(wire.widen, functools.partial(wire.decode, travels=travels))
+            codec = Codec(wire.widen, functools.partial(wire.decode, payload_kind=payload_kind))
         elif worker_set.layout is not None:
             codec = Codec(accept=functools.partial(check_result, worker_set.layout, work.method))
         why = worker_set.why_no_agents(called, spec)
