@@ -111,7 +111,7 @@ def measure(size: int) -> dict[str, Any]:
         token = secrets.token_bytes(16)
         who, now = f"rank {rank}", time.monotonic()
         entries.append(Entry(token, rank, config, who, "here", True, now, Future(), Future()))
-        group.queue.tell(group.rendezvous.enter, entries[-1])
+        group.queue.post(group.rendezvous.enter, entries[-1])
     replies = [entry.join_reply.result(_PATIENCE) for entry in entries]
     members = [
         [reply.rank, reply.session, (reply.address or b"").hex(), entry.token.hex()]

@@ -49,7 +49,7 @@ class TheProcessGroup:
         """Return the newest process of a rank."""
         return self.peers.newest[rank]
 
-    def tell(self, *events: Event) -> list[Action]:
+    def receive(self, *events: Event) -> list[Action]:
         """Return the actions after events, and whatever is due then."""
         for event in (*events, Tick()):
             self.calls.receive(event, self.now)
@@ -59,7 +59,7 @@ class TheProcessGroup:
     def request(self, rank: int, request: Request = PLAIN, **options: Any) -> list[Action]:
         """Let a member ask."""
         self[rank].requests(request._replace(**options), self.now)
-        return self.tell(Requested(self[rank]))
+        return self.receive(Requested(self[rank]))
 
     def awaited(self) -> Awaited:
         """Return what is worth waiting for."""

@@ -130,7 +130,7 @@ class Run:
         group = self.group.group
         for session in [*group.rendezvous.present.values()]:
             if session.rank == rank and session.channel is None:  # it had not connected
-                group.queue.tell(group.lose, session.token, None)
+                group.queue.post(group.lose, session.token, None)
         self.start(rank)
 
     def stop(self, rank: int, seconds: float) -> None:

@@ -47,7 +47,7 @@ class LocalProcessGroup:
     def enter(self, rank: int | None) -> Entry:
         """Ask for a join reply."""
         entry = entry_of(rank, self.config)
-        self.group.queue.tell(self.group.rendezvous.enter, entry)
+        self.group.queue.post(self.group.rendezvous.enter, entry)
         return entry
 
     def channel(self, entry: Entry) -> MemberChannel:
@@ -97,7 +97,7 @@ class LocalProcessGroup:
 
     def lose(self, entry: Entry, why: Any) -> None:
         """Count a process as lost, as the coordinator does when it gives up."""
-        self.group.queue.tell(self.group.lose, entry.token, why)
+        self.group.queue.post(self.group.lose, entry.token, why)
 
     def wait_until(self, is_true: Any) -> None:
         """Wait until ``is_true(group)`` holds in the thread of the process group.

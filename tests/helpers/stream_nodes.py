@@ -39,7 +39,9 @@ class Nodes:
         assert len(self.links) == len(links), links
         return self
 
-    def swap(self, data: Sequence[Sequence[Sequence[Bytes]]], patience: float = 60) -> list[object]:
+    def send_and_receive(
+        self, data: Sequence[Sequence[Sequence[Bytes]]], patience: float = 60
+    ) -> list[object]:
         """Send ``data[i][j]`` from node i to node j; return by node what it received, by peer."""
         size, number = len(self.streams), self.number
         self.number += 1
@@ -48,7 +50,7 @@ class Nodes:
             others = [place for place in range(size) if place != me]
             into = {place: [np.zeros_like(each) for each in data[place][me]] for place in others}
             sends = {place: data[me][place] for place in others}
-            self.links[me].swap(number, sends, into, patience=patience)
+            self.links[me].send_and_receive(number, sends, into, patience=patience)
             return into
 
         return self.together(swap_at)
@@ -57,7 +59,7 @@ class Nodes:
         """Check the result of a swap."""
         size = len(self.streams)
         data = [[[random_bytes(nbytes)] for _ in range(size)] for _ in range(size)]
-        assert_received(data, self.swap(data))
+        assert_received(data, self.send_and_receive(data))
 
     def close(self) -> None:
         for streams in self.streams:
@@ -94,4 +96,4 @@ def errors(outcomes: list[object]) -> list[StreamError]:
 def await_bytes(links: Links, patience: float = 60, end: float | None = None) -> None:
     """Wait for bytes from all peers that send none."""
     into = {place: [np.zeros(1, np.uint8)] for place in range(links.size) if place != links.me}
-    links.swap(0, {}, into, patience=patience, end=end)
+    links.send_and_receive(0, {}, into, patience=patience, end=end)

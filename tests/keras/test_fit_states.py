@@ -115,30 +115,30 @@ class Member:
 
     def fit(self, is_new: bool) -> Running:
         if is_new:
-            yield from self.tell(Joins())
+            yield from self.receive(Joins())
             self.version, self.count = None, 0  # other callbacks begin, and may set weights
             self.first = self.first if self.restores is None else self.restores
         for epoch in range(self.first, EPOCHS):
             self.sees = True
-            yield from self.tell(EpochBegins(epoch))
+            yield from self.receive(EpochBegins(epoch))
             self.stops = False
             for batch in range(STEPS):
                 if self.now.phase.skips:
                     self.version = None
                 else:
                     yield from self.average("step")
-                yield from self.tell(BatchEnds(batch))
+                yield from self.receive(BatchEnds(batch))
                 is_due = (self.now.done + self.now.ahead) % 3 == 0
                 if is_due and not self.now.phase.skips:
                     yield from self.average("weights")
-                    yield from self.tell(BatchEnds(batch))
+                    yield from self.receive(BatchEnds(batch))
                 if self.stops:
                     break
                 assert not self.now.phase.skips, f"{self}: another batch of an epoch to skip"
-            yield from self.tell(EpochEnds())
+            yield from self.receive(EpochEnds())
             if not self.now.phase.skips:
                 yield from self.average("logs")
-                yield from self.tell(EpochEnds())
+                yield from self.receive(EpochEnds())
             if self.sees:
                 self.count += 1 if self.is_set_up else 1 - self.count
                 self.is_set_up = True
@@ -148,7 +148,7 @@ class Member:
             assert not self.stops or self.now.phase is Phase.OVER, f"{self} ends"
             if self.stops or epoch >= self.stops_after:
                 break
-        yield from self.tell(FitEnds())
+        yield from self.receive(FitEnds())
 
     def average(self, kind: str) -> Running:
         assert self.now.phase is Phase.TOGETHER, f"{self}: {kind}"
@@ -156,12 +156,12 @@ class Member:
         if reply.is_out_of_sync:
             if kind == "step":
                 self.version = None  # its own gradients
-            yield from self.tell(OutOfSync())
+            yield from self.receive(OutOfSync())
             return
         if reply.healed is not None:
             epoch, batches, *_ = reply.healed
             self.heal(reply)
-            yield from self.tell(Healed(epoch, batches, kind == "step"))
+            yield from self.receive(Healed(epoch, batches, kind == "step"))
         self.version, self.number = reply.version, reply.number
 
     def heal(self, reply: Reply) -> None:
@@ -169,7 +169,7 @@ class Member:
         *_, self.version, self.count = reply.healed
         self.pending, self.lacks = self.count, False
 
-    def tell(self, event: Event) -> Running:
+    def receive(self, event: Event) -> Running:
         following: Event | None = event
         while following is not None:
             self.now, actions = move(self.now, following, self.group.table)

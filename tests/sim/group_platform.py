@@ -712,10 +712,10 @@ class SimulatedChannels(Bell):
         world.point("waiting")
         if not any(channel.is_answered for channel in channels):
             world.block(self._is_due, self, seconds)
-            self.look()
+            self.poll()
         return world.now - begin
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self._is_rung = False
         for channel in [*self._channels]:
             if self._has_news(channel):

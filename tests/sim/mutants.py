@@ -193,7 +193,7 @@ MUTANTS = {
     ),
     "a leave is taken for a death": Mutant(
         "members/_process_group.py",
-        "        if session is not None and session.look():  # it may have left before\n",
+        "        if session is not None and session.poll():  # it may have left before\n",
         "        if False:\n",
     ),
     # Late members.

@@ -230,18 +230,18 @@ class Progress:
     def join(self) -> None:
         """Wait until the others begin an epoch or end; get healed, and make `fit` begin there."""
         self.has_joined = True
-        self._tell(fit.Joins())
+        self._receive(fit.Joins())
 
     def begin_epoch(self, epoch: int) -> None:
         """Meet the others; all callbacks of a `fit` call it."""
         if self.has_joined:
             begin_at(self._model, None)  # Keras has read it; no later `fit` may begin there
         self._show()
-        self._tell(fit.EpochBegins(epoch))
+        self._receive(fit.EpochBegins(epoch))
 
     def end_batch(self, batch: int) -> None:
         """End the epoch if this member is out of sync, or after the last step of the others."""
-        self._tell(fit.BatchEnds(batch))
+        self._receive(fit.BatchEnds(batch))
 
     def end_epoch(self, callback: Any) -> None:
         """Let `fit` go on, unless it is over; callbacks go on from the counts of the others.
@@ -250,14 +250,14 @@ class Progress:
             callback: The callback that makes this call: those after it are about to see the epoch.
         """
         self._last = callback
-        self._tell(fit.EpochEnds())
+        self._receive(fit.EpochEnds())
 
     def end(self) -> None:
         """Meet the others at the end; wait a while for those that are late or being replaced."""
         self._show()
         patience = max(_LAST, self._handle.timeout or 0.0, _REPLACED * self._handle.is_replaceable)
         self._until = _clock.now() + patience
-        self._tell(fit.FitEnds())
+        self._receive(fit.FitEnds())
         begin_at(self._model, None)
 
     @property
@@ -279,14 +279,14 @@ class Progress:
         try:
             result = call(member, self.state)
         except OutOfSyncError:
-            self._tell(fit.OutOfSync())
+            self._receive(fit.OutOfSync())
             return None
         if member.rank in result.healed:
             donor = self._take_over()
-            self._tell(fit.Healed(donor.epoch, donor.steps, in_step))
+            self._receive(fit.Healed(donor.epoch, donor.steps, in_step))
         return result
 
-    def _tell(self, event: fit.Event) -> None:
+    def _receive(self, event: fit.Event) -> None:
         """Do what follows ``event``, and what follows the meetings in it."""
         following: fit.Event | None = event
         while following is not None:

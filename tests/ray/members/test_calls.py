@@ -38,7 +38,7 @@ class Core(TheProcessGroup):
     def reduce(self, result: Event | None = None) -> Send:
         """Give the call that is due a result; return who gets it."""
         (call,) = only(Reduce, self.done)
-        self.tell(Reduced(sorted(call.requests), 8) if result is None else result)
+        self.receive(Reduced(sorted(call.requests), 8) if result is None else result)
         send: Send
         (send,) = only(Send, self.done)
         return send
@@ -73,20 +73,20 @@ def test_a_call_is_due_once_all_have_asked(group: Core) -> None:
 def test_the_dead_are_left_out_and_named(group: Core) -> None:
     why = MemberDiedError("it died")
     group.request(0)
-    actions = group.tell(Ended(group[2], why))
+    actions = group.receive(Ended(group[2], why))
     assert only(Detach, actions) == [Detach(group[2])]
     assert only(LogDeath, actions)
     assert not only(Reduce, actions)  # rank 1 is on time
     (call,) = only(Reduce, group.request(1))
     assert (call.lost, [*call.requests], call.late) == ({2: why}, [0, 1], [])
-    assert not only(Detach, group.tell(Ended(group[2], why)))
+    assert not only(Detach, group.receive(Ended(group[2], why)))
 
 
 def test_time_is_up_for_those_that_are_late(group: Core) -> None:
     group.request(0, timeout=2.0)
     assert group.awaited() == Awaited(2, 102.0)
     group.now = 102.0
-    (call,) = only(Reduce, group.tell())
+    (call,) = only(Reduce, group.receive())
     assert (call.late, call.timeout) == ([1, 2], 2.0)
     assert group.reduce().late == (1, 2)
     kept = group.request(1)
@@ -99,7 +99,7 @@ def test_time_is_up_for_those_that_are_late(group: Core) -> None:
 def test_an_error_answers_those_that_took_part_and_is_not_kept(group: Core) -> None:
     group.request(0, timeout=2.0)
     group.now = 103.0
-    group.tell()
+    group.receive()
     send = group.reduce(Refused())
     assert [peer.rank for peer in send.peers] == [0]
     assert not only(SendKept, group.request(1))
@@ -115,9 +115,9 @@ def heal(group: Core, rank: int) -> None:
     number = send.number
     donor = group[others[0]]
     donor.requests(Request("give", "state"), group.now)
-    assert only(CopyState, group.tell(Gave(donor, True))) == [CopyState(number)]
+    assert only(CopyState, group.receive(Gave(donor, True))) == [CopyState(number)]
     assert only(Respond, group.done) == [Respond([donor], None)]
-    group.tell(StateCopied(number))
+    group.receive(StateCopied(number))
     group.request(rank, Request("heal", "state"))
     assert only(SendState, group.done) == [SendState(number, [group[rank]])]
 
@@ -138,7 +138,7 @@ def test_a_donor_that_dies_leaves_a_reason(group: Core) -> None:
     group.request(2, STEP, lacks=True)
     group.step(0, 1)
     group.request(2, Request("heal", "state"))
-    (answer,) = only(Respond, group.tell(Ended(group[0], MemberDiedError("it died"))))
+    (answer,) = only(Respond, group.receive(Ended(group[0], MemberDiedError("it died"))))
     assert str(answer.error) == "rank 0, which gives it, is gone"
 
 
@@ -150,7 +150,7 @@ def test_states_are_released_once_nobody_needs_them(group: Core) -> None:
     group.request(1, STEP, lacks=True)
     group.request(0, STEP)
     group.request(2, STEP)
-    group.tell(Reduced((0, 2), 8))
+    group.receive(Reduced((0, 2), 8))
     assert only(Release, group.done) == [Release(number)]
     assert [one.number for one in group.calls.healings] == [group.calls.number]
 
@@ -168,12 +168,12 @@ def test_those_that_wait_for_another_call_give_up_in_time(group: Core) -> None:
         for rank in range(3):
             group.request(rank, digest=f"weights {kind}")
         group.reduce(Reduced((0, 1, 2), 1_000_000))
-    group.tell(Ended(group[2], MemberDiedError("it died")))
+    group.receive(Ended(group[2], MemberDiedError("it died")))
     group.join(2)
     assert not only(SendKept, group.request(2, digest="weights 0", timeout=5.0))
     assert group.awaited().end == group.now + 5.0
     group.now += 5.0
-    (up,) = only(TimeIsUp, group.tell())
+    (up,) = only(TimeIsUp, group.receive())
     assert (up.peers, up.others, up.timeout) == ([group[2]], [0, 1], 5.0)
     assert only(SendKept, group.request(2, digest="weights 8")) == [SendKept(9, [group[2]])]
 
@@ -185,14 +185,14 @@ def test_a_member_that_does_not_fetch_its_state_keeps_no_other_from_being_healed
     group.request(2, STEP, lacks=True)
     donor, number = group[0], group.step(0, 1).number
     donor.requests(Request("give", "state"), group.now)
-    assert only(CopyState, group.tell(Gave(donor, True))) == [CopyState(number)]
-    group.tell(StateCopied(number))
+    assert only(CopyState, group.receive(Gave(donor, True))) == [CopyState(number)]
+    group.receive(StateCopied(number))
     # Rank 2 is stopped before it asks for the state; rank 1 has joined again.
     group.request(1, STEP, lacks=True)
     group.request(0, STEP, timeout=1.0)
     group.now += 2.0
-    group.tell()
+    group.receive()
     send = group.reduce()
     assert (send.donor, send.recovering, send.late) == (donor.number, [group[1]], (2,))
     donor.requests(Request("give", "state"), group.now)
-    assert only(CopyState, group.tell(Gave(donor, True))) == [CopyState(send.number)]
+    assert only(CopyState, group.receive(Gave(donor, True))) == [CopyState(send.number)]

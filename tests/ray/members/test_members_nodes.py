@@ -115,7 +115,7 @@ def die_in_give(member: Member) -> None:
 def fail_node_agent(member: Member) -> None:
     """End the thread of the agent of this node, to which all its members have channels."""
     agent = member._coordinator._actor
-    ray.get(agent.__ray_call__.remote(lambda agent: agent._node_agent.queue.tell(divmod, 1, 0)))
+    ray.get(agent.__ray_call__.remote(lambda agent: agent._node_agent.queue.post(divmod, 1, 0)))
 
 
 def alive() -> dict[int, tuple[str, str]]:

@@ -134,7 +134,7 @@ def test_a_coordinator_sleeps_while_members_are_still_to_join() -> None:
     class Poll:
         def poll(self, seconds: float) -> Any:
             sleeps.append(seconds)
-            group.queue.tell(lambda: None)  # so that it wakes
+            group.queue.post(lambda: None)  # so that it wakes
             return poll.poll(seconds)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -859,10 +859,10 @@ def test_a_member_whose_response_cannot_be_put_into_the_store_is_told(
 
     local = LocalProcessGroup(2)
     entries = [local.enter(rank) for rank in range(2)]
-    tell, expect = local.group.queue.tell, local.group.expect
+    post, expect = local.group.queue.post, local.group.expect
     started: Future[Any] = Future()  # of a member without a channel
     assert entries[1].join_reply.result(PATIENCE).rank == 1
-    tell(expect, entries[1].token, started)
+    post(expect, entries[1].token, started)
     other = local.member(entries[0], local.channel(entries[0]))
     started.result(PATIENCE)
     weights = FlatWeights({"w": np.ones(3)})
@@ -873,7 +873,7 @@ def test_a_member_whose_response_cannot_be_put_into_the_store_is_told(
     request = Request("average", template.layout.digest)
     body = pickle.dumps((tuple(request), template.layout.pickled))
     response: Future[Any] = Future()
-    tell(local.group.put, entries[1].token, StoreRequest(body, weights.buffer, response))
+    post(local.group.put, entries[1].token, StoreRequest(body, weights.buffer, response))
     assert average.result(PATIENCE).used == (0, 1)
     with pytest.raises(MemberDiedError, match="ObjectStoreFullError: no room"):
         response.result(PATIENCE)
@@ -933,7 +933,7 @@ def node_agent() -> Iterator[tuple[NodeAgent, TheCoordinator]]:
     end: Any = SimpleNamespace(models={})
     made = NodeAgent(cast("Any", coordinator), coordinator.channels, end, threading.Lock())
     yield made, coordinator
-    made.queue.tell(sys.exit)  # its thread ends
+    made.queue.post(sys.exit)  # its thread ends
     for thread in threading.enumerate():
         if thread.name == "flatweights-node-agent":
             thread.join(PATIENCE)
@@ -961,7 +961,7 @@ def test_members_of_a_node_agent_that_cannot_get_an_response_are_told(
     channel = channel_of(made, coordinator, 1)
     monkeypatch.setattr(ray, "get", get)
     response = NodeAgentResponse(3, b"response", [None], [b"%016d" % 1])
-    made.queue.tell(made.post, response)
+    made.queue.post(made.post, response)
     token, why = coordinator.next("lose")
     assert token == b"%016d" % 1
     assert "process of rank 1: its response did not come: ObjectLostError" in str(why)
@@ -1033,7 +1033,7 @@ def test_a_request_without_weights_passes_a_node_agent(
     token, body, buffer = coordinator.next("hand")
     session = Session(1, "process of rank 1", token, state=PeerState.WORKING)
     session.receive(StoreRequest(body, buffer, None))
-    assert session.look()
+    assert session.poll()
     assert session.fault is None
     channel.close()
 
@@ -1047,7 +1047,7 @@ def test_the_coordinator_learns_why_a_node_agent_has_failed(
         raise MemoryError("no room")
 
     stays = SimpleNamespace(_node_agent=made)
-    made.queue.tell(fail)
+    made.queue.post(fail)
     with pytest.raises(MemoryError, match="no room"):
         NodeAgentActor.stay(cast("Any", stays))
     assert "the agent of a node of a process group has failed" in caplog.text

@@ -109,21 +109,21 @@ def happen(group: TheProcessGroup, event: str) -> list[Action]:
             return group.request(rank, Request("heal", "state"))
         case "give":
             group[rank].requests(Request("give", "state"), group.now)
-            return group.tell(Gave(group[rank], True))
+            return group.receive(Gave(group[rank], True))
         case "leave":
-            return group.tell(Ended(group[rank]))
+            return group.receive(Ended(group[rank]))
         case "die":
-            return group.tell(Ended(group[rank], MemberDiedError("it has died")))
+            return group.receive(Ended(group[rank], MemberDiedError("it has died")))
         case "wait":
             group.now += float(words[0])
-            return group.tell()
+            return group.receive()
         case "reduced":
             call = next(one for one in group.done if isinstance(one, Reduce))
-            return group.tell(Reduced(sorted(call.requests), 8))
+            return group.receive(Reduced(sorted(call.requests), 8))
         case "refused":
-            return group.tell(Refused())
+            return group.receive(Refused())
         case "copied":
-            return group.tell(StateCopied(rank))
+            return group.receive(StateCopied(rank))
         case _:
             raise ValueError(f"no such event: {event}")
     return []

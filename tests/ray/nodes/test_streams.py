@@ -26,12 +26,12 @@ def test_each_node_receives_what_the_others_send(
                 [[random_bytes(count) for count in draw.draw(lengths)] for _ in range(size)]
                 for _ in range(size)
             ]
-            assert_received(data, some.swap(data))
+            assert_received(data, some.send_and_receive(data))
 
 
 def test_a_peer_may_have_nothing_to_send() -> None:
     with nodes(3) as some:
-        outcomes = some.together(lambda me: some.links[me].swap(0, {}, {}, patience=60))
+        outcomes = some.together(lambda me: some.links[me].send_and_receive(0, {}, {}, patience=60))
         assert outcomes == [None, None, None]
         some.number = 1
         some.check()
@@ -55,9 +55,11 @@ def test_another_number_or_length_than_expected_names_the_peer(number: int, leng
         def swap(me: int) -> None:
             if me == 0:
                 sends = {1: [np.zeros(100, np.uint8)]}
-                some.links[0].swap(0, sends, {}, patience=60)
+                some.links[0].send_and_receive(0, sends, {}, patience=60)
             else:
-                some.links[1].swap(number, {}, {0: [np.zeros(length, np.uint8)]}, patience=60)
+                some.links[1].send_and_receive(
+                    number, {}, {0: [np.zeros(length, np.uint8)]}, patience=60
+                )
 
         _, outcome = some.together(swap)
         assert isinstance(outcome, StreamError)
@@ -74,7 +76,7 @@ def test_a_peer_that_stalls_is_named() -> None:
                 one = np.zeros(1, np.uint8)
                 sends = {1 - me: [one]}
                 into = {place: [one.copy()] for place in (1 - me, 2)}
-                some.links[me].swap(0, sends, into, patience=0.2)
+                some.links[me].send_and_receive(0, sends, into, patience=0.2)
 
         first, second, _ = some.together(swap)
         assert 2 in {error.peer for error in errors([first, second])}
@@ -153,7 +155,7 @@ def test_what_goes_may_depend_on_what_came() -> None:
                 result[me, index] = data[me][me][index] + sum(came[k][index] for k in others)
                 return [result[me, index]]
 
-            some.links[me].swap(
+            some.links[me].send_and_receive(
                 0,
                 {k: data[me][k] for k in others},
                 {k: [*came[k], *result[k]] for k in others},
@@ -188,8 +190,8 @@ def test_what_a_function_raises_ends_all_links(where: str) -> None:
             if me == 1 and where == "sends":
                 sends[2] = sends_fail()
             arrived = fails if me == 1 and where == "arrived" else lambda *_: ()
-            some.links[me].swap(0, sends, into, patience=60, arrived=arrived)
-            some.links[me].swap(1, sends, into, patience=60)
+            some.links[me].send_and_receive(0, sends, into, patience=60, arrived=arrived)
+            some.links[me].send_and_receive(1, sends, into, patience=60)
 
         first, second, third = some.together(swap)
         assert isinstance(second, KeyError)

@@ -206,7 +206,7 @@ def test_a_frame_of_another_length_is_refused_before_it_is_read() -> None:
         links = opened.result()
         peer.sendall(struct.pack("<QQ", 7, 1 << 40) + bytes([1]) * 1000)
         with pytest.raises(StreamError, match=r"peer 0: .*100 bytes; got swap 7, 1099511627776"):
-            links.swap(7, {}, {0: [target]}, patience=60)
+            links.send_and_receive(7, {}, {0: [target]}, patience=60)
         assert not target.any()
         assert links.is_closed
     finally:
@@ -228,7 +228,7 @@ def _peer(pipe: Connection, me: int, size: int) -> None:
         one = np.zeros(1_000_000, np.uint8)
         others = [place for place in range(size) if place != me]
         into = {place: [np.empty_like(one)] for place in others}
-        links.swap(number, {place: [one] for place in others}, into, patience=30)
+        links.send_and_receive(number, {place: [one] for place in others}, into, patience=30)
         if number == 3:
             pipe.send("swapping")
 
@@ -249,7 +249,7 @@ def test_a_process_that_dies_or_stops_is_an_error_of_its_peers(stop: signal.Sign
         patience = 30.0
 
         def swap(number: int) -> None:
-            links.swap(number, {1: [one]}, {1: [into]}, patience=patience)
+            links.send_and_receive(number, {1: [one]}, {1: [into]}, patience=patience)
 
         for number in range(10):
             swap(number)
@@ -280,7 +280,7 @@ def test_a_fork_has_no_part_in_the_links() -> None:
             code = 1
             try:
                 with pytest.raises(StreamError, match="parent"):
-                    some.links[0].swap(5, {}, {}, patience=1)
+                    some.links[0].send_and_receive(5, {}, {}, patience=1)
                 peers = [streams.address for streams in some.streams]
                 with pytest.raises(StreamError, match="closed"):
                     some.streams[0].open(peers, 0, secrets.token_bytes(16))
@@ -421,7 +421,7 @@ def test_an_interrupt_ends_a_swap_and_those_of_its_peers() -> None:
             yield b""
 
         with pytest.raises(KeyboardInterrupt):
-            some.links[0].swap(0, {1: interrupt()}, {1: [bytearray(1)]}, patience=30)
+            some.links[0].send_and_receive(0, {1: interrupt()}, {1: [bytearray(1)]}, patience=30)
         assert some.links[0].is_closed
         errors([future.exception() for future in others])
         some.open()

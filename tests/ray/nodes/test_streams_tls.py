@@ -61,7 +61,7 @@ def test_each_node_receives_what_the_others_send(size: int) -> None:
         for nbytes in (0, 1, 16_384, 100_000, 3_000_001):
             some.check(nbytes)
         data = [[[random_bytes(7), random_bytes(40_000)]] * size for _ in range(size)]
-        some.swap(data)
+        some.send_and_receive(data)
         some.check()
 
 
@@ -95,8 +95,8 @@ def test_nothing_passes_in_the_clear() -> None:
             )
             second = some.streams[1].open([some.streams[0].address, real], 1, epoch, end)
             links, into = first.result(), np.zeros(len(secret), np.uint8)
-            sending = pool.submit(links.swap, 1, {1: [secret]}, {}, patience=60)
-            second.swap(1, {}, {0: [into]}, patience=60)
+            sending = pool.submit(links.send_and_receive, 1, {1: [secret]}, {}, patience=60)
+            second.send_and_receive(1, {}, {0: [into]}, patience=60)
             sending.result()
             links.close()
             second.close()

@@ -302,13 +302,13 @@ class Channels:
         for box in boxes:
             if box.is_answered:  # perhaps before the bell was armed
                 return
-        self._hear(seconds)
+        self._receive(seconds)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Note which workers have died, without waiting: `wait` may find its answers without it."""
-        self._hear(0.0)
+        self._receive(0.0)
 
-    def _hear(self, seconds: float | None) -> None:
+    def _receive(self, seconds: float | None) -> None:
         for descriptor, _ in self._poll.poll(seconds):
             if descriptor == self._bell:
                 self._doorbell.hear()
@@ -330,7 +330,7 @@ class Channels:
         if failpoints.hook is not None:  # there are no such points in C++
             return 0, 0, 0.0, seen, []
         ended = calls.run(number, seconds, self._doorbell, self._poll.fileno(), seen)
-        self.look()
+        self.poll()
         return ended
 
     wake = staticmethod(_core.Mailbox.wake)

@@ -112,7 +112,7 @@ class Calls:
     def receive(self, event: Event, now: float) -> None:
         """Take an event."""
         if isinstance(event, Requested):
-            self._hear(event.peer)
+            self._on_request(event.peer)
         elif isinstance(event, Tick):
             self._go_on(now)
         elif isinstance(event, (Reduced, Refused)):
@@ -242,7 +242,7 @@ class Calls:
 
     # What members ask.
 
-    def _hear(self, peer: Peer) -> None:
+    def _on_request(self, peer: Peer) -> None:
         """Take a request: answer it at once, or let the member wait."""
         request = peer.request
         if request.operation == "heal":

@@ -31,7 +31,7 @@ class CallQueue:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def tell(self, method: Callable[..., object], *args: Any) -> None:
+    def post(self, method: Callable[..., object], *args: Any) -> None:
         """Make the thread call ``method``."""
         self._calls.append(lambda: method(*args))
         self.channels.ring()
@@ -50,7 +50,7 @@ class CallQueue:
             except Exception as error:
                 done.set_exception(error)
 
-        self.tell(call)
+        self.post(call)
         return done
 
     def watch(self, ref: ray.ObjectRef, lost: Callable[[str], object]) -> None:
@@ -60,9 +60,9 @@ class CallQueue:
             try:
                 ray.get(ref)
             except ray.exceptions.OwnerDiedError:
-                self.tell(lost, "it or its node has died")
+                self.post(lost, "it or its node has died")
             except Exception as error:
-                self.tell(lost, reason_in_a_line(error))
+                self.post(lost, reason_in_a_line(error))
 
         threading.Thread(target=wait, daemon=True).start()
 

@@ -156,7 +156,7 @@ class CoordinatorClient(ABC):
         patience = None if request.timeout is None else request.timeout + _GRACE
         if not request.brings_weights:
             patience = None  # the others may still be in an epoch, or have stopped
-        told, got = self._swap(request, layout, sent, patience)
+        told, got = self._send_and_receive(request, layout, sent, patience)
         self.is_told = True
         self.is_asking = False
         response = _response_in(told)
@@ -201,7 +201,9 @@ class CoordinatorClient(ABC):
         """Close this end; the coordinator learns that it is gone, and what it ``raised``."""
 
     @abstractmethod
-    def _swap(self, request: Request, layout: Layout, sent: Sent, patience: float | None) -> Told:
+    def _send_and_receive(
+        self, request: Request, layout: Layout, sent: Sent, patience: float | None
+    ) -> Told:
         """Send a request and its weights; return the body of the response, and its weights.
 
         Args:
@@ -281,11 +283,13 @@ class ChannelClient(CoordinatorClient):
         remember(self._prepared, request.signature, known)
         self._channel.pending = has_come
 
-    def _swap(self, request: Request, layout: Layout, sent: Sent, patience: float | None) -> Told:
+    def _send_and_receive(
+        self, request: Request, layout: Layout, sent: Sent, patience: float | None
+    ) -> Told:
         while True:
             if isinstance(sent, OwnSegment):
                 try:
-                    self._gpu.tell(sent)
+                    self._gpu.announce(sent)
                 except OSError as error:
                     raise CoordinatorDiedError(f"a segment was not sent: {error}") from error
                 buffer = None
@@ -397,7 +401,9 @@ class StoreClient(CoordinatorClient):
             self._platform.check_connected()
             self._actor.lose.remote(self._identity.token, end_of(self._identity.who, raised))
 
-    def _swap(self, request: Request, layout: Layout, sent: Sent, patience: float | None) -> Told:
+    def _send_and_receive(
+        self, request: Request, layout: Layout, sent: Sent, patience: float | None
+    ) -> Told:
         self._platform.check_connected()
         body = self._body(request, layout)
         call = self._actor.exchange.remote(self._identity.token, body, sent)

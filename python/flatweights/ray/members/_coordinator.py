@@ -100,7 +100,7 @@ class Coordinator:
         join_reply: Future[JoinReply] = Future()
         now = _clock.now()
         entry = Entry(token, rank, config, who, node, wants_channel, now, join_reply, over)
-        self._group.queue.tell(self._group.rendezvous.enter, entry)
+        self._group.queue.post(self._group.rendezvous.enter, entry)
         return await self._platform.until(join_reply)
 
     async def attach(self, token: bytes, nonce: bytes) -> None:
@@ -122,9 +122,9 @@ class Coordinator:
         self._running += 1
         try:
             if body is None:
-                self._group.queue.tell(self._group.expect, token, caller)
+                self._group.queue.post(self._group.expect, token, caller)
             else:
-                self._group.queue.tell(self._group.put, token, StoreRequest(body, buffer, caller))
+                self._group.queue.post(self._group.put, token, StoreRequest(body, buffer, caller))
             return await self._platform.until(caller)
         finally:
             self._running -= 1
@@ -138,9 +138,9 @@ class Coordinator:
     ) -> None:
         """Take a request from the agent of a node; without a body, the member is ready."""
         if body is None:
-            self._group.queue.tell(self._group.expect, token, None)
+            self._group.queue.post(self._group.expect, token, None)
         else:
-            self._group.queue.tell(self._group.put, token, StoreRequest(body, buffer, None))
+            self._group.queue.post(self._group.put, token, StoreRequest(body, buffer, None))
 
     async def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return a response that did not fit into a channel: its body and its buffer.
@@ -154,7 +154,7 @@ class Coordinator:
         """Count a member as dead that has dropped its end, or has given up to enter."""
         if token not in self._entered and not self._ends[token].done():
             self._ends[token].set_result(None)
-        self._group.queue.tell(self._group.lose, token, why)
+        self._group.queue.post(self._group.lose, token, why)
 
     async def absent(self) -> list[int]:
         """Return the ranks that have not joined."""

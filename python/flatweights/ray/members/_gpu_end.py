@@ -86,7 +86,7 @@ class GpuEnd:
         self._layout, self._own = layout, segment
         return segment
 
-    def tell(self, segment: OwnSegment) -> None:
+    def announce(self, segment: OwnSegment) -> None:
         """Let the coordinator send others to a segment of this member.
 
         Raises:
@@ -115,7 +115,7 @@ class GpuEnd:
             raise MemoryError("all segments are still being read")
         models = [self.memory(placed) for placed in wanted.segments]
         flags = _core.average_on_gpu(layout.core, out.memory, models, wanted.weights)
-        self.tell(out)
+        self.announce(out)
         reach("reduced")
         not_finite = tuple(k for k, is_flagged in enumerate(flags) if is_flagged)
         return SegmentsReduced(out.handle.placed, not_finite)

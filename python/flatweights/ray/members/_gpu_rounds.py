@@ -167,14 +167,14 @@ class GpuRounds:
         self._check(first, [root], sessions)
         return self._kept(root, layout, _placed(root))
 
-    def hear(self, session: Session) -> None:
+    def note_request(self, session: Session) -> None:
         """Note that a member has asked again or is gone: it reads nothing more."""
         for stayed in self._stayed:
             stayed.lose(session)
 
     def forget(self, session: Session) -> None:
         """Note that a member is gone: `release` has others forget its segments."""
-        self.hear(session)
+        self.note_request(session)
         self._gone.append(session)
 
     def release(self, is_kept: Callable[[OnDevice], bool], sessions: Iterable[Session]) -> None:

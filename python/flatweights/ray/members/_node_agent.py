@@ -246,7 +246,7 @@ class NodeAgentActor(Agent):
 
     def forget(self, token: bytes) -> None:
         """See `NodeAgent.forget`."""
-        self._node_agent.queue.tell(self._node_agent.forget, token)
+        self._node_agent.queue.post(self._node_agent.forget, token)
 
     def deliver(self, token: bytes, body: bytes, buffer: NDArray[np.uint8] | None) -> None:
         """See `NodeAgent.deliver`."""

@@ -156,7 +156,7 @@ class ProcessGroup:
         self._states: dict[int, Packed] = {}  # states that heal members, by number of the response
         self.queue = CallQueue(self._channels)
         self.rendezvous = Rendezvous(
-            name, config, node, self._channels, self._agents, self.queue, self._hear, self._lose
+            name, config, node, self._channels, self._agents, self.queue, self._on_event, self._lose
         )
         self.calls = Calls(name, self.rendezvous.peers)
         self._posts = 0
@@ -177,7 +177,7 @@ class ProcessGroup:
         """Do everything that is due, or wait until something happens."""
         self.rendezvous.admit()
         self._welcome()
-        if self._tell(Tick()):
+        if self._receive(Tick()):
             return
         if not self.rendezvous.is_in_use:  # the last member has died meanwhile
             return
@@ -193,7 +193,7 @@ class ProcessGroup:
         )
         self._seconds_waited += _clock.now() - begin
         for session in heard:
-            self._hear(session)
+            self._on_event(session)
         self.queue.read()
 
     def _patience(self, end: float | None) -> float | None:
@@ -209,10 +209,10 @@ class ProcessGroup:
         for number, (response, weights) in series.responses.items():
             self._kept[number] = _Encoded(pickle.dumps(response.fields), weights)
         if series.calls:
-            self._tell(Repeated(series.calls, series.made))
+            self._receive(Repeated(series.calls, series.made))
         return series.ending
 
-    def _tell(self, event: Event) -> bool:
+    def _receive(self, event: Event) -> bool:
         """Tell the core what has happened, and do what it says; return whether it closed a call."""
         self.calls.receive(event, _clock.now())
         has_closed = False
@@ -273,22 +273,22 @@ class ProcessGroup:
                 CoordinatorDiedError(f"the coordinator has failed: {reason_in_a_line(error)}"),
             )
 
-    def _hear(self, session: Session) -> None:
+    def _on_event(self, session: Session) -> None:
         """Handle a member's request, or its end."""
         if session.fault is not None:
-            self._tell(Ended(session, session.fault))
+            self._receive(Ended(session, session.fault))
             return
         request = session.request
         if request.operation not in ("give", "heal"):  # with these, it has yet to read the average
-            self._gpu.hear(session)
+            self._gpu.note_request(session)
         if request.operation == "leave":
-            self._tell(Ended(session))
+            self._receive(Ended(session))
         elif request.operation == "give":
-            self._hear_of_state(session)
+            self._on_state(session)
         else:
-            self._tell(Requested(session))
+            self._receive(Requested(session))
 
-    def _hear_of_state(self, session: Session) -> None:
+    def _on_state(self, session: Session) -> None:
         """Take the state from a donor."""
         assert session.answer is not None
         try:
@@ -300,7 +300,7 @@ class ProcessGroup:
             return
         self._given = None if state is None else Packed(state.buffer, state.layout)
         try:
-            self._tell(Gave(session, state is not None))
+            self._receive(Gave(session, state is not None))
         finally:
             self._given = None
 
@@ -360,7 +360,7 @@ class ProcessGroup:
                 weights = Packed(result.weights.buffer, result.weights.layout)
         except RequestAgainError as why:
             _log.info("process group %r: weights leave the GPU to be averaged: %s", self._name, why)
-            self._tell(RequestAgain())
+            self._receive(RequestAgain())
             return
         except Exception as raised:  # all members raise it; a rule may raise anything
             error = portable(raised)
@@ -700,7 +700,7 @@ class ProcessGroup:
 
     def _lose(self, session: Session, why: MemberDiedError) -> None:
         """Count a member as dead."""
-        self._tell(Ended(session, why))
+        self._receive(Ended(session, why))
 
     def _forget(self, session: Session) -> None:
         """Let go of a member that has left or is dead."""
@@ -753,8 +753,8 @@ class ProcessGroup:
         """Count a member as dead, or drop a process that no longer wants to be a member."""
         self.rendezvous.drop(token, why)
         session = self.rendezvous.present.get(token)
-        if session is not None and session.look():  # it may have left before
-            self._hear(session)
+        if session is not None and session.poll():  # it may have left before
+            self._on_event(session)
         if session is not None:
             self._lose(session, why)
 

@@ -97,7 +97,7 @@ class Rendezvous:
         channels: Channels,
         agents: Agents,
         queue: CallQueue,
-        hear: Callable[[Session], object],
+        on_event: Callable[[Session], object],
         lose: Callable[[Session, MemberDiedError], object],
     ) -> None:
         """Let nobody in yet.
@@ -109,12 +109,12 @@ class Rendezvous:
             channels: The channels to members on this node.
             agents: The agents of other nodes.
             queue: The calls that the process group's thread makes.
-            hear: A function that handles the request, or the end, of a member.
+            on_event: A function that handles the request, or the end, of a member.
             lose: A function that counts a member as dead.
         """
         self._name, self._config, self._node = name, config, node
         self._channels, self._agents, self._queue = channels, agents, queue
-        self._hear, self._lose = hear, lose
+        self._on_event, self._lose = on_event, lose
         self.peers = Peers()
         self.present: dict[bytes, Session] = {}
         self._has_begun = False  # whether any process has arrived
@@ -234,8 +234,8 @@ class Rendezvous:
         session = self.sessions.get(rank)
         if session is not None and session.is_present and session.channel is not None:
             session.channel.receive()  # it may just have died
-            if session.look():
-                self._hear(session)
+            if session.poll():
+                self._on_event(session)
         return session is None or not session.is_present
 
     def _lose_all(self, agent: AgentEnd, why: str) -> None:

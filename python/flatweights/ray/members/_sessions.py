@@ -128,10 +128,10 @@ class Session(Peer):
             self.agent = None
 
     def receive(self, store_request: StoreRequest) -> None:
-        """Take a request that came through Ray; `look` reads it."""
+        """Take a request that came through Ray; `poll` reads it."""
         self._store_requests.append(store_request)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Read from the member; return whether there is a request, or the member has ended."""
         if self.state is PeerState.WORKING:
             try:
@@ -230,7 +230,7 @@ def wait_for(
             is_open = channel is not None and not channel.is_closed
             if session.state is PeerState.ASKING and is_open:  # most, at the end of a call
                 continue
-            if session.look():  # also one that has asked, and has died since
+            if session.poll():  # also one that has asked, and has died since
                 heard[session] = None
             elif session.state is PeerState.WORKING and channel is not None:
                 # Before its first response a member asks for nothing, but its mailbox looks

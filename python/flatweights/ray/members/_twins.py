@@ -43,13 +43,13 @@ class Twins:
                 return False
             earlier = [ref for ref in self._earlier.get(key, ()) if ref() is not None]
             if any(ref() is one for ref in earlier):
-                self._tell(key)
+                self._warn(key)
             if last is not None and all(ref() is not last() for ref in earlier):
                 earlier.append(last)
             self._earlier[key] = earlier
         return key in self._twins
 
-    def _tell(self, key: str) -> None:
+    def _warn(self, key: str) -> None:
         if key not in self._twins:
             self._twins.add(key)
             text = (

@@ -144,7 +144,7 @@ class Links:
                 self._is_used = False
                 self._close_unused()
 
-    def swap(
+    def send_and_receive(
         self,
         number: int,
         sends: Mapping[int, Iterable[Buffer]],

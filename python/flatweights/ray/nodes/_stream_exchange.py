@@ -50,7 +50,7 @@ class StreamExchange:
             StreamError: If a node does not answer, or its answer is invalid.
         """
         first = self._merge_complete()
-        links.swap(
+        links.send_and_receive(
             self._plan.number,
             {node: itertools.chain(self._sums(node), first) for node in self._coming},
             {node: self._receive(node) for node in self._coming},

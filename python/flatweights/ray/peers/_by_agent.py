@@ -48,7 +48,7 @@ class NodeCall:
         self._is_finished = False
         self.ref: ray.ObjectRef = agent.handle.work.remote(command)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take the agent's results, and ask for more."""
         try:
             news = ray.get(self.ref)
@@ -120,7 +120,7 @@ class NodeAnswer(PendingResult):
                 return there
             for call in {one.call for one in answers}:
                 if call.ref in ready:
-                    call.look()
+                    call.poll()
 
     def take(self) -> Any:
         """Return the summary or the value."""

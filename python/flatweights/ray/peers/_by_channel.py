@@ -196,7 +196,7 @@ class ChannelResult(PendingResult):
         begin = now = _clock.now()
         end = None if timeout is None else begin + timeout
         if timeout is not None and timeout <= 0:  # no sleep will learn of deaths
-            answers[0]._channels.look()
+            answers[0]._channels.poll()
         there: dict[PendingResult, None] = {}
         while True:
             by_ray: dict[ray.ObjectRef, list[ChannelResult]] = {}

@@ -105,7 +105,7 @@ class WorkerRecord:
         if self.in_flight is not answer:
             return
         if self.kept is not None:
-            self._tell(is_there)
+            self._notify(is_there)
         if is_there:
             self.in_flight = None
         else:
@@ -125,7 +125,7 @@ class WorkerRecord:
             record = records[rank]
             if record.in_flight is answer:
                 if record.kept is not None:
-                    record._tell(True)
+                    record._notify(True)
                 record.in_flight = None
                 if version is not None:
                     record.version, record.is_new = version, False
@@ -186,7 +186,7 @@ class WorkerRecord:
         """Let ``keep`` know when another call drops the answer in flight; see `kept`."""
         self.kept = keep
 
-    def _tell(self, is_there: bool) -> None:
+    def _notify(self, is_there: bool) -> None:
         kept, self.kept = self.kept, None
         if kept is not None:
             kept(is_there)
@@ -203,7 +203,7 @@ class WorkerRecord:
 
     def drop_in_flight(self) -> None:
         """Let go of an answer in flight that has arrived; if its value is needed, keep it first."""
-        self._tell(True)
+        self._notify(True)
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is not None:
             in_flight.release()

@@ -108,7 +108,7 @@ class PublicationServer:
             while not self.is_closed:
                 for descriptor, _ in poll.poll(int(1000 * _TICK)):
                     if descriptor in self._readers:
-                        self._hear(descriptor, poll)
+                        self._on_event(descriptor, poll)
                     elif descriptor == self._listener.fileno():
                         self._accept(poll)
                 if _clock.now() - ticked >= _TICK:
@@ -146,7 +146,7 @@ class PublicationServer:
         self._readers[connection.fileno()] = connection, reader
         poll.register(connection, select.POLLIN)
 
-    def _hear(self, descriptor: int, poll: select.poll) -> None:
+    def _on_event(self, descriptor: int, poll: select.poll) -> None:
         connection, reader = self._readers[descriptor]
         try:
             word = connection.recv(1)

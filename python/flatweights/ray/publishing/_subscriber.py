@@ -308,14 +308,14 @@ class _Subscription:
             # it is not.
             if self._is_over or seen == source.newest:
                 with contextlib.suppress(Exception):  # the publisher has ended, or Ray is shut down
-                    self._look()
+                    self._switch()
             seen = source.newest
         with self.lock:
             self.source.close()
             if self._next is not None:
                 self._next[0].close()
 
-    def _look(self) -> None:
+    def _switch(self) -> None:
         """Go on with a newer publisher, once it has published something."""
         if self._next is None or self._has_ended_empty(self._next[0]):
             self._find()

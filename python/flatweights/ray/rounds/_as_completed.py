@@ -210,13 +210,13 @@ class AsCompleted:
         taken: dict[int, _Sent] = {}
         while True:
             self._call_idle()
-            self._hear(0.0)
+            self._receive(0.0)
             self._wait_for_oldest()
             if not self._take(taken):
                 if self._idle:
                     continue
                 if self._is_anyone_at_work(taken):
-                    self._hear(None)
+                    self._receive(None)
                     continue
                 if not taken:
                     errors = self.worker_set.ranks.unhealthy(self._asked_now()) | self._since.failed
@@ -345,7 +345,7 @@ class AsCompleted:
             for sent in self._out.values()
         )
 
-    def _hear(self, seconds: float | None) -> None:
+    def _receive(self, seconds: float | None) -> None:
         """Wait for an answer, for at most ``seconds``, or until something else is due."""
         if not self._out:
             if seconds is None:
@@ -455,7 +455,7 @@ class AsCompleted:
                 self._patience[rank] = 2 * passed
                 oldest.patience = None
                 return
-            self._hear(oldest.patience - now)
+            self._receive(oldest.patience - now)
 
     def _take(self, taken: dict[int, _Sent]) -> bool:
         """Take results for a round; return whether there are enough."""

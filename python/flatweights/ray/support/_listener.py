@@ -120,7 +120,7 @@ class Listener:
             connection, address = self._socket.accept()
         except OSError as error:  # closed, gone again, or no descriptors are left
             if not self._is_closing and not isinstance(error, (BlockingIOError, ConnectionError)):
-                self._tell("error", f"cannot accept connections: {error}")
+                self._warn_once("error", f"cannot accept connections: {error}")
                 _clock.sleep(_PAUSE)
             return
         kept(connection).setblocking(False)
@@ -148,9 +148,9 @@ class Listener:
         """Close a connection, and log the reason."""
         pending = self._pending.pop(descriptor)
         pending.connection.close()
-        self._tell(reason, f"refused a connection from {pending.who}: {reason}")
+        self._warn_once(reason, f"refused a connection from {pending.who}: {reason}")
 
-    def _tell(self, kind: str, text: str) -> None:
+    def _warn_once(self, kind: str, text: str) -> None:
         """Log ``text``, unless one of its kind was logged before."""
         if kind not in self._told:
             self._told.add(kind)
