@@ -78,11 +78,11 @@ class InterruptedOnce(RayResult):
 
     is_interrupted = False
 
-    def take(self) -> Any:
+    def result(self) -> Any:
         if not self.is_interrupted:
             self.is_interrupted = True
             raise KeyboardInterrupt
-        return super().take()
+        return super().result()
 
 
 def test_a_worker_whose_return_was_interrupted_comes_back(lend: Lend) -> None:

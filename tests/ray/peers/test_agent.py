@@ -33,7 +33,7 @@ class Owed(PendingResult):
             cls.waiting()
         return there
 
-    def take(self) -> Any:
+    def result(self) -> Any:
         return "value"
 
     def release(self) -> None:

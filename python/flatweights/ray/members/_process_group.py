@@ -293,7 +293,7 @@ class ProcessGroup:
         assert session.answer is not None
         try:
             session.answer.fetch()
-            state = session.answer.take()
+            state = session.answer.result()
         except Exception as error:  # its node or the agent there has died, or lost the state
             why = f"{session.who}: its state could not be read: {reason_in_a_line(error)}"
             self._lose(session, MemberDiedError(why))

@@ -305,7 +305,7 @@ class SessionResult(RayResult):
         assert self.known_layout is not None
         return self.known_layout
 
-    def take(self) -> Any:
+    def result(self) -> Any:
         """Return the weights; if they stay with `agent`, a summary of them."""
         if self.ref is not None:
             return FlatWeights.wrap(ray.get(self.ref), self.layout)

@@ -160,7 +160,7 @@ class Agent:
             self.end.break_off(streaming[1])
 
     def _result(self, rank: int) -> Any:
-        return self._answers[rank].take()
+        return self._answers[rank].result()
 
     def _is_on(self, number: int) -> bool:
         """Whether the driver still waits for results of a command."""
@@ -213,7 +213,7 @@ class Agent:
 
     def _read(self, rank: int) -> Any:
         try:
-            value = self._answers[rank].take()
+            value = self._answers[rank].result()
         except Exception as error:
             return Failure(portable(error))
         if self._reading is None:

@@ -122,7 +122,7 @@ class NodeAnswer(PendingResult):
                 if call.ref in ready:
                     call.poll()
 
-    def take(self) -> Any:
+    def result(self) -> Any:
         """Return the summary or the value."""
         if self._value is not None:
             return ray.get(self._value)

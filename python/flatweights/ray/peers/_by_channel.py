@@ -311,12 +311,12 @@ class ChannelResult(PendingResult):
         self._worker.give_up(self._channel, "its call failed")
         self._by_ray = RayResult(ref, self._platform)
 
-    def take(self) -> Any:
+    def result(self) -> Any:
         """Return the value: its arrays are views of the worker's segment."""
         if self._error is not None:
             raise self._error
         if self._by_ray is not None:
-            return self._by_ray.take()
+            return self._by_ray.result()
         if self.packed is not None:
             self._value, self.packed = self.packed.weights(), None
         return self._value
@@ -432,7 +432,7 @@ class Worker:
         self.far_node = ""
         self._backoff = Backoff(f"rank {self.rank} is")
 
-    def part(self) -> None:
+    def detach(self) -> None:
         """Give up the channel of a worker that has left and serves no more calls."""
         if self._channel is not None:
             if self._channel.is_answered and not self._channel.is_given_up:

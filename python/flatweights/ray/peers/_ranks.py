@@ -163,7 +163,7 @@ class WorkerRecord:
         assert self._probe is not None
         answer, version = self._probe
         try:
-            answer.take()  # after an interrupt, it is taken again
+            answer.result()  # after an interrupt, it is taken again
         except Exception as error:
             self.complete(answer)
             self.leave_out(error.with_traceback(None))
@@ -393,7 +393,7 @@ class Ranks:
             if record.in_flight is not None:
                 self._leaving.append((record, kill))
                 continue
-            record.worker.part()
+            record.worker.detach()
             if kill:
                 self.platform.kill(record.worker.handle)
 

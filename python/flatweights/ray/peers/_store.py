@@ -63,7 +63,7 @@ class RayResult(PendingResult):
         arrived = set(there)
         return [answer for answer in answers if answer.ref in arrived]
 
-    def take(self) -> Any:
+    def result(self) -> Any:
         """Return the object: mapped from the object store, if it is large."""
         return self._platform.get(self.ref)
 

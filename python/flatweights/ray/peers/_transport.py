@@ -8,10 +8,10 @@ several. The contract:
 - A call returns a `PendingResult` at once. The worker answers its calls in their order.
 - `wait_any` waits for several answers, of any transports, until a deadline. A worker that died
   counts as having answered: its answer raises.
-- `PendingResult.take` returns the value, or raises the worker's exception. The value may be a view
-  of memory that is not the driver's: it is valid until `PendingResult.release`, and until the next
-  call or message to that worker at the latest. A round copies the values that it keeps, and lets go
-  of each answer that it has waited for before it returns. It may take a value repeatedly.
+- `PendingResult.result` returns the value, or raises the worker's exception; so does every further
+  call. The value may be a view of memory that is not the driver's: it is valid until
+  `PendingResult.release`, and until the next call or message to that worker at the latest. A round
+  copies the values that it keeps, and releases each answer that it has waited for.
 - A late answer stays in flight, and nothing is sent to that worker before it has answered. An
   answer whose round was broken off is abandoned: see `PendingResult.abandon`. So no worker is sent
   weights in the middle of a call.
@@ -96,9 +96,9 @@ class PendingResult(ABC):
     """The answer to one call, which may not have arrived yet.
 
     Attributes:
-        agent: The agent that has the value on another node; then `take` returns a summary of it.
+        agent: The agent that has the value on another node; then `result` returns a summary of it.
         packed: The value of an arrived answer, if it is only weights, read in place. None has no
-            meaning: `take` returns every value.
+            meaning: `result` returns every value.
     """
 
     agent: Any = None  # of a transport, which this interface does not know
@@ -123,7 +123,7 @@ class PendingResult(ABC):
         """
 
     @abstractmethod
-    def take(self) -> Any:
+    def result(self) -> Any:
         """Return the value of an answer that has arrived; see the contract.
 
         Raises:
@@ -138,7 +138,7 @@ class PendingResult(ABC):
         return False
 
     def fetch(self) -> bool:
-        """Ask for the value itself, if `take` would return a summary of it.
+        """Ask for the value itself, if `result` would return a summary of it.
 
         Returns:
             Whether to wait for the answer again.

@@ -254,7 +254,7 @@ class Arrivals:
         values: dict[int, Any] = {}
         for rank in sorted(self.arrived):
             try:
-                values[rank] = self.answers[rank].take()
+                values[rank] = self.answers[rank].result()
             except Exception as error:
                 self._fail(rank, error)
         return values
@@ -267,12 +267,12 @@ class Arrivals:
                 self.arrived.remove(rank)
                 self._pending[answer] = rank
 
-    def take(self, rank: int) -> Any:
+    def result(self, rank: int) -> Any:
         """Return the value of a rank that has answered; None if it has failed, now or before."""
         if rank in self.failed:
             return None
         try:
-            return self.answers[rank].take()
+            return self.answers[rank].result()
         except Exception as error:
             self._fail(rank, error)
         return None

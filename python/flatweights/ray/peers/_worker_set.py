@@ -304,7 +304,7 @@ class WorkerSet:
                 if (came := arrivals.wait()) is None:
                     break
                 for rank in came:
-                    arrivals.take(rank)
+                    arrivals.result(rank)
             raise error._and(refused) from error.__cause__
         finally:
             # Even if the round was broken off by something else than a rank's failure.
@@ -696,7 +696,7 @@ class WorkerSet:
                 self.ranks.records[rank].drop_in_flight()
                 arrivals.arrived.discard(rank)
                 return True
-            arrivals.take(rank)
+            arrivals.result(rank)
             is_over = deadline.end is not None and _clock.now() + _PAUSE > deadline.end
             if patient and is_restarting(arrivals.failed.get(rank)) and not is_over:
                 _clock.sleep(_PAUSE)

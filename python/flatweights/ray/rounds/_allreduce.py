@@ -172,7 +172,7 @@ class NodesAverage:
     def _receive(self, rank: int) -> None:
         """Read the result of a rank on this node, or the summary of another rank's result."""
         answer = self._arrivals.answers[rank]
-        value = self._arrivals.take(rank)
+        value = self._arrivals.result(rank)
         if rank in self._arrivals.failed:
             return
         self._nodes[rank] = answer.agent

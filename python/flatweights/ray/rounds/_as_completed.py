@@ -92,7 +92,7 @@ class _KeptResult(PendingResult):
         self._value: Any = None
         self._error: Exception | None = None
         try:
-            self._value = copied(answer.take())
+            self._value = copied(answer.result())
         except Exception as error:
             self._error = error.with_traceback(None)
 
@@ -100,7 +100,7 @@ class _KeptResult(PendingResult):
     def wait(cls, answers: Any, timeout: float | None, enough: int = 1) -> Any:
         return answers
 
-    def take(self) -> Any:
+    def result(self) -> Any:
         if self._error is not None:
             raise self._error
         return self._value
@@ -501,7 +501,7 @@ class AsCompleted:
             self._patience[rank] //= 2
         if sent.answer.packed is None:
             try:
-                sent.answer.take()
+                sent.answer.result()
             except Exception as error:
                 sent.answer.release()
                 self._fail(sent, error.with_traceback(None))
@@ -625,7 +625,7 @@ def _has_failed(answer: PendingResult) -> bool:
     if answer.packed is not None:
         return False
     try:
-        answer.take()
+        answer.result()
     except Exception:
         return True
     return False

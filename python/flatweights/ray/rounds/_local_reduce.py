@@ -253,12 +253,12 @@ class DriverAverage:
     # Separate functions, so that a value is unmapped when they return.
 
     def _take(self, rank: int, *, hold: bool) -> None:
-        value = self._arrivals.take(rank)
+        value = self._arrivals.result(rank)
         if hold and rank in self._arrivals.arrived:
             self._held[rank] = value
 
     def _take_and_screen(self, rank: int) -> dict[int, Exception]:
-        value = self._arrivals.take(rank)
+        value = self._arrivals.result(rank)
         if rank in self._arrivals.failed:
             return {}
         return self._find_spoiled([rank], [self._codec.decode(split(value)[0])])
@@ -284,7 +284,7 @@ class DriverAverage:
                     continue
                 run[rank] = self._held.pop(rank, None)
                 if run[rank] is None:
-                    run[rank] = self._arrivals.take(rank)
+                    run[rank] = self._arrivals.result(rank)
                 if rank in self._arrivals.failed:
                     del run[rank]
             if not run:
@@ -352,4 +352,4 @@ class DriverAverage:
         if self._out is not None:
             return self._out
         arrived = sorted(self._arrivals.arrived)
-        return split(self._arrivals.take(arrived[0]))[0] if arrived else None
+        return split(self._arrivals.result(arrived[0]))[0] if arrived else None
