@@ -1,4 +1,4 @@
-"""Several nodes in this process, whose links are real sockets."""
+"""Several nodes in this process, whose connections are real sockets."""
 
 import contextlib
 import secrets
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from flatweights.ray.nodes._links import Links, StreamError
+from flatweights.ray.nodes._connections import NodeConnections, StreamError
 from flatweights.ray.nodes._streams import Streams
 
 Bytes = NDArray[np.uint8]
@@ -21,7 +21,7 @@ class Nodes:
     def __init__(self, size: int) -> None:
         self.streams = [Streams("127.0.0.1") for _ in range(size)]
         self.pool = ThreadPoolExecutor(size)
-        self.links: list[Links] = []
+        self.connections: list[NodeConnections] = []
         self.number = 0
 
     def together(self, call: Callable[[int], object]) -> list[object]:
@@ -32,11 +32,11 @@ class Nodes:
     def open(self, epoch: bytes | None = None) -> "Nodes":
         peers = [streams.address for streams in self.streams]
         epoch = epoch or secrets.token_bytes(16)
-        links = self.together(
+        connections = self.together(
             lambda place: self.streams[place].open(peers, place, epoch, time.monotonic() + 60)
         )
-        self.links = [each for each in links if isinstance(each, Links)]
-        assert len(self.links) == len(links), links
+        self.connections = [each for each in connections if isinstance(each, NodeConnections)]
+        assert len(self.connections) == len(connections), connections
         return self
 
     def send_and_receive(
@@ -50,7 +50,7 @@ class Nodes:
             others = [place for place in range(size) if place != me]
             into = {place: [np.zeros_like(each) for each in data[place][me]] for place in others}
             sends = {place: data[me][place] for place in others}
-            self.links[me].send_and_receive(number, sends, into, patience=patience)
+            self.connections[me].send_and_receive(number, sends, into, patience=patience)
             return into
 
         return self.together(swap_at)
@@ -93,7 +93,13 @@ def errors(outcomes: list[object]) -> list[StreamError]:
     return [each for each in outcomes if isinstance(each, StreamError)]
 
 
-def await_bytes(links: Links, patience: float = 60, end: float | None = None) -> None:
+def await_bytes(
+    connections: NodeConnections, patience: float = 60, end: float | None = None
+) -> None:
     """Wait for bytes from all peers that send none."""
-    into = {place: [np.zeros(1, np.uint8)] for place in range(links.size) if place != links.me}
-    links.send_and_receive(0, {}, into, patience=patience, end=end)
+    into = {
+        place: [np.zeros(1, np.uint8)]
+        for place in range(connections.size)
+        if place != connections.me
+    }
+    connections.send_and_receive(0, {}, into, patience=patience, end=end)

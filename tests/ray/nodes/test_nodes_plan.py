@@ -18,12 +18,12 @@ from reference import REAL, random_array
 import flatweights as fw
 from flatweights import FlatWeights, RunningAverage
 from flatweights._sources import Template
-from flatweights.ray.nodes._links import StreamError
-from flatweights.ray.nodes._node import NodeEnd, Route
+from flatweights.ray.nodes._connections import StreamError
+from flatweights.ray.nodes._node_reducer import Endpoints, NodeReducer
 from flatweights.ray.nodes._plan import Plan, ReduceDType, nbytes_of
 from flatweights.ray.nodes._shards import canonical, packed_bytes
 from flatweights.ray.peers._by_channel import GroupChannels
-from flatweights.ray.peers._summary import ReadOptions, read_into
+from flatweights.ray.peers._result_metadata import ReadOptions, read_into
 
 DTYPES = [*REAL, *map(np.dtype, ("c8", "c16", "i8", "i4", "u1", "?"))]
 SUMS: tuple[ReduceDType, ...] = ("float64", "float32")
@@ -166,7 +166,7 @@ class Ends:
     """The ends of some nodes, all in this process."""
 
     def __init__(self, count: int) -> None:
-        self.ends = [NodeEnd(GroupChannels().offer, "127.0.0.1") for _ in range(count)]
+        self.ends = [NodeReducer(GroupChannels().offer, "127.0.0.1") for _ in range(count)]
         self.pool = ThreadPoolExecutor(count)
         self.epoch = secrets.token_bytes(16)
 
@@ -178,9 +178,9 @@ class Ends:
 
     def together(self, plan: Plan, left: float | None = 10.0) -> list[Any]:
         """Exchange; return by node the traffic or the exception."""
-        route = Route(tuple(end.address for end in self.ends), self.epoch, left)
+        endpoints = Endpoints(tuple(end.address for end in self.ends), self.epoch, left)
         futures = [
-            self.pool.submit(end.stream, plan, me, route) for me, end in enumerate(self.ends)
+            self.pool.submit(end.stream, plan, me, endpoints) for me, end in enumerate(self.ends)
         ]
         return [future.exception() or future.result() for future in futures]
 
@@ -235,9 +235,9 @@ def test_a_node_that_does_not_come_breaks_the_exchange_off(ends: Ends) -> None:
     models = [some_model(np.random.default_rng(k), k) for k in range(3)]
     plan = plan_of([[0], [1], [2]], [1.0] * 3, "float64", models)
     ends.read(plan, models)
-    route = Route(tuple(end.address for end in ends.ends), ends.epoch, 0.3)
+    endpoints = Endpoints(tuple(end.address for end in ends.ends), ends.epoch, 0.3)
     begin = time.monotonic()
-    futures = [ends.pool.submit(ends.ends[k].stream, plan, k, route) for k in (0, 2)]
+    futures = [ends.pool.submit(ends.ends[k].stream, plan, k, endpoints) for k in (0, 2)]
     for future in futures:
         assert isinstance(future.exception(), StreamError)
     assert time.monotonic() - begin < 20  # it is 0.3 s, on a machine that has time
@@ -269,7 +269,7 @@ def test_an_end_that_is_dropped_listens_no_more() -> None:
         return sum(one.name == "flatweights-streams" for one in threading.enumerate())
 
     before = threads()
-    end = NodeEnd(GroupChannels().offer, "127.0.0.1")
+    end = NodeReducer(GroupChannels().offer, "127.0.0.1")
     address = end.address
     assert threads() == before + 1
     del end

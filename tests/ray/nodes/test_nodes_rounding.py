@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 import flatweights as fw
 from flatweights._sources import Template
-from flatweights.ray.nodes._node import NodeEnd, Route
+from flatweights.ray.nodes._node_reducer import Endpoints, NodeReducer
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._rounding import Coding, Residuals
 from flatweights.ray.nodes._shards import Bytes
 from flatweights.ray.peers._by_channel import GroupChannels
-from flatweights.ray.peers._summary import ReadOptions, read_into
+from flatweights.ray.peers._result_metadata import ReadOptions, read_into
 from flatweights.wire import Difference, WireDType, average_differences, wire_layout
 
 READING = ReadOptions(screen=True, weigh=None, is_encoded=True)
@@ -144,7 +144,7 @@ def exchanged(ends: Sequence[End], plan: Plan, sent: Mapping[int, Difference]) -
     return Difference(mean, plan.coding.layout, plan.coding.base)
 
 
-def read(ends: Sequence[End | NodeEnd], plan: Plan, sent: Mapping[int, Difference]) -> None:
+def read(ends: Sequence[End | NodeReducer], plan: Plan, sent: Mapping[int, Difference]) -> None:
     for end, group in zip(ends, plan.groups, strict=True):
         end.models.clear()
         for rank in group:
@@ -268,7 +268,7 @@ def test_an_average_that_does_not_fit_is_an_error(rng: np.random.Generator) -> N
 def test_streams_and_blocks_do_not_change_the_bits(
     wire_dtype: WireDType, rng: np.random.Generator
 ) -> None:
-    by_stream = [NodeEnd(GroupChannels().offer, "127.0.0.1") for _ in range(3)]
+    by_stream = [NodeReducer(GroupChannels().offer, "127.0.0.1") for _ in range(3)]
     whole = [End() for _ in range(3)]
     addresses, epoch = tuple(end.address for end in by_stream), secrets.token_bytes(16)
     try:
@@ -283,9 +283,9 @@ def test_streams_and_blocks_do_not_change_the_bits(
             plan = plan_of(number, [[0, 2], [1], [3, 4]], dict.fromkeys(range(5), 1.0), sent)
             assert plan.in_blocks().blocks > 1
             read(by_stream, plan, sent)
-            route = Route(addresses, epoch, 60.0)
+            endpoints = Endpoints(addresses, epoch, 60.0)
             with ThreadPoolExecutor(3) as pool:
-                ended = [pool.submit(by_stream[me].stream, plan, me, route) for me in range(3)]
+                ended = [pool.submit(by_stream[me].stream, plan, me, endpoints) for me in range(3)]
                 for future in ended:
                     future.result()
             expected = exchanged(whole, plan, sent)

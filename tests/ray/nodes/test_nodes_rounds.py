@@ -34,7 +34,7 @@ from flatweights.ray import Round, WorkerError, WorkerGroup
 from flatweights.ray.nodes._address import Address
 from flatweights.ray.peers._agent import AverageOf, Command
 from flatweights.ray.peers._backoff import Backoff
-from flatweights.ray.peers._by_agent import AgentEnd, NodeCall
+from flatweights.ray.peers._by_agent import AgentClient, NodeCall
 from flatweights.ray.results._result import copied
 from flatweights.ray.support import _failpoints
 
@@ -468,7 +468,7 @@ def bytes_out_are_those_that_are_sent(nodes: Nodes) -> None:
     group.broadcast(weights_of(1.0, SIZE))
     commands: list[Command] = []
 
-    def spy(call: NodeCall, agent: AgentEnd, command: Command) -> None:
+    def spy(call: NodeCall, agent: AgentClient, command: Command) -> None:
         commands.append(command)
         begin(call, agent, command)
 
@@ -725,7 +725,7 @@ def two_nodes_that_cannot_reach_each_other_are_both_averaged(nodes: Nodes) -> No
     group = nodes.group("streams")
 
     def cut(agent: Any) -> None:
-        from flatweights.ray.nodes._links import StreamError
+        from flatweights.ray.nodes._connections import StreamError
 
         reach = agent.end._streams._reach
 

@@ -11,7 +11,7 @@ import pytest
 import flatweights as fw
 from flatweights._sources import Template
 from flatweights.ray.nodes._plan import Plan, ReduceDType
-from flatweights.ray.nodes._stream_exchange import StreamExchange
+from flatweights.ray.nodes._stream_allreduce import StreamAllreduce
 from flatweights.ray.nodes._streams import Streams
 
 
@@ -55,7 +55,7 @@ def test_blocks_do_not_change_the_bits(
     def exchange(me: int) -> np.typing.NDArray[np.uint8]:
         mean = np.zeros_like(expected)
         links = streams[me].open(peers, me, epoch, time.monotonic() + 60)
-        StreamExchange(plan, me, by_node[me], mean).run(links, patience=60, end=None)
+        StreamAllreduce(plan, me, by_node[me], mean).run(links, patience=60, end=None)
         return mean
 
     try:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from stream_nodes import assert_received, await_bytes, errors, nodes, random_bytes
 
-from flatweights.ray.nodes._links import StreamError, set_up
+from flatweights.ray.nodes._connections import StreamError, set_up
 from flatweights.ray.nodes._streams import Streams
 
 
@@ -31,7 +31,9 @@ def test_each_node_receives_what_the_others_send(
 
 def test_a_peer_may_have_nothing_to_send() -> None:
     with nodes(3) as some:
-        outcomes = some.together(lambda me: some.links[me].send_and_receive(0, {}, {}, patience=60))
+        outcomes = some.together(
+            lambda me: some.connections[me].send_and_receive(0, {}, {}, patience=60)
+        )
         assert outcomes == [None, None, None]
         some.number = 1
         some.check()
@@ -40,11 +42,11 @@ def test_a_peer_may_have_nothing_to_send() -> None:
 def test_the_same_epoch_has_the_same_links() -> None:
     epoch = secrets.token_bytes(16)
     with nodes(3) as some:
-        before = some.open(epoch).links
-        assert all(a is b for a, b in zip(before, some.open(epoch).links, strict=True))
-        after = some.open().links
-        assert all(links.is_closed for links in before)
-        assert not any(links.is_closed for links in after)
+        before = some.open(epoch).connections
+        assert all(a is b for a, b in zip(before, some.open(epoch).connections, strict=True))
+        after = some.open().connections
+        assert all(connections.is_closed for connections in before)
+        assert not any(connections.is_closed for connections in after)
         some.check()
 
 
@@ -55,16 +57,16 @@ def test_another_number_or_length_than_expected_names_the_peer(number: int, leng
         def swap(me: int) -> None:
             if me == 0:
                 sends = {1: [np.zeros(100, np.uint8)]}
-                some.links[0].send_and_receive(0, sends, {}, patience=60)
+                some.connections[0].send_and_receive(0, sends, {}, patience=60)
             else:
-                some.links[1].send_and_receive(
+                some.connections[1].send_and_receive(
                     number, {}, {0: [np.zeros(length, np.uint8)]}, patience=60
                 )
 
         _, outcome = some.together(swap)
         assert isinstance(outcome, StreamError)
         assert outcome.peer == 0
-        text = f"expected swap {number}, {length} bytes; got swap 0, 100 bytes"
+        text = f"expected exchange {number}, {length} bytes; got exchange 0, 100 bytes"
         assert text in str(outcome)
 
 
@@ -76,7 +78,7 @@ def test_a_peer_that_stalls_is_named() -> None:
                 one = np.zeros(1, np.uint8)
                 sends = {1 - me: [one]}
                 into = {place: [one.copy()] for place in (1 - me, 2)}
-                some.links[me].send_and_receive(0, sends, into, patience=0.2)
+                some.connections[me].send_and_receive(0, sends, into, patience=0.2)
 
         first, second, _ = some.together(swap)
         assert 2 in {error.peer for error in errors([first, second])}
@@ -85,16 +87,16 @@ def test_a_peer_that_stalls_is_named() -> None:
 def test_the_time_of_a_swap_may_be_up() -> None:
     with nodes(2) as some:
         with pytest.raises(StreamError, match="peer 1: the time is up") as caught:
-            await_bytes(some.links[0], end=time.monotonic() + 0.1)
+            await_bytes(some.connections[0], end=time.monotonic() + 0.1)
         assert isinstance(caught.value.__cause__, TimeoutError)
         with pytest.raises(StreamError, match="peer 0: it closed the stream"):
-            await_bytes(some.links[1])
+            await_bytes(some.connections[1])
 
 
 def test_close_ends_a_swap() -> None:
     with nodes(2) as some:
-        swap = some.pool.submit(await_bytes, some.links[0])
-        some.links[0].close()
+        swap = some.pool.submit(await_bytes, some.connections[0])
+        some.connections[0].close()
         with pytest.raises(StreamError, match=r"closed|ended"):
             swap.result()
 
@@ -104,7 +106,7 @@ def test_closed_streams_open_nothing() -> None:
     streams.close()
     with pytest.raises(StreamError, match="the streams are closed"):
         streams.open([streams.address], 0, epoch)
-    with pytest.raises(ValueError, match="its links have ended"):
+    with pytest.raises(ValueError, match="its connections have ended"):
         streams.open([streams.address], 0, epoch)
 
 
@@ -155,7 +157,7 @@ def test_what_goes_may_depend_on_what_came() -> None:
                 result[me, index] = data[me][me][index] + sum(came[k][index] for k in others)
                 return [result[me, index]]
 
-            some.links[me].send_and_receive(
+            some.connections[me].send_and_receive(
                 0,
                 {k: data[me][k] for k in others},
                 {k: [*came[k], *result[k]] for k in others},
@@ -190,10 +192,10 @@ def test_what_a_function_raises_ends_all_links(where: str) -> None:
             if me == 1 and where == "sends":
                 sends[2] = sends_fail()
             arrived = fails if me == 1 and where == "arrived" else lambda *_: ()
-            some.links[me].send_and_receive(0, sends, into, patience=60, arrived=arrived)
-            some.links[me].send_and_receive(1, sends, into, patience=60)
+            some.connections[me].send_and_receive(0, sends, into, patience=60, arrived=arrived)
+            some.connections[me].send_and_receive(1, sends, into, patience=60)
 
         first, second, third = some.together(swap)
         assert isinstance(second, KeyError)
         assert {error.peer for error in errors([first, third])} & {1}
-        assert all(links.is_closed for links in some.links)
+        assert all(connections.is_closed for connections in some.connections)

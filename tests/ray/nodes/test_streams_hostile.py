@@ -26,7 +26,7 @@ from stream_nodes import await_bytes, errors, nodes
 
 from flatweights.ray.nodes import _streams
 from flatweights.ray.nodes._address import Address
-from flatweights.ray.nodes._links import StreamError
+from flatweights.ray.nodes._connections import StreamError
 from flatweights.ray.nodes._streams import Streams
 from flatweights.ray.support import _listener
 
@@ -203,12 +203,14 @@ def test_a_frame_of_another_length_is_refused_before_it_is_read() -> None:
         (peer,) = send(streams.address, hello(streams.address.key, epoch, 0))
         answer = peer.recv(16)
     try:
-        links = opened.result()
+        connections = opened.result()
         peer.sendall(struct.pack("<QQ", 7, 1 << 40) + bytes([1]) * 1000)
-        with pytest.raises(StreamError, match=r"peer 0: .*100 bytes; got swap 7, 1099511627776"):
-            links.send_and_receive(7, {}, {0: [target]}, patience=60)
+        with pytest.raises(
+            StreamError, match=r"peer 0: .*100 bytes; got exchange 7, 1099511627776"
+        ):
+            connections.send_and_receive(7, {}, {0: [target]}, patience=60)
         assert not target.any()
-        assert links.is_closed
+        assert connections.is_closed
     finally:
         peer.close()
         streams.close()
@@ -219,16 +221,16 @@ def test_a_frame_of_another_length_is_refused_before_it_is_read() -> None:
 
 
 def _peer(pipe: Connection, me: int, size: int) -> None:
-    """A node in a process of its own: opens its links, and swaps until it is killed."""
+    """A node in a process of its own: opens its connections, and swaps until it is killed."""
     streams = Streams("127.0.0.1")
     pipe.send(streams.address)
     peers, epoch = pipe.recv()
-    links = streams.open(peers, me, epoch, time.monotonic() + 30)
+    connections = streams.open(peers, me, epoch, time.monotonic() + 30)
     for number in range(1_000_000):
         one = np.zeros(1_000_000, np.uint8)
         others = [place for place in range(size) if place != me]
         into = {place: [np.empty_like(one)] for place in others}
-        links.send_and_receive(number, {place: [one] for place in others}, into, patience=30)
+        connections.send_and_receive(number, {place: [one] for place in others}, into, patience=30)
         if number == 3:
             pipe.send("swapping")
 
@@ -244,12 +246,12 @@ def test_a_process_that_dies_or_stops_is_an_error_of_its_peers(stop: signal.Sign
     try:
         peers, epoch = [streams.address, here.recv()], secrets.token_bytes(16)
         here.send((peers, epoch))
-        links = streams.open(peers, 0, epoch, time.monotonic() + 30)
+        connections = streams.open(peers, 0, epoch, time.monotonic() + 30)
         one, into = np.zeros(1_000_000, np.uint8), np.empty(1_000_000, np.uint8)
         patience = 30.0
 
         def swap(number: int) -> None:
-            links.send_and_receive(number, {1: [one]}, {1: [into]}, patience=patience)
+            connections.send_and_receive(number, {1: [one]}, {1: [into]}, patience=patience)
 
         for number in range(10):
             swap(number)
@@ -262,7 +264,7 @@ def test_a_process_that_dies_or_stops_is_an_error_of_its_peers(stop: signal.Sign
             collections.deque(map(swap, range(10, 1_000_000)), maxlen=0)
         assert time.monotonic() - began < 25  # not by patience, if it is dead
         assert isinstance(caught.value.__cause__, TimeoutError) == (stop is signal.SIGSTOP)
-        assert links.is_closed
+        assert connections.is_closed
     finally:
         streams.close()
         process.kill()
@@ -280,7 +282,7 @@ def test_a_fork_has_no_part_in_the_links() -> None:
             code = 1
             try:
                 with pytest.raises(StreamError, match="parent"):
-                    some.links[0].send_and_receive(5, {}, {}, patience=1)
+                    some.connections[0].send_and_receive(5, {}, {}, patience=1)
                 peers = [streams.address for streams in some.streams]
                 with pytest.raises(StreamError, match="closed"):
                     some.streams[0].open(peers, 0, secrets.token_bytes(16))
@@ -302,9 +304,9 @@ def test_a_fork_that_lives_on_keeps_no_connection_open() -> None:
             os.read(read, 1)
             os._exit(0)
         try:
-            some.links[0].close()
+            some.connections[0].close()
             with pytest.raises(StreamError, match="closed the stream"):
-                await_bytes(some.links[1])
+                await_bytes(some.connections[1])
             address = some.streams[0].address
             some.streams[0].close()
             with pytest.raises(ConnectionRefusedError):
@@ -380,12 +382,12 @@ def test_a_peer_that_answers_late_or_wrongly_is_named(
 
 def test_links_are_used_by_one_thread_at_a_time() -> None:
     with nodes(2) as some:
-        waiting = some.pool.submit(await_bytes, some.links[0])
-        while not some.links[0]._is_used:
+        waiting = some.pool.submit(await_bytes, some.connections[0])
+        while not some.connections[0]._is_used:
             time.sleep(0.001)
-        with pytest.raises(RuntimeError, match="another thread uses these links"):
-            await_bytes(some.links[0])
-        some.links[1].close()
+        with pytest.raises(RuntimeError, match="another thread uses these connections"):
+            await_bytes(some.connections[0])
+        some.connections[1].close()
         with pytest.raises(StreamError, match="peer 1: it closed the stream"):
             waiting.result()
 
@@ -402,7 +404,7 @@ def test_descriptors_and_threads_are_gone_after_close() -> None:
             some.open()
             some.check()
             with pytest.raises(StreamError):
-                await_bytes(some.links[0], patience=0.05)
+                await_bytes(some.connections[0], patience=0.05)
             strangers = [connect(streams.address) for streams in some.streams]
         for stranger in strangers:
             with contextlib.suppress(ConnectionResetError):
@@ -414,15 +416,19 @@ def test_descriptors_and_threads_are_gone_after_close() -> None:
 def test_an_interrupt_ends_a_swap_and_those_of_its_peers() -> None:
     assert threading.current_thread() is threading.main_thread()
     with nodes(3) as some:
-        others = [some.pool.submit(await_bytes, links) for links in some.links[1:]]
+        others = [
+            some.pool.submit(await_bytes, connections) for connections in some.connections[1:]
+        ]
 
         def interrupt() -> Iterator[bytes]:
             os.kill(os.getpid(), signal.SIGINT)
             yield b""
 
         with pytest.raises(KeyboardInterrupt):
-            some.links[0].send_and_receive(0, {1: interrupt()}, {1: [bytearray(1)]}, patience=30)
-        assert some.links[0].is_closed
+            some.connections[0].send_and_receive(
+                0, {1: interrupt()}, {1: [bytearray(1)]}, patience=30
+            )
+        assert some.connections[0].is_closed
         errors([future.exception() for future in others])
         some.open()
         some.number = 0
@@ -447,9 +453,9 @@ def test_an_epoch_is_used_once() -> None:
     epoch = secrets.token_bytes(16)
     with nodes(2) as some:
         some.open(epoch)
-        some.links[0].close()
+        some.connections[0].close()
         peers = [streams.address for streams in some.streams]
-        with pytest.raises(ValueError, match="its links have ended; choose another one"):
+        with pytest.raises(ValueError, match="its connections have ended; choose another one"):
             some.streams[0].open(peers, 0, epoch)
         with pytest.raises(ValueError, match="expected 16 bytes, got 3"):
             some.streams[0].open(peers, 0, b"abc")

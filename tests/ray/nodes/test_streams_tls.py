@@ -15,7 +15,7 @@ from certificates import make_authority, make_certificate, tls_environment
 from stream_nodes import Nodes, await_bytes, nodes, random_bytes
 
 from flatweights.ray.nodes._address import chosen_ports
-from flatweights.ray.nodes._links import StreamError
+from flatweights.ray.nodes._connections import StreamError
 from flatweights.ray.nodes._streams import Streams
 
 pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="openssl makes certificates")
@@ -94,11 +94,11 @@ def test_nothing_passes_in_the_clear() -> None:
                 some.streams[0].open, [some.streams[0].address, shown], 0, epoch, end
             )
             second = some.streams[1].open([some.streams[0].address, real], 1, epoch, end)
-            links, into = first.result(), np.zeros(len(secret), np.uint8)
-            sending = pool.submit(links.send_and_receive, 1, {1: [secret]}, {}, patience=60)
+            connections, into = first.result(), np.zeros(len(secret), np.uint8)
+            sending = pool.submit(connections.send_and_receive, 1, {1: [secret]}, {}, patience=60)
             second.send_and_receive(1, {}, {0: [into]}, patience=60)
             sending.result()
-            links.close()
+            connections.close()
             second.close()
             serving.result()
     assert into.tobytes() == secret
@@ -110,8 +110,8 @@ def test_nothing_passes_in_the_clear() -> None:
 @pytest.mark.usefixtures("tls")
 def test_close_ends_a_swap() -> None:
     with nodes(2) as some:
-        swap = some.pool.submit(await_bytes, some.links[0])
-        some.links[0].close()
+        swap = some.pool.submit(await_bytes, some.connections[0])
+        some.connections[0].close()
         with pytest.raises(StreamError, match=r"closed|ended"):
             swap.result()
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from flatweights._sources import Template
-from flatweights.ray.nodes._links import StreamError
-from flatweights.ray.nodes._node import Route
+from flatweights.ray.nodes._connections import StreamError
+from flatweights.ray.nodes._node_reducer import Endpoints
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._agent import Agent, Command
 from flatweights.ray.peers._transport import Call, PendingResult
@@ -96,7 +96,7 @@ def test_an_exchange_of_a_round_that_is_over_is_an_answer_and_no_error_of_ray() 
     plan = Plan(
         1, Template.of({"w": np.zeros(3)}), ((0, 1), (2,)), dict.fromkeys(range(3), 1.0), "float64"
     )
-    answer = agent.stream(plan, 0, Route((address, address), bytes(16), 1.0))
+    answer = agent.stream(plan, 0, Endpoints((address, address), bytes(16), 1.0))
     assert isinstance(answer, StreamError)
     assert "the round is over" in str(answer)
     agent.end.close()

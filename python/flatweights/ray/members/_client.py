@@ -38,7 +38,7 @@ from flatweights.ray.core._requests import (
 )
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._coordinator import Coordinator
-from flatweights.ray.members._gpu_end import GpuEnd, gpu_of
+from flatweights.ray.members._gpu_member import GpuMember, gpu_of
 from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._rendezvous import JoinReply
 from flatweights.ray.members._repeated_call import Repeatable, response_again
@@ -228,7 +228,7 @@ class ChannelClient(CoordinatorClient):
         """Take the channel, which is attached, and the number of the session."""
         super().__init__(actor, identity, platform)
         self._channel = channel
-        self._gpu = GpuEnd(channel, session)
+        self._gpu = GpuMember(channel, session)
         self._session = session
         self._may_stay: set[Kind] = set()  # kinds of call whose weights may stay on their GPU
         self._prepared: dict[tuple[Any, ...], Repeatable] = {}  # by signature, what may be repeated

@@ -32,7 +32,7 @@ from flatweights.ray.members._sessions import (
     fetched,
     wait_for,
 )
-from flatweights.ray.nodes._node import NodeEnd
+from flatweights.ray.nodes._node_reducer import NodeReducer
 from flatweights.ray.nodes._plan import SMALL
 from flatweights.ray.peers._agent import Agent, AverageOf
 from flatweights.ray.peers._by_channel import GroupChannels
@@ -73,7 +73,7 @@ class NodeAgent:
         self,
         coordinator: ray.actor.ActorHandle,
         channels: GroupChannels,
-        end: NodeEnd,
+        end: NodeReducer,
         turn: threading.Lock,
     ) -> None:
         """Begin without members.

@@ -79,8 +79,8 @@ from flatweights.ray.members._sessions import (
     wait_for,
 )
 from flatweights.ray.peers._agent import AverageOf
-from flatweights.ray.peers._by_agent import AgentEnd
-from flatweights.ray.peers._summary import Exchanged
+from flatweights.ray.peers._by_agent import AgentClient
+from flatweights.ray.peers._result_metadata import Exchanged
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._report import METRICS, SENT, report
 from flatweights.ray.results._result import Packed
@@ -656,7 +656,7 @@ class ProcessGroup:
         buffer = weights.buffer if isinstance(weights, Packed) else None
         post: Post | None = None
         ref: ray.ObjectRef | None = None
-        away: dict[AgentEnd, list[Session]] = {}
+        away: dict[AgentClient, list[Session]] = {}
         posted: list[_core.Mailbox] = []
         wake = self._channels.wake
         for session in sessions:

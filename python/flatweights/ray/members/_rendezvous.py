@@ -23,7 +23,7 @@ from flatweights.ray.core._requests import MemberDiedError
 from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._sessions import Session
-from flatweights.ray.peers._by_agent import AgentEnd, Agents
+from flatweights.ray.peers._by_agent import AgentClient, Agents
 from flatweights.ray.peers._store import end_actor
 from flatweights.ray.peers._wait import seconds_left
 
@@ -238,7 +238,7 @@ class Rendezvous:
                 self._on_event(session)
         return session is None or not session.is_present
 
-    def _lose_all(self, agent: AgentEnd, why: str) -> None:
+    def _lose_all(self, agent: AgentClient, why: str) -> None:
         """Count the members of a dead agent's node as dead; its process may still have to end."""
         agent.is_dead = True
         end_actor(agent.handle)

@@ -35,9 +35,9 @@ from flatweights.ray.channels._segments import Segments
 from flatweights.ray.core._peer import Peer, PeerState
 from flatweights.ray.core._requests import MemberDiedError, Request, end_of, remember
 from flatweights.ray.members._call_queue import CallQueue
-from flatweights.ray.peers._by_agent import AgentEnd
+from flatweights.ray.peers._by_agent import AgentClient
+from flatweights.ray.peers._result_metadata import ResultMetadata
 from flatweights.ray.peers._store import RayResult
-from flatweights.ray.peers._summary import Summary
 from flatweights.ray.results._result import Packed
 
 SLICE = 1.0  # seconds between two looks for events that ring no bell
@@ -102,7 +102,7 @@ class Session(Peer):
         is_quiet: Whether its next request may ring no bell although it has a timeout.
     """
 
-    agent: AgentEnd | None = None
+    agent: AgentClient | None = None
     over: Future[None] | None = None
     channel: DriverChannel | None = None
     answer: SessionResult | None = None
@@ -306,12 +306,14 @@ class SessionResult(RayResult):
         return self.known_layout
 
     def result(self) -> Any:
-        """Return the weights; if they stay with `agent`, a summary of them."""
+        """Return the weights; if they stay with `agent`, metadata of them."""
         if self.ref is not None:
             return FlatWeights.wrap(ray.get(self.ref), self.layout)
         if self.away is not None:
             template = Template(Kind.FLAT_WEIGHTS, self.layout)
-            return Summary(template, not_finite=self.away.not_finite, nbytes=self.layout.nbytes)
+            return ResultMetadata(
+                template, not_finite=self.away.not_finite, nbytes=self.layout.nbytes
+            )
         return None if self.packed is None else self.packed.weights()
 
     def fetch(self) -> bool:

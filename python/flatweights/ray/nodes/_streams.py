@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 from flatweights.ray import _clock
 from flatweights.ray.nodes._address import HELLO, KEY, Address, family_of, listen
-from flatweights.ray.nodes._links import Links, StreamError, set_up
+from flatweights.ray.nodes._connections import NodeConnections, StreamError, set_up
 from flatweights.ray.nodes._tls import Tls, shake_hands
 from flatweights.ray.support._listener import Listener, PendingConnection, RefusedError, kept
 
@@ -45,7 +45,7 @@ class Streams:
             OSError: If that is not possible, or Ray's certificates cannot be used.
         """
         self._opening = threading.Lock()  # held by `open`
-        self._links: Links | None = None  # of the epoch that was opened last
+        self._connections: NodeConnections | None = None  # of the epoch that was opened last
         self._tls = Tls.of_ray()
         listening = listen(host, ports)
         self.address = Address(host, listening.getsockname()[1], secrets.token_bytes(KEY))
@@ -54,17 +54,17 @@ class Streams:
 
     def open(
         self, peers: Sequence[Address], me: int, epoch: bytes, end: float | None = None
-    ) -> Links:
-        """Return connected links to ``peers``; those of the last call, if it had the same epoch.
+    ) -> NodeConnections:
+        """Return connections to ``peers``; those of the last call, if it had the same epoch.
 
         Args:
             peers: The addresses of all nodes, in their order, including that of this process.
             me: The place of this process among them.
-            epoch: 16 bytes, chosen at random by the process that makes all nodes open their links.
+            epoch: 16 bytes, chosen at random by the process that makes all nodes connect.
             end: The time at which to give up (`time.monotonic`); never, if None.
 
         Raises:
-            StreamError: If a peer cannot be reached, or has not opened its links in time.
+            StreamError: If a peer cannot be reached, or has not opened its connections in time.
             ValueError: If ``me`` is not the place of this process, or the epoch has ended.
         """
         peers = tuple(peers)
@@ -73,38 +73,40 @@ class Streams:
         if len(epoch) != _EPOCH:
             raise ValueError(f"epoch: expected {_EPOCH} bytes, got {len(epoch)}")
         with self._opening:
-            old = self._links
+            old = self._connections
             if old is not None and old.epoch == epoch:
                 if old.is_closed:
-                    raise ValueError("epoch: its links have ended; choose another one")
+                    raise ValueError("epoch: its connections have ended; choose another one")
                 return old
-            links = self._links = Links(me, len(peers), epoch)  # admits its peers
+            connections = self._connections = NodeConnections(
+                me, len(peers), epoch
+            )  # admits its peers
             if old is not None:
                 old.close()
-            with links.in_use():
+            with connections.in_use():
                 if self._listener.is_closed:
                     raise StreamError(-1, "the streams are closed")
                 for place in range(me + 1, len(peers)):
                     pause = _PAUSE
-                    while not self._reach(links, place, peers[place], end):
-                        links.drop(place)
+                    while not self._reach(connections, place, peers[place], end):
+                        connections.drop(place)
                         _clock.sleep(pause)
                         pause = min(2 * pause, _LONGEST_PAUSE)
-                links.wait(end)
-            return links
+                connections.wait(end)
+            return connections
 
     def break_off(self, epoch: bytes) -> None:
-        """End the links of ``epoch``, or the call of another thread that opens them."""
-        links = self._links
-        if links is not None and links.epoch == epoch:
-            links.close()
+        """End the connections of ``epoch``, or the call of another thread that opens them."""
+        connections = self._connections
+        if connections is not None and connections.epoch == epoch:
+            connections.close()
 
     def close(self) -> None:
-        """Close all links and the listener, and wait for its thread. More calls do nothing."""
+        """Close connections and listener, and wait for its thread. More calls do nothing."""
         if not self._listener.is_closed:
             self._listener.close()
-            if self._links is not None:
-                self._links.close()
+            if self._connections is not None:
+                self._connections.close()
 
     def _shake_hands(self, pending: PendingConnection) -> Iterator[int]:
         """Read a hello: the key, and the rest if the key is right; then take the connection."""
@@ -124,12 +126,12 @@ class Streams:
             if len(hello) == KEY and not hmac.compare_digest(hello, self.address.key):
                 raise RefusedError("a wrong key")
         _, epoch, place = HELLO.unpack(hello)
-        links = self._links
-        if links is None or links.epoch != epoch or links.is_closed:
+        connections = self._connections
+        if connections is None or connections.epoch != epoch or connections.is_closed:
             connection.close()
-        elif not 0 <= place < links.me:
+        elif not 0 <= place < connections.me:
             raise RefusedError("a place that does not connect to this one")
-        elif place not in links.missing:
+        elif place not in connections.missing:
             raise RefusedError("a place that is connected")
         else:
             try:
@@ -138,9 +140,11 @@ class Streams:
             except OSError:
                 connection.close()  # the peer has gone, and may connect again
             else:
-                links.add(place, connection)
+                connections.add(place, connection)
 
-    def _reach(self, links: Links, place: int, address: Address, end: float | None) -> bool:
+    def _reach(
+        self, connections: NodeConnections, place: int, address: Address, end: float | None
+    ) -> bool:
         """Connect to the peer at ``place``, and wait for its answer.
 
         Returns:
@@ -148,7 +152,7 @@ class Streams:
             the peer has not opened the epoch yet.
         """
         connection = kept(socket.socket(family_of(address.host)))
-        links.add(place, connection)
+        connections.add(place, connection)
         where = f"{address.host}:{address.port}"
         try:
             set_up(connection)
@@ -159,10 +163,10 @@ class Streams:
         try:
             if self._tls is not None:
                 connection = self._tls.connect(connection, address.host)
-                links.add(place, connection)
+                connections.add(place, connection)
                 if not shake_hands(connection):
                     return False
-            connection.sendall(HELLO.pack(address.key, links.epoch, links.me))
+            connection.sendall(HELLO.pack(address.key, connections.epoch, connections.me))
             connection.settimeout(_left(end))
             answer = connection.recv(_EPOCH)
         except TimeoutError as error:
@@ -173,10 +177,10 @@ class Streams:
             raise StreamError(place, f"TLS with {where}: {error}") from error
         except OSError:
             return False
-        if answer not in (b"", links.epoch):
+        if answer not in (b"", connections.epoch):
             raise StreamError(place, "a wrong answer")
         connection.setblocking(False)
-        return answer == links.epoch
+        return answer == connections.epoch
 
 
 def _left(end: float | None) -> float | None:

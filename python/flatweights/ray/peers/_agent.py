@@ -1,7 +1,7 @@
 """An agent: it calls the workers of one node for a driver on another, and adds up their results.
 
 It reaches them like a driver on their node: through channels. Their results stay here. The driver
-gets a summary of each, and decides which are averaged, with which other nodes. A driver that gets
+gets metadata of each, and decides which are averaged, with which other nodes. A driver that gets
 no answer in time announces that the round is over; then each wait here ends.
 """
 
@@ -17,12 +17,12 @@ import ray
 
 from flatweights.ray import _clock
 from flatweights.ray.nodes._address import Address
-from flatweights.ray.nodes._links import StreamError
-from flatweights.ray.nodes._node import NodeEnd, Route, Traffic
+from flatweights.ray.nodes._connections import StreamError
+from flatweights.ray.nodes._node_reducer import Endpoints, NodeReducer, Traffic
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._by_channel import GroupChannels, Worker
+from flatweights.ray.peers._result_metadata import ReadOptions, read_into
 from flatweights.ray.peers._store import payload_of
-from flatweights.ray.peers._summary import ReadOptions, read_into
 from flatweights.ray.peers._transport import Call, Payload, PendingResult, weights_of
 from flatweights.ray.peers._wait import wait_any
 from flatweights.ray.support._errors import portable
@@ -82,7 +82,7 @@ class Agent:
         # An actor without CPUs gets one thread. But its workers wait while it adds up.
         os.environ.pop("OMP_NUM_THREADS", None)
         self.channels = GroupChannels()
-        self.end = NodeEnd(self.channels.offer, ray.util.get_node_ip_address())
+        self.end = NodeReducer(self.channels.offer, ray.util.get_node_ip_address())
         self.turn = threading.Lock()
         self._workers: dict[int, Worker] = {}
         self._current = 0  # the number of the command whose results it has
@@ -114,7 +114,7 @@ class Agent:
             return self._news(command.number)
 
     def more(self, number: int) -> dict[int, Any]:
-        """Wait for summaries, values or failures; return them by rank, or none if it is over."""
+        """Wait for metadata, values or failures; return them by rank, or none if it is over."""
         with self.turn:
             return self._news(number)
 
@@ -125,16 +125,16 @@ class Agent:
             if self._current <= number:  # a slow thread may call this after the next command
                 self._close_round()
 
-    def stream(self, plan: Plan, me: int, route: Route) -> Traffic | Exception:
-        """Exchange with other nodes; see `NodeEnd.stream`."""
+    def stream(self, plan: Plan, me: int, endpoints: Endpoints) -> Traffic | Exception:
+        """Exchange with other nodes; see `NodeReducer.stream`."""
         self._supersede(plan.number)
         with self.turn:
             if plan.number < self._latest:
                 return StreamError(-1, "the exchange is over")
-            self._streaming = plan.number, route.epoch
+            self._streaming = plan.number, endpoints.epoch
             try:
-                return self.end.stream(plan, me, route)
-            except (StreamError, ValueError) as error:  # the second, if links have ended
+                return self.end.stream(plan, me, endpoints)
+            except (StreamError, ValueError) as error:  # the second, if connections have ended
                 return error.with_traceback(None)
             finally:
                 self._streaming = None

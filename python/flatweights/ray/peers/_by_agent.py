@@ -13,14 +13,14 @@ from flatweights._settings import setting
 from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.nodes._address import Address, chosen_ports
-from flatweights.ray.nodes._node import NodeEnd
+from flatweights.ray.nodes._node_reducer import NodeReducer
 from flatweights.ray.nodes._plan import SMALL, ReduceDType, check_reduce_dtype
 from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure
 from flatweights.ray.peers._backoff import Backoff
 from flatweights.ray.peers._by_channel import Worker
 from flatweights.ray.peers._call_log import CallLog
+from flatweights.ray.peers._result_metadata import Exchanged, ReadOptions
 from flatweights.ray.peers._store import argument_of, end_actor
-from flatweights.ray.peers._summary import Exchanged, ReadOptions
 from flatweights.ray.peers._transport import Call, PendingResult
 from flatweights.ray.peers._wait import seconds_left
 
@@ -38,7 +38,7 @@ class NodeCall:
         exchange: The number of the exchange whose average the call brings; 0, if it brings none.
     """
 
-    def __init__(self, agent: AgentEnd, command: Command) -> None:
+    def __init__(self, agent: AgentClient, command: Command) -> None:
         """Send the command."""
         self.agent = agent
         self.number = command.number
@@ -71,9 +71,9 @@ class NodeCall:
 
 
 class NodeAnswer(PendingResult):
-    """The answer of a worker that an agent called: a summary or a small value, until brought."""
+    """The answer of a worker that an agent called: metadata or a small value, until brought."""
 
-    agent: AgentEnd
+    agent: AgentClient
 
     def __init__(self, call: NodeCall, rank: int, handle: ray.actor.ActorHandle) -> None:
         """Wait for the agent's result for ``rank``."""
@@ -123,7 +123,7 @@ class NodeAnswer(PendingResult):
                     call.poll()
 
     def result(self) -> Any:
-        """Return the summary or the value."""
+        """Return the metadata or the value."""
         if self._value is not None:
             return ray.get(self._value)
         value = self.call.values[self._rank]
@@ -152,7 +152,7 @@ class NodeAnswer(PendingResult):
         self._value = self._after = None
 
 
-class AgentEnd:
+class AgentClient:
     """The driver's end of one agent.
 
     Attributes:
@@ -265,7 +265,7 @@ class Agents:
         nbytes: Bytes of the last model; 0 before the first.
         seconds: The time of the last exchange.
         streams: The reason for which there are no streams at present.
-        epoch: The nodes of the last exchange over streams, and the id of its links.
+        epoch: The nodes of the last exchange over streams, and the id of its connections.
         settled: The number of the last exchange that succeeded.
     """
 
@@ -280,7 +280,7 @@ class Agents:
         """Begin without agents.
 
         Args:
-            offer: See `NodeEnd`.
+            offer: See `NodeReducer`.
             reduce_dtype: The dtype in which sums travel.
             actor: The class of agents.
             args: The arguments of its constructor.
@@ -299,9 +299,9 @@ class Agents:
         self.epoch: tuple[tuple[str, ...], bytes] = (), b""
         self._offer = offer
         self._agents = actor, args, max_concurrency
-        self._by_node: dict[str, AgentEnd] = {}
+        self._by_node: dict[str, AgentClient] = {}
         self._gone: set[str] = set()  # dead nodes
-        self._end: NodeEnd | None = None
+        self._end: NodeReducer | None = None
         self._number = 0
 
     def next_number(self) -> int:
@@ -310,10 +310,10 @@ class Agents:
         return self._number
 
     @property
-    def end(self) -> NodeEnd:
+    def end(self) -> NodeReducer:
         """This process's part of exchanges."""
         if self._end is None:
-            self._end = NodeEnd(self._offer, ray.util.get_node_ip_address())
+            self._end = NodeReducer(self._offer, ray.util.get_node_ip_address())
         return self._end
 
     def why_not(self) -> str | None:
@@ -326,7 +326,7 @@ class Agents:
             return f"models of less than {SMALL >> 10} KiB go through the driver"
         return None if self.streams.is_over else self.streams.reason
 
-    def of(self, worker: Worker, *, starts: bool = False) -> AgentEnd | None:
+    def of(self, worker: Worker, *, starts: bool = False) -> AgentClient | None:
         """Return the agent of the node of ``worker``; None, if that is this node, or unknown.
 
         Args:
@@ -345,14 +345,14 @@ class Agents:
             return None
         return self.at(node, starts=starts)
 
-    def at(self, node: str, *, starts: bool) -> AgentEnd | None:
+    def at(self, node: str, *, starts: bool) -> AgentClient | None:
         """Return the agent of ``node``; without one, start one if ``starts``, else return None."""
         agent = self._by_node.get(node)
         if agent is not None and agent.is_dead:
             agent = None
             del self._by_node[node]
         if agent is None and starts:
-            agent = self._by_node[node] = AgentEnd(node, *self._agents)
+            agent = self._by_node[node] = AgentClient(node, *self._agents)
         return agent
 
     def keep(self, nodes: Collection[str]) -> None:

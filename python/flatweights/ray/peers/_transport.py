@@ -47,7 +47,7 @@ from flatweights.ray.results._wire import PayloadKind
 from flatweights.wire import WireDType
 
 if TYPE_CHECKING:
-    from flatweights.ray.peers._summary import Exchanged
+    from flatweights.ray.peers._result_metadata import Exchanged
 
 # Up to this size, arguments travel with the call and results with its reply. It is faster to put a
 # larger value into the object store once than to pickle it into each call. Measured: with four
@@ -96,7 +96,7 @@ class PendingResult(ABC):
     """The answer to one call, which may not have arrived yet.
 
     Attributes:
-        agent: The agent that has the value on another node; then `result` returns a summary of it.
+        agent: The agent that has the value on another node; then `result` returns metadata of it.
         packed: The value of an arrived answer, if it is only weights, read in place. None has no
             meaning: `result` returns every value.
     """
@@ -138,7 +138,7 @@ class PendingResult(ABC):
         return False
 
     def fetch(self) -> bool:
-        """Ask for the value itself, if `result` would return a summary of it.
+        """Ask for the value itself, if `result` would return metadata of it.
 
         Returns:
             Whether to wait for the answer again.

@@ -33,14 +33,14 @@ from flatweights.ray import _clock
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.nodes._plan import ReduceDType
 from flatweights.ray.peers._agent import Agent
-from flatweights.ray.peers._by_agent import AgentEnd, Agents, NodeAnswer
+from flatweights.ray.peers._by_agent import AgentClient, Agents, NodeAnswer
 from flatweights.ray.peers._by_channel import Worker
 from flatweights.ray.peers._latest import Latest, model_of
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._ranks import Ranks, WorkerRecord
+from flatweights.ray.peers._result_metadata import ReadOptions
 from flatweights.ray.peers._start import GroupStart
 from flatweights.ray.peers._store import RayResult, argument_of, check_cluster
-from flatweights.ray.peers._summary import ReadOptions
 from flatweights.ray.peers._transport import Call, Payload, PendingResult, Stamp
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in, wait_any
 from flatweights.ray.results._report import METRICS, SENT
@@ -240,7 +240,7 @@ class WorkerSet:
         """
         exchanged = None if call.payload is None else call.payload.exchanged
         records = self.ranks.records
-        far: dict[AgentEnd, dict[int, Worker]] = {}
+        far: dict[AgentClient, dict[int, Worker]] = {}
         may_be_far = reading is not None or exchanged is not None
         for rank in [r for r in ranks if records[r].worker.far_node] if may_be_far else ():
             worker = records[rank].worker

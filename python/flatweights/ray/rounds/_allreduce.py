@@ -24,11 +24,11 @@ from flatweights._sources import Kind, Template
 from flatweights._weights import frozen
 from flatweights.ray import _clock
 from flatweights.ray.nodes._address import Address
-from flatweights.ray.nodes._links import StreamError
-from flatweights.ray.nodes._node import PATIENCE, Route, Traffic
+from flatweights.ray.nodes._connections import StreamError
+from flatweights.ray.nodes._node_reducer import PATIENCE, Endpoints, Traffic
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.peers._by_agent import AgentEnd, Agents
-from flatweights.ray.peers._summary import Exchanged, ReadOptions, Summary, read_into
+from flatweights.ray.peers._by_agent import AgentClient, Agents
+from flatweights.ray.peers._result_metadata import Exchanged, ReadOptions, ResultMetadata, read_into
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._result import copied
 from flatweights.ray.results._round import Round
@@ -44,7 +44,7 @@ _SHARE = 3  # a wait takes at most this part of the remaining time
 _START = 30.0  # seconds in which a new agent has to listen
 _ROOM = 1.25  # times the last exchange's duration: the time that waiting leaves for the next
 
-Node = AgentEnd | None
+Node = AgentClient | None
 """A node in an exchange: its agent, or None for the driver's own node."""
 
 
@@ -82,7 +82,7 @@ class NodesAverage:
         self._arrivals = arrivals
         self._spec = spec
         self._out = out
-        self._summaries: dict[int, Summary] = {}
+        self._metadata: dict[int, ResultMetadata] = {}
         self._nodes: dict[int, Node] = {}
         self._traffic: dict[str, Traffic] = {}  # by node
         self._end = arrivals.deadline.end
@@ -118,7 +118,7 @@ class NodesAverage:
             return self._through_driver(exchanged)
         plan, took, seconds = exchanged
         used = sorted(rank for group in plan.groups for rank in group)
-        summaries = {rank: self._summaries[rank] for rank in used}
+        metadata = {rank: self._metadata[rank] for rank in used}
         template = plan.template
         self._agents.nbytes = template.layout.nbytes
         self._agents.seconds = seconds
@@ -134,7 +134,7 @@ class NodesAverage:
             _core.move_parts(target, template.read(mean, "the average"))
             mean = self._out
         elif template.kind in (Kind.MAPPING, Kind.TREE):
-            containers = summaries[used[0]].containers
+            containers = metadata[used[0]].containers
             assert containers is not None
             mean = frozen(containers.build(containers.leaves(mean, "the average")))
         traffic = self._traffic.items()
@@ -144,9 +144,9 @@ class NodesAverage:
             failed=dict(sorted(arrivals.failed.items())),
             quarantined=sorted(arrivals.quarantined),
             late=arrivals.late,
-            extras={k: copied(s.extras) for k, s in summaries.items() if s.extras is not None},
+            extras={k: copied(s.extras) for k, s in metadata.items() if s.extras is not None},
             seconds={"wait": arrivals.seconds_waited, "average": _clock.now() - begin},
-            nbytes=sum(summary.nbytes for summary in summaries.values()),
+            nbytes=sum(one.nbytes for one in metadata.values()),
             transports=dict.fromkeys(self._far(), "agent: streams"),
             groups=plan.merged_groups(),
             links={node: {"in": t.received, "out": t.sent} for node, t in traffic},
@@ -170,17 +170,17 @@ class NodesAverage:
         return [rank for rank, node in self._nodes.items() if node is not None]
 
     def _receive(self, rank: int) -> None:
-        """Read the result of a rank on this node, or the summary of another rank's result."""
+        """Read the result of a rank on this node, or the metadata of another rank's result."""
         answer = self._arrivals.answers[rank]
         value = self._arrivals.result(rank)
         if rank in self._arrivals.failed:
             return
         self._nodes[rank] = answer.agent
         if answer.agent is not None:
-            self._summaries[rank] = value
+            self._metadata[rank] = value
         else:
             models = self._agents.end.models
-            self._summaries[rank] = read_into(models, rank, value, self.reading)
+            self._metadata[rank] = read_into(models, rank, value, self.reading)
 
     def _exchange(self) -> tuple[Plan, set[str], float] | str:
         """Exchange, without lost nodes.
@@ -197,7 +197,7 @@ class NodesAverage:
             nodes += [] if None in nodes else [None]  # the driver takes part even without ranks
             groups = tuple(tuple(k for k in used if self._nodes[k] is node) for node in nodes)
             number = self._agents.next_number()
-            reduce_dtype, coding = self._agents.reduce_dtype, self._summaries[used[0]].coding
+            reduce_dtype, coding = self._agents.reduce_dtype, self._metadata[used[0]].coding
             settled = tuple((node or self._agents).settled for node in nodes)
             plan = Plan(
                 number, template, groups, weights, reduce_dtype, coding=coding, settled=settled
@@ -237,28 +237,28 @@ class NodesAverage:
         whole: Template | None = None  # before the models were encoded
         first = 0
         not_finite: dict[int, Exception] = {}
-        for rank in sorted(self._summaries.keys() - arrivals.failed.keys()):
-            summary = self._summaries[rank]
-            if summary.error is not None:
-                raise summary.error
-            assert summary.template is not None
-            this, coding = summary.template, summary.coding
+        for rank in sorted(self._metadata.keys() - arrivals.failed.keys()):
+            metadata = self._metadata[rank]
+            if metadata.error is not None:
+                raise metadata.error
+            assert metadata.template is not None
+            this, coding = metadata.template, metadata.coding
             this = this if coding is None else Template(Kind.FLAT_WEIGHTS, coding.layout)
             if template is None or whole is None:
-                template, whole, first = summary.template, this, rank
+                template, whole, first = metadata.template, this, rank
                 self._codec.accept(_stand_in(template), f"rank {rank}")
             _match(whole, this, rank, first)
-            if summary.not_finite is not None:
-                not_finite[rank] = summary.not_finite
+            if metadata.not_finite is not None:
+                not_finite[rank] = metadata.not_finite
         assert template is not None
         if not_finite and spec.nonfinite == "raise":
             raise next(iter(not_finite.values()))
         arrivals.quarantine(not_finite)
         arrivals.check(spec)
-        ranks = sorted(self._summaries.keys() - arrivals.failed.keys())
+        ranks = sorted(self._metadata.keys() - arrivals.failed.keys())
         by_result = callable(spec.weights)
         values = [
-            self._summaries[k].weight or 0.0 if by_result else spec.number_of(k) for k in ranks
+            self._metadata[k].weight or 0.0 if by_result else spec.number_of(k) for k in ranks
         ]
         weights = dict(zip(ranks, read_weights(values, len(ranks)), strict=True))
         return ranks, weights, template
@@ -297,7 +297,7 @@ class NodesAverage:
         except OSError as error:
             raise _BrokenError(str(error)) from error
 
-    def _by_stream(self, plan: Plan, nodes: Sequence[Node]) -> list[AgentEnd]:
+    def _by_stream(self, plan: Plan, nodes: Sequence[Node]) -> list[AgentClient]:
         """Exchange over streams; return the agents that have the average.
 
         Raises:
@@ -306,17 +306,17 @@ class NodesAverage:
         addresses = tuple(map(self._address, nodes))
         tokens = tuple("" if node is None else node.token for node in nodes)
         last, epoch = self._agents.epoch
-        self._agents.epoch = (), b""  # until all links are known to work
+        self._agents.epoch = (), b""  # until all connections are known to work
         if last != tokens:
             epoch = secrets.token_bytes(16)
-        route = Route(addresses, epoch, self._left())
-        calls: dict[AgentEnd, ray.ObjectRef] = {}
+        endpoints = Endpoints(addresses, epoch, self._left())
+        calls: dict[AgentClient, ray.ObjectRef] = {}
         for me, node in enumerate(nodes):
             if node is not None:
-                calls[node] = node.handle.stream.remote(plan, me, route)
+                calls[node] = node.handle.stream.remote(plan, me, endpoints)
         try:
-            own = self._agents.end.stream(plan, nodes.index(None), route)
-        except (StreamError, ValueError) as error:  # the second, if links have ended
+            own = self._agents.end.stream(plan, nodes.index(None), endpoints)
+        except (StreamError, ValueError) as error:  # the second, if connections have ended
             raise _BrokenError(f"{type(error).__name__}: {error}") from error
         # They are as far as the driver, unless they hang.
         there = _there(list(calls.values()), self._within(PATIENCE))
@@ -327,9 +327,9 @@ class NodesAverage:
             self._agents.epoch = tokens, epoch
         return took
 
-    def _unreachable(self, agents: Sequence[AgentEnd]) -> list[AgentEnd]:
+    def _unreachable(self, agents: Sequence[AgentClient]) -> list[AgentClient]:
         """Return the agents that do not answer."""
-        pings: dict[AgentEnd, ray.ObjectRef] = {
+        pings: dict[AgentClient, ray.ObjectRef] = {
             agent: agent.handle.ping.remote() for agent in agents
         }
         there = _there(list(pings.values()), max(_LEAST, self._within(_ANSWER)))

@@ -38,7 +38,7 @@ def gpu_of(variables: Any) -> bytes | None:
     return uuid if wanted == "device" or variables.layout.nbytes >= _LEAST else None
 
 
-class GpuEnd:
+class GpuMember:
     """The segments that this member writes and reads."""
 
     def __init__(self, channel: MemberChannel, session: int) -> None:

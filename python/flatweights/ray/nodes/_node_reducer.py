@@ -13,11 +13,11 @@ from flatweights._sources import Kind
 from flatweights._weights import FlatWeights, frozen, sealed
 from flatweights.ray import _clock
 from flatweights.ray.nodes._address import Address, chosen_ports
-from flatweights.ray.nodes._links import StreamError
+from flatweights.ray.nodes._connections import StreamError
 from flatweights.ray.nodes._plan import Plan, nbytes_of
 from flatweights.ray.nodes._rounding import Residuals
 from flatweights.ray.nodes._shards import Bytes
-from flatweights.ray.nodes._stream_exchange import StreamExchange
+from flatweights.ray.nodes._stream_allreduce import StreamAllreduce
 from flatweights.ray.nodes._streams import Streams
 from flatweights.ray.support._failpoints import reach
 from flatweights.wire import Difference
@@ -42,7 +42,7 @@ class Traffic(NamedTuple):
     received: int
 
 
-class Route(NamedTuple):
+class Endpoints(NamedTuple):
     """The way by which nodes reach each other: streams.
 
     Attributes:
@@ -56,7 +56,7 @@ class Route(NamedTuple):
     left: float | None
 
 
-class NodeEnd:
+class NodeReducer:
     """The part of one process, driver or agent, in the exchanges of a group.
 
     Attributes:
@@ -103,7 +103,7 @@ class NodeEnd:
         if self._streams is not None:
             self._streams.break_off(epoch)
 
-    def stream(self, plan: Plan, me: int, route: Route) -> Traffic:
+    def stream(self, plan: Plan, me: int, endpoints: Endpoints) -> Traffic:
         """Exchange with all other nodes, shard by shard.
 
         Raises:
@@ -114,15 +114,15 @@ class NodeEnd:
             raise StreamError(-1, "the round is over, and its results are gone")
         reach("exchanging")
         now = _clock.now()
-        end = None if route.left is None else now + route.left
-        share = OPENING if route.left is None else route.left / _SHARE
+        end = None if endpoints.left is None else now + endpoints.left
+        share = OPENING if endpoints.left is None else endpoints.left / _SHARE
         opened, patience = now + min(OPENING, share), min(PATIENCE, share)
         plan = self._begin(plan, me)
-        links = self._streams.open(route.peers, me, route.epoch, opened)
-        before = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
-        exchange = StreamExchange(plan, me, self.models, self._new_mean(plan))
-        exchange.run(links, patience=patience, end=end)
-        after = Traffic(sum(links.sent_bytes), sum(links.received_bytes))
+        connections = self._streams.open(endpoints.peers, me, endpoints.epoch, opened)
+        before = Traffic(sum(connections.sent_bytes), sum(connections.received_bytes))
+        exchange = StreamAllreduce(plan, me, self.models, self._new_mean(plan))
+        exchange.run(connections, patience=patience, end=end)
+        after = Traffic(sum(connections.sent_bytes), sum(connections.received_bytes))
         return Traffic(after.sent - before.sent, after.received - before.received)
 
     def weights(self, number: int, version: int | None = None) -> Any:

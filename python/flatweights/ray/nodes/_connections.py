@@ -1,12 +1,12 @@
-"""Links: one socket to each peer, over which all nodes swap bytes at once.
+"""Connections: one socket to each peer, over which all nodes exchange bytes at once.
 
-In a swap each node sends buffers to each other node, each of them in a frame: the number of the
-swap and the length (8 bytes each), then the bytes. The receiver checks both before it reads more.
+Each node sends buffers to each other node, each of them in a frame: the number of the exchange and
+the length (8 bytes each), then the bytes. The receiver checks both before it reads more.
 
 - The caller's thread serves all sockets: it reads and sends on every socket that is ready, one
-  block at a time, so all links are busy until the end. It also computes the next data to send.
-- The first error ends the links: all sockets are shut down, and the peers' swaps end within a
-  moment. Another thread may end them, too. Sockets are closed once no thread uses them.
+  block at a time, so all are busy until the end. It also computes the next data to send.
+- The first error ends the connections: all sockets are shut down, and the peers' exchanges end
+  within a moment. Another thread may end them, too. Sockets are closed once no thread uses them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flatweights.ray.support._listener import milliseconds, shut
 
 Buffer: TypeAlias = Any  # a contiguous object with the buffer protocol; a type since Python 3.12
 
-_FRAME = struct.Struct("<QQ")  # number of the swap, length of the data
+_FRAME = struct.Struct("<QQ")  # number of the exchange, length of the data
 _BLOCK = 1 << 20  # bytes that one call reads at most
 _UNSENT = 256 << 10  # bytes that the kernel takes before it can send them
 
@@ -56,14 +56,14 @@ def late(peer: int, reason: str) -> StreamError:
     return error
 
 
-class Links:
+class NodeConnections:
     """The sockets to all peers.
 
     Attributes:
         me: The place of this process.
         size: The number of nodes.
-        epoch: The attempt that these links belong to, by which they differ from earlier and later
-            ones.
+        epoch: The attempt that these connections belong to, by which they differ from earlier and
+            later ones.
         sent_bytes: Bytes sent to each node, in their order.
         received_bytes: Bytes received from each node.
     """
@@ -93,10 +93,10 @@ class Links:
     def check(self) -> None:
         """Raise `StreamError` if they are closed, or broke."""
         if self._ended:
-            raise StreamError(-1, f"the links have ended: {self._ended}")
+            raise StreamError(-1, f"the connections have ended: {self._ended}")
 
     def add(self, place: int, connection: socket.socket) -> None:
-        """Take the socket to the peer at ``place``; close it if the links have ended."""
+        """Take the socket to the peer at ``place``; close it if the connections have ended."""
         with self._changed:
             if self.is_closed:
                 connection.close()
@@ -113,7 +113,7 @@ class Links:
         """Wait until there are sockets to all peers, at most until ``end``.
 
         Raises:
-            StreamError: If the time is up, or the links have ended.
+            StreamError: If the time is up, or the connections have ended.
         """
         timeout = None if end is None else end - _clock.now()
         with self._changed:
@@ -124,12 +124,12 @@ class Links:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Use the sockets: they stay open meanwhile, and an error in the body ends the links."""
+        """Use the sockets: they stay open meanwhile; an error in the body ends the connections."""
         if not self.is_closed and any(one.fileno() < 0 for one in self._sockets.values()):
-            raise StreamError(-1, "the links are those of the parent process")
+            raise StreamError(-1, "the connections are those of the parent process")
         with self._changed:
             if self._is_used:
-                raise RuntimeError("another thread uses these links")
+                raise RuntimeError("another thread uses these connections")
             self.check()
             self._is_used = True
         try:
@@ -137,7 +137,7 @@ class Links:
         except BaseException as error:
             is_first = self._end(f"{type(error).__name__}: {error}")
             if isinstance(error, StreamError) and not is_first:
-                self.check()  # another thread has ended the links, which caused this error
+                self.check()  # another thread has ended the connections, which caused this error
             raise
         finally:
             with self._changed:
@@ -161,18 +161,19 @@ class Links:
         depend on those that it receives, as in the second step of an allreduce.
 
         Args:
-            number: The number of this swap, by which it differs from earlier and later ones.
+            number: The number of this exchange, by which it differs from earlier and later ones.
             sends: By place, the buffers to send, each taken from the iterable just before it is
                 sent. Places that are missing get none.
             receives: By place, the writable buffers to fill.
             patience: Seconds without a byte from or to a peer after which it has stalled.
-            end: The time at which the swap must be over (`time.monotonic`).
+            end: The time at which the exchange must be over (`time.monotonic`).
             arrived: A function that is called with a place and an index when that buffer of
                 ``receives`` is full. It returns the buffers to send to every peer next.
 
         Raises:
-            StreamError: If a peer closes its links, stalls, or sends another number or length than
-                expected. The links have ended then, as after any exception of one of the functions.
+            StreamError: If a peer closes its connections, stalls, or sends another number or length
+                than expected. All connections have ended then, as after any exception of one of the
+                functions.
         """
         with self.in_use():
             began = _clock.now()
@@ -201,11 +202,11 @@ class Links:
                     raise late(_worst(silent), f"it has stalled: no byte for {patience:g} s")
 
     def close(self) -> None:
-        """Close the sockets. A swap that runs in another thread ends with an error."""
+        """Close the sockets. An exchange that runs in another thread ends with an error."""
         self._end("they were closed")
 
     def _end(self, why: str) -> bool:
-        """End the links, and wake all waiting threads; return whether this call ended them."""
+        """End the connections, and wake waiting threads; return whether this call ended them."""
         with self._changed:
             is_first = not self.is_closed
             if is_first:
@@ -217,14 +218,14 @@ class Links:
             return is_first
 
     def _close_unused(self) -> None:
-        """Close the sockets of links that have ended once no thread uses them; the lock is held."""
+        """Close the sockets after the end, once no thread uses them; the lock is held."""
         if self.is_closed and not self._is_used:
             for connection in self._sockets.values():
                 connection.close()
 
 
 class _Endpoint:
-    """The buffers that are sent to one peer in a swap, and received from it.
+    """The buffers that are sent to one peer in an exchange, and received from it.
 
     Attributes:
         place: The peer.
@@ -233,12 +234,14 @@ class _Endpoint:
         missing: The number of buffers that have not arrived.
     """
 
-    def __init__(self, links: Links, place: int, connection: socket.socket, number: int) -> None:
+    def __init__(
+        self, connections: NodeConnections, place: int, connection: socket.socket, number: int
+    ) -> None:
         self.place = place
         self.descriptor = connection.fileno()
         self.since = _clock.now()
         self.missing = 0
-        self._links = links
+        self._connections = connections
         self._connection = connection
         self._write, self._pending = _writer_of(connection)
         self._number = number
@@ -279,7 +282,7 @@ class _Endpoint:
                 rest = [memoryview(_FRAME.pack(self._number, view.nbytes)), view]
                 while rest:
                     count = self._move(self._write, rest) or 0
-                    self._links.sent_bytes[self.place] += count
+                    self._connections.sent_bytes[self.place] += count
                     while rest and count >= rest[0].nbytes:
                         count -= rest.pop(0).nbytes
                     if rest:
@@ -298,8 +301,8 @@ class _Endpoint:
             if (number, nbytes) != (self._number, view.nbytes):
                 raise StreamError(
                     self.place,
-                    f"buffer {index}: expected swap {self._number}, {view.nbytes} bytes;"
-                    f" got swap {number}, {nbytes} bytes",
+                    f"buffer {index}: expected exchange {self._number}, {view.nbytes} bytes;"
+                    f" got exchange {number}, {nbytes} bytes",
                 )
             yield from self._fill(view)
             self.missing -= 1
@@ -311,9 +314,9 @@ class _Endpoint:
                 yield
             count = self._move(self._connection.recv_into, view[:_BLOCK])
             if count == 0:
-                raise StreamError(self.place, f"it closed the stream in swap {self._number}")
+                raise StreamError(self.place, f"it closed the stream in exchange {self._number}")
             if count is not None:
-                self._links.received_bytes[self.place] += count
+                self._connections.received_bytes[self.place] += count
                 view = view[count:]
 
     def _move(self, call: Callable[[Buffer], int], data: Buffer) -> int | None:

@@ -1,8 +1,8 @@
-"""An exchange over streams: both steps in one swap, block by block. It does not import Ray.
+"""An allreduce over streams: both steps in one exchange, block by block. It does not import Ray.
 
 Each node's shard is cut into blocks. A node sends every other node its part of that node's blocks,
 then the averages of its own blocks, each as soon as the block has arrived from all nodes. So sums
-are computed while others travel, and links wait for the slowest node once per exchange, not twice.
+are computed while others travel, and nodes wait for the slowest one once per exchange, not twice.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from flatweights.ray.nodes._links import Links
+from flatweights.ray.nodes._connections import NodeConnections
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.nodes._shards import Bytes
 from flatweights.ray.support._failpoints import reach
 
 
-class StreamExchange:
+class StreamAllreduce:
     """One node's part of an exchange over streams."""
 
     def __init__(self, plan: Plan, me: int, models: Mapping[int, Bytes], mean: Bytes) -> None:
@@ -43,14 +43,14 @@ class StreamExchange:
         self._missing = [sum(map(bool, self._buffers.values()))] * len(self._mine)  # nodes by block
         self._merged = 0  # blocks
 
-    def run(self, links: Links, *, patience: float, end: float | None) -> None:
-        """Exchange; the number of the swap is that of the plan.
+    def run(self, connections: NodeConnections, *, patience: float, end: float | None) -> None:
+        """Exchange; the number of the exchange is that of the plan.
 
         Raises:
             StreamError: If a node does not answer, or its answer is invalid.
         """
         first = self._merge_complete()
-        links.send_and_receive(
+        connections.send_and_receive(
             self._plan.number,
             {node: itertools.chain(self._sums(node), first) for node in self._coming},
             {node: self._receive(node) for node in self._coming},

@@ -1,4 +1,4 @@
-"""The results of the ranks of one node in one round; the driver gets a summary of each."""
+"""The results of the ranks of one node in one round; the driver gets metadata of each."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flatweights.ray.support._errors import portable
 from flatweights.wire import Difference
 
 
-class Summary(NamedTuple):
-    """The driver's summary of a rank's result, which stays on its node.
+class ResultMetadata(NamedTuple):
+    """The driver's metadata of a rank's result, which stays on its node.
 
     Attributes:
         template: The template of the weights; dicts by sorted keys.
@@ -53,8 +53,10 @@ class ReadOptions(NamedTuple):
     is_encoded: bool = False
 
 
-def read_into(models: dict[int, Bytes], rank: int, result: Any, reading: ReadOptions) -> Summary:
-    """Keep the bytes of the weights in ``result``, without a copy; return a summary.
+def read_into(
+    models: dict[int, Bytes], rank: int, result: Any, reading: ReadOptions
+) -> ResultMetadata:
+    """Keep the bytes of the weights in ``result``, without a copy; return metadata.
 
     Args:
         models: By rank, all bytes of the packed form; this adds those of ``rank``.
@@ -78,9 +80,9 @@ def read_into(models: dict[int, Bytes], rank: int, result: Any, reading: ReadOpt
             not_finite = template.find_nonfinite(template.read(model, where), where)
         nbytes = nbytes_of(received) or template.layout.nbytes
         models[rank] = packed_bytes(template, model)
-        return Summary(template, containers, coding, weight, extras, not_finite, nbytes)
+        return ResultMetadata(template, containers, coding, weight, extras, not_finite, nbytes)
     except Exception as error:  # the driver raises it
-        return Summary(error=portable(error))
+        return ResultMetadata(error=portable(error))
 
 
 class Exchanged(NamedTuple):
