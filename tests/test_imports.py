@@ -67,7 +67,7 @@ def test_the_core_decides_without_clocks_ray_sockets_and_threads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "below"),
+    ("folder", "below"),
     [
         ("core", set()),
         ("support", set()),
@@ -80,40 +80,40 @@ def test_the_core_decides_without_clocks_ray_sockets_and_threads() -> None:
         ("members", {"core", "results", "support", "channels", "nodes", "peers", "rounds"}),
     ],
 )
-def test_rooms_of_ray_import_only_those_below(room: str, below: set[str]) -> None:
-    files = sorted(PACKAGE.joinpath("ray", room).glob("*.py"))
+def test_folders_of_ray_import_only_those_below(folder: str, below: set[str]) -> None:
+    files = sorted(PACKAGE.joinpath("ray", folder).glob("*.py"))
     assert files
     for file in files:
         for name in imports(file):
             parts = name.split(".")
             if parts[:2] == ["flatweights", "ray"] and not parts[2].startswith("_"):
-                assert parts[2] in below | {room}, f"{room}/{file.name} imports {name}"
+                assert parts[2] in below | {folder}, f"{folder}/{file.name} imports {name}"
 
 
-def rooms_of_ray() -> dict[str, set[str]]:
-    """Return, by room of `ray/`, those that its files import from: a folder, or a module beside."""
+def folders_of_ray() -> dict[str, set[str]]:
+    """Return, by folder of `ray/` or module beside, those that it imports from."""
     home = PACKAGE / "ray"
-    rooms: dict[str, set[str]] = {}
+    folders: dict[str, set[str]] = {}
     for file in home.rglob("*.py"):
-        room = file.relative_to(home).parts[0].removesuffix(".py")
-        if room == "__init__":
+        folder = file.relative_to(home).parts[0].removesuffix(".py")
+        if folder == "__init__":
             continue
-        below = rooms.setdefault(room, set())
+        below = folders.setdefault(folder, set())
         for name in imports(file):
             parts = name.split(".")
-            if parts[:2] == ["flatweights", "ray"] and parts[2] not in (room, "_clock"):
+            if parts[:2] == ["flatweights", "ray"] and parts[2] not in (folder, "_clock"):
                 below.add(parts[2])
-    return rooms
+    return folders
 
 
-def test_ray_has_few_arrows_and_floors() -> None:
-    rooms = rooms_of_ray()
-    assert sum(map(len, rooms.values())) <= 39
+def test_ray_has_few_dependencies_and_levels() -> None:
+    folders = folders_of_ray()
+    assert sum(map(len, folders.values())) <= 39
 
-    def floor(room: str) -> int:
-        return 1 + max(map(floor, rooms[room]), default=0)
+    def level(folder: str) -> int:
+        return 1 + max(map(level, folders[folder]), default=0)
 
-    assert max(map(floor, rooms)) <= 6
+    assert max(map(level, folders)) <= 6
 
 
 def test_the_states_of_a_fit_know_no_keras_no_clock_and_no_member() -> None:
