@@ -2,7 +2,8 @@
 
 ``python -m bench.bench_fit [--quick] [--json FILE] [--plot FILE]``
 
-Our first row averages the gradients of every batch; another averages the weights after every tenth.
+Our first row averages the gradients of every batch; another averages the weights after every tenth;
+a third has moments over the batches of all processes in each layer of `BatchNormalization`.
 The rival is `tf_keras` under `MultiWorkerMirroredStrategy` with ring communication, since Keras 3
 raises under that strategy. "without exchange" trains the same Keras 3 model in as many processes at
 the same time, each by itself: the difference is the cost of the exchange. All processes have one
@@ -31,12 +32,14 @@ from bench import runner
 
 BATCH = 16
 STEPS = {"dense": 1000, "residual": 60, "resnet20": 40, "MobileNetV2": 10}
+NORMALIZED = {"residual": 7, "resnet20": 19}  # layers of BatchNormalization
 ALONE = "without exchange"
 WEIGHTS = f"{runner.OURS}, weights of every 10th batch"
+SYNCHRONIZED = f"{runner.OURS}, synchronized BatchNormalization"
 RIVAL = "MultiWorkerMirroredStrategy, ring"
 
 
-def build(keras: Any, kind: str) -> Any:
+def build(keras: Any, kind: str, **normalization: bool) -> Any:
     """Return a model of Keras 3 or `tf_keras`, of 6, 39, 97 or 262 variables."""
     layers = keras.layers
     if kind == "dense":
@@ -47,7 +50,7 @@ def build(keras: Any, kind: str) -> Any:
 
     def convolve(x: Any, width: int, stride: int = 1) -> Any:
         x = layers.Conv2D(width, 3, stride, "same", use_bias=False)(x)
-        return layers.BatchNormalization()(x)
+        return layers.BatchNormalization(**normalization)(x)
 
     inputs = keras.Input((32, 32, 3))
     x = layers.ReLU()(convolve(inputs, 16))
@@ -107,12 +110,15 @@ class Ours:
             WEIGHTS: [AverageWeights(10, "batch", member=member)],
             ALONE: [],
         }
+        if kind in NORMALIZED:
+            self._callbacks[SYNCHRONIZED] = []
         self._models, self._epoch = {}, Epoch(keras)
         for way in self._callbacks:
             keras.utils.set_random_seed(0)
-            model = self._models[way] = build(keras, kind)
+            normalization = {"synchronized": True} if way == SYNCHRONIZED else {}
+            model = self._models[way] = build(keras, kind, **normalization)
             optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-            if way == runner.OURS:
+            if way in (runner.OURS, SYNCHRONIZED):
                 average_gradients(optimizer, member=member)
             model.compile(optimizer, "mse")
 
@@ -187,7 +193,8 @@ def time_kind(kind: str, size: int, budget: float, *, rival: bool) -> list[runne
         return float(max(seconds for seconds, _ in replies))
 
     ways: dict[str, Callable[[], float]] = {
-        way: partial(fit, way) for way in (runner.OURS, WEIGHTS, ALONE)
+        way: partial(fit, way)
+        for way in (runner.OURS, WEIGHTS, ALONE, *([SYNCHRONIZED] if kind in NORMALIZED else []))
     }
     if others:
         ways[RIVAL] = lambda: max(ray.get([one.fit.remote() for one in others]))
