@@ -61,23 +61,22 @@ class Simulated(MemberPlatform):
                 super().__init__(*args)
                 channels: Any = self._channels
                 channels.shows = self.shows
+                responses: Any = self._responses
+                send = responses.send
+
+                def shown(
+                    number: int, body: bytes, weights: Any, sessions: Any, *more: Any
+                ) -> None:
+                    oracle.posting(self, number, body, weights, sessions)
+                    send(number, body, weights, sessions, *more)
+
+                responses.send = shown
 
             def shows(self, call: int, number: int, position: int, seconds: Any) -> None:
                 """Show a response that `RepeatedCalls` is about to post."""
                 response, weights = self._repetitions.response_of(call, number, position, seconds)
                 sessions = [*self.rendezvous.present.values()]
                 oracle.posting(self, number, pickle.dumps(response.fields), weights, sessions)
-
-            def _post(
-                self,
-                number: int,
-                body: bytes,
-                weights: Any,
-                sessions: Sequence[Any],
-                exchanged: Any = None,
-            ) -> None:
-                oracle.posting(self, number, body, weights, sessions)
-                super()._post(number, body, weights, sessions, exchanged)
 
         self._group = Watched
 

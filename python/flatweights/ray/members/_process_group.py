@@ -66,21 +66,18 @@ from flatweights.ray.core._response_cache import CacheChanges
 from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._gpu_rounds import GpuRounds, OnDevice, RequestAgainError
-from flatweights.ray.members._node_agent import NodeAgentActor, NodeAgentResponse, SentWeights
+from flatweights.ray.members._node_agent import NodeAgentActor
 from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._rendezvous import Rendezvous
 from flatweights.ray.members._repetitions import Ending, Repetitions
+from flatweights.ray.members._responses import ResponseSender
 from flatweights.ray.members._sessions import (
-    Post,
     Reply,
     Session,
     StoreRequest,
     fetched,
     wait_for,
 )
-from flatweights.ray.peers._agent import AverageOf
-from flatweights.ray.peers._by_agent import AgentClient
-from flatweights.ray.peers._result_metadata import Exchanged
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._report import METRICS, SENT, report
 from flatweights.ray.results._result import Packed
@@ -147,7 +144,6 @@ class ProcessGroup:
         self._agents = platform.agents(
             offer, config.reduce_dtype, NodeAgentActor, (coordinator,), _CALLS
         )
-        self._put = platform.put
         self._gpu = GpuRounds(self._channels)
         self._repetitions = Repetitions(name, self._channels)
         self._seconds_waited = 0.0  # for the open call
@@ -159,7 +155,7 @@ class ProcessGroup:
             name, config, node, self._channels, self._agents, self.queue, self._on_event, self._lose
         )
         self.calls = Calls(name, self.rendezvous.peers)
-        self._posts = 0
+        self._responses = ResponseSender(self._channels, platform.put, self._lose)
 
     def run(self) -> None:
         """Run the process group until no member is left."""
@@ -230,7 +226,7 @@ class ProcessGroup:
             self._keep(action.changes)
         elif isinstance(action, SendKept):
             kept = self._kept[action.number]
-            self._post(action.number, kept.body, kept.weights, _sessions(action.peers))
+            self._responses.send(action.number, kept.body, kept.weights, _sessions(action.peers))
         elif isinstance(action, Respond):
             self._answer(action.peers, action.error)
         elif isinstance(action, TimeIsUp):
@@ -247,7 +243,7 @@ class ProcessGroup:
         elif isinstance(action, SendState):
             response = Response(action.number, self._size, self.rendezvous.peers.ranks())
             state = self._states[action.number]
-            self._post(
+            self._responses.send(
                 -action.number, pickle.dumps(response.fields), state, _sessions(action.peers)
             )
         elif isinstance(action, Release):
@@ -318,7 +314,9 @@ class ProcessGroup:
         """Answer requests that are part of no call."""
         for session in _sessions(peers):
             response = Response(session.has, self._size, self.rendezvous.peers.ranks(), error=error)
-            self._post(session.has, ray.cloudpickle.dumps(response.fields), None, [session])
+            self._responses.send(
+                session.has, ray.cloudpickle.dumps(response.fields), None, [session]
+            )
 
     def _keep(self, changes: CacheChanges) -> None:
         """Change which responses are kept, and where."""
@@ -438,7 +436,7 @@ class ProcessGroup:
             self._kept[send.number] = _Encoded(body, weights)
         reach("sending")
         exchanged = None if result is None else result._exchanged
-        self._post(send.number, body, weights, _sessions(send.peers), exchanged)
+        self._responses.send(send.number, body, weights, _sessions(send.peers), exchanged)
         self._gpu.release(self._is_kept, self.rendezvous.present.values())
         if result is not None and first.operation != "broadcast":
             report(result, already_named=send.named)
@@ -634,69 +632,7 @@ class ProcessGroup:
                 if not was_open:  # others join with their first request
                     session.join()
             first = Response(self.calls.number, self._size, self.rendezvous.peers.ranks())
-            self._post(0, pickle.dumps(first.fields), None, ready)
-
-    def _post(
-        self,
-        number: int,
-        body: bytes,
-        weights: Packed | OnDevice | None,
-        sessions: Sequence[Session],
-        exchanged: Exchanged | None = None,
-    ) -> None:
-        """Give ``sessions`` a response.
-
-        Args:
-            number: The number of the response; for the state that goes with it, its negative.
-            body: The response.
-            weights: Its weights.
-            sessions: The members, which wait for it.
-            exchanged: The agents that already have the weights.
-        """
-        buffer = weights.buffer if isinstance(weights, Packed) else None
-        post: Post | None = None
-        ref: ray.ObjectRef | None = None
-        away: dict[AgentClient, list[Session]] = {}
-        posted: list[_core.Mailbox] = []
-        wake = self._channels.wake
-        for session in sessions:
-            caller = session.take_caller()
-            try:
-                if isinstance(weights, OnDevice):
-                    weights.send(session)
-                if session.channel is not None:
-                    if post is None:
-                        self._posts += 1
-                        post = Post(self._posts, body, buffer, self._channels.segments)
-                    post.to(session, posted)
-                elif caller is not None:
-                    if buffer is not None and ref is None:
-                        wake(posted)  # do not let them sleep while weights are put
-                        posted.clear()
-                        ref = self._put(buffer)
-                    caller.set_result((body, None if ref is None else [ref]))
-                elif session.agent is not None:
-                    away.setdefault(session.agent, []).append(session)
-            except Exception as error:  # the member died meanwhile, or Ray's store is full
-                why = MemberDiedError(f"{session.who}: {reason_in_a_line(error)}")
-                if caller is not None and not caller.done():
-                    caller.set_exception(why)
-                self._lose(session, why)
-        wake(posted)
-        for agent, there in away.items():
-            sent: SentWeights = None
-            try:
-                if exchanged is not None and agent.has(exchanged):
-                    sent = AverageOf(exchanged.number)
-                elif buffer is not None:
-                    ref = self._put(buffer) if ref is None else ref
-                    sent = [ref]
-                tokens = [session.token for session in there]
-                agent.handle.post.remote(NodeAgentResponse(number, body, sent, tokens))
-            except Exception as error:  # Ray's store is full
-                fault = f"its response was not sent: {reason_in_a_line(error)}"
-                for session in there:
-                    self._lose(session, MemberDiedError(f"{session.who}: {fault}"))
+            self._responses.send(0, pickle.dumps(first.fields), None, ready)
 
     def _lose(self, session: Session, why: MemberDiedError) -> None:
         """Count a member as dead."""
