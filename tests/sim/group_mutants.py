@@ -14,7 +14,7 @@ GROUP = {
     ),
     "workers that lack weights are called": (
         "peers/_worker_set.py",
-        "        if behind and version is not None:\n",
+        "        if behind := self._behind(called, weights):\n",
         "        if False:\n",
     ),
     "unhealthy workers are called": (
@@ -171,8 +171,8 @@ ASYNCHRONOUS = {
     ),
     "a lost worker is not asked again": (
         "rounds/_as_completed.py",
-        "            record.put_off()\n            self._lost.add(rank)\n",
-        "            record.put_off()\n",
+        "            record.back_off()\n            self._lost.add(rank)\n",
+        "            record.back_off()\n",
     ),
     "results of before it was lost are yielded": (
         "rounds/_as_completed.py",

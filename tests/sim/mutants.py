@@ -265,7 +265,7 @@ MUTANTS = {
     ),
     "members at the other twin go on": Mutant(
         "core/_calls.py",
-        "            for other, why in self._cache.astray(self.waiting.asking):\n",
+        "            for other, why in self._cache.possibly_mixed(self.waiting.asking):\n",
         "            for other, why in ():\n",
     ),
     # Healing.

@@ -19,7 +19,7 @@ from flatweights.ray.core._requests import (
 )
 from flatweights.ray.members._member import Member, NotInTrainError, join
 from flatweights.ray.members._train import is_replaceable
-from flatweights.ray.nodes._costs import AllreducePlan, TransportCost, plan
+from flatweights.ray.nodes._costs import CostEstimate, TransportCost, plan
 from flatweights.ray.publishing._errors import StaleWeightsError, SupersededError
 from flatweights.ray.publishing._publisher import Publisher
 from flatweights.ray.publishing._subscriber import Subscriber
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CallsDifferError",
     "OutOfSyncError",
-    "AllreducePlan",
+    "CostEstimate",
     "FlatWorker",
     "Member",
     "MemberDiedError",

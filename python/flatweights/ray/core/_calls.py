@@ -256,7 +256,7 @@ class Calls:
             self._answer([peer], error)
             return
         if request.twins:
-            for other, why in self._cache.astray(self.waiting.asking):
+            for other, why in self._cache.possibly_mixed(self.waiting.asking):
                 self._answer([other], why)
         if kept is not None and kept.reaches(peer):
             self._send_kept(kept, peer)

@@ -1,10 +1,10 @@
 """Healing: members that lack the state of a training get it from one that has it.
 
 The response of an average with a `state` (`Member.average`) names the members that lack the state,
-and the donor: the lowest rank that was averaged. The donor then sends its state, as it was before
-that average is applied. The members that lack it ask for it; the others go on. If the donor is
-lost, the members that still lack the state ask again as part of the next average, which has another
-donor.
+and the donor, which `Calls` chooses: the lowest rank that was averaged. The donor then sends its
+state, as it was before that average is applied. The members that lack it ask for it; the others go
+on. If the donor is lost, the members that still lack the state ask again as part of the next
+average, which has another donor.
 """
 
 from __future__ import annotations

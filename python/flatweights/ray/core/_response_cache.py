@@ -134,7 +134,7 @@ class ResponseCache:
             made.peers.add(peer.number)
             made.late.add(peer.number)
 
-    def astray(self, peers: Sequence[Peer]) -> list[tuple[Peer, RuntimeError]]:
+    def possibly_mixed(self, peers: Sequence[Peer]) -> list[tuple[Peer, RuntimeError]]:
         """Return the members of the open call that may be at the other twin's, with their errors.
 
         They have asked before the twins were noticed.

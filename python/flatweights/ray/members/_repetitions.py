@@ -5,7 +5,16 @@ response has a number (`Response.prepared`), and a member that asks for the same
 that number. Once all have, the call is made ready: two segments for its results, of which all
 members know. From then on `_core.RepeatedCalls` waits for the members, averages, and tells them. It
 ends with whatever is no repetition, and leaves it for the process group's thread; `Repeated` then
-tells the core what was done. A member that dies or joins makes all of that invalid.
+tells the core what was done.
+
+This is the coordinator's side. What is no repetition is decided in four places:
+
+- `Request.may_repeat`: no rule, nothing on a GPU, no state that is lacked, no twins.
+- `Calls.may_repeat`, and `Repetitions.prepare`: all members are on time, by channels, and none has
+  failed, is late, or recovers. A member that dies or joins ends all repetitions.
+- The member, in `_repeated_call`: the same variables, layout, arguments and segments as last time.
+- `csrc/flatweights/repeated_calls.cpp`: a message with anything else, NaN, a weight that is no
+  weight, a segment that is held, a time that is up, an event at another socket.
 """
 
 from __future__ import annotations

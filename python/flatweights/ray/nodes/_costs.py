@@ -75,7 +75,7 @@ class TransportCost:
 
 
 @dataclass(frozen=True)
-class AllreducePlan:
+class CostEstimate:
     """The cost of a round by each transport, and the one that a group chooses.
 
     Attributes:
@@ -123,7 +123,7 @@ def plan(
     link: float | str | None = None,
     dtype: str = "float32",
     memory: float | str | None = None,
-) -> AllreducePlan:
+) -> CostEstimate:
     """Return the cost of a round between nodes, by each transport that it can use.
 
     Each node has one link, whose two directions work at the same time. The driver is on a node with
@@ -171,7 +171,7 @@ def plan(
     transports = tuple(setting.transports())
     best = "shm" if nodes == 1 else "streams" if nbytes >= SMALL else "driver"
     chosen = next(cost for cost in transports if cost.transport == best and not cost.options)
-    return AllreducePlan(transports, chosen, title)
+    return CostEstimate(transports, chosen, title)
 
 
 @dataclass(frozen=True)

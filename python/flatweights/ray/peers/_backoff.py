@@ -1,4 +1,7 @@
-"""A transport that fails for a while: the reason, and the time of the next try."""
+"""A transport that fails for a while: the reason, and the time of the next try.
+
+How often a worker that is lost is asked whether it is back is in its `WorkerRecord` (`_ranks`).
+"""
 
 from __future__ import annotations
 

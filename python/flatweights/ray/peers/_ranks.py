@@ -44,7 +44,7 @@ class WorkerRecord:
             the answer is dropped or waited for anew. Its argument is whether the answer has
             arrived, so that they can keep a copy of the value.
         is_busy: Whether it may be in a call that was broken off, although it owes no answer.
-        asks_again: While it is unhealthy, the time from which it is asked again whether it is back.
+        next_probe: While it is unhealthy, the time from which it is asked again whether it is back.
     """
 
     worker: Worker
@@ -55,7 +55,7 @@ class WorkerRecord:
     has_left: bool = False
     kept: Callable[[bool], None] | None = None
     is_busy: bool = False
-    asks_again: float = 0.0
+    next_probe: float = 0.0
     _pause: float = 0.0  # seconds before that
     # The answer to `probe`, and the version of the weights that it sent.
     _probe: tuple[PendingResult, Stamp | None] | None = None
@@ -145,7 +145,7 @@ class WorkerRecord:
     def readmit(self) -> None:
         """Count the worker as healthy again."""
         self.why = None
-        self.asks_again = self._pause = 0.0
+        self.next_probe = self._pause = 0.0
 
     def probe(self, answer: PendingResult, version: Stamp | None) -> PendingResult:
         """Note the answer to a call that asks an unhealthy worker to take weights."""
@@ -167,7 +167,7 @@ class WorkerRecord:
         except Exception as error:
             self.complete(answer)
             self.leave_out(error.with_traceback(None))
-            self.put_off()
+            self.back_off()
             is_back = False
         else:
             self.complete(answer, version=version)
@@ -176,11 +176,11 @@ class WorkerRecord:
         answer.release()
         return is_back
 
-    def put_off(self) -> None:
+    def back_off(self) -> None:
         """Ask the worker, which is not back, only after a pause, ever longer if it is dead."""
         is_dead = not is_restarting(self.why)
         self._pause = min(max(2 * self._pause, _PAUSE), _MOST_PAUSE) if is_dead else _PAUSE
-        self.asks_again = _clock.now() + self._pause
+        self.next_probe = _clock.now() + self._pause
 
     def keep_by(self, keep: Callable[[bool], None]) -> None:
         """Let ``keep`` know when another call drops the answer in flight; see `kept`."""

@@ -153,10 +153,12 @@ class WorkerSet:
     ) -> tuple[list[int], Any]:
         """Return the ranks in ``ranks`` to call, and the weights that these calls must bring.
 
-        It waits for answers that healthy ranks owe to broken-off calls. The first calls bring the
-        initial weights. If later calls bring no weights, or only changes of the latest ones, ranks
-        that may lack these are sent them. If no rank is healthy, ``weights`` are sent at once to
-        ranks that can be reached; then it returns these ranks, and None.
+        1. It waits for answers that healthy ranks owe to broken-off calls.
+        2. The first calls bring the initial weights.
+        3. If no rank is healthy, ``weights`` are sent at once to ranks that can be reached; then it
+           returns these ranks, and None.
+        4. If the calls bring no weights, or only changes of the latest ones, ranks that may lack
+           these are sent them.
 
         Args:
             weights: The weights to bring; None, if workers use the weights that they have.
@@ -171,24 +173,36 @@ class WorkerSet:
         if [r for r in self.ranks.records.values() if r.in_flight is not None and r.why is None]:
             self._await_in_flight(deadline_in(timeout))
         self._complete_published(timeout)
+        weights = self._completed(weights, timeout, starts=starts)
+        called = self.ranks.healthy(ranks)
+        if weights is not None and not called and not self.ranks.healthy():
+            took = self._send_to_unhealthy(weights, deadline_in(timeout))
+            return [rank for rank in took if ranks is None or rank in ranks], None
+        if behind := self._behind(called, weights):
+            self._send_latest(behind, deadline_in(timeout))
+            called = self.ranks.healthy(ranks)
+        return called, weights
+
+    def _completed(self, weights: Any, timeout: float | None, *, starts: bool) -> Any:
+        """Return the initial weights, changed by ``weights``, if these calls are the first."""
         if self.latest.version is not None:
             self._start.initial = None  # not needed again
         is_first = self._start.initial is not None and (starts or weights is not None)
         if is_first and self.ranks.healthy():
-            weights = self._first_weights(weights, timeout)
-        elif weights is not None and self.latest.is_unclear(weights):
+            return self._first_weights(weights, timeout)
+        if weights is not None and self.latest.is_unclear(weights):
             self._learn_names(timeout)
-        called, version = self.ranks.healthy(ranks), self.latest.version
-        if weights is not None and not called and not self.ranks.healthy():
-            took = self._send_to_unhealthy(weights, deadline_in(timeout))
-            return [rank for rank in took if ranks is None or rank in ranks], None
-        behind = [rank for rank in called if self.ranks.records[rank].version != version]
+        return weights
+
+    def _behind(self, ranks: Iterable[int], weights: Any) -> list[int]:
+        """Return the ranks that may lack the latest weights, and need them besides ``weights``."""
+        version, records = self.latest.version, self.ranks.records
+        if version is None:
+            return []
+        behind = [rank for rank in ranks if records[rank].version != version]
         if behind and weights is not None and not self._needs_latest(weights):
-            behind = [rank for rank in behind if self.ranks.records[rank].is_new]
-        if behind and version is not None:
-            self._send_latest(behind, deadline_in(timeout))
-            called = self.ranks.healthy(ranks)
-        return called, weights
+            behind = [rank for rank in behind if records[rank].is_new]
+        return behind
 
     def _needs_latest(self, weights: Any) -> bool:
         """Whether ``weights`` may change the latest ones: a subset of them, or on a wire."""
@@ -439,7 +453,7 @@ class WorkerSet:
         for record in records:
             if record.in_flight is not None and not record.is_probed:  # from before its death
                 self._drop_in_flight([record.worker.rank], 0.0)
-            if record.in_flight is None and record.asks_again <= now:
+            if record.in_flight is None and record.next_probe <= now:
                 sent.append(self.probe(record.worker.rank)[0])
         self.channels.done()  # maybe no round follows, which would forget the command
         if sent:

@@ -320,7 +320,7 @@ class AsCompleted:
     def _probe(self, rank: int, now: float) -> None:
         """Send the latest weights to a worker that was lost, if it is time to."""
         record = self.worker_set.ranks.get(rank)
-        if record is not None and record.asks_again > now:
+        if record is not None and record.next_probe > now:
             return
         self._lost.remove(rank)
         if record is None:
@@ -353,7 +353,7 @@ class AsCompleted:
             return
         ends = [sent.end for sent in self._out.values() if sent.end is not None]
         ends += [
-            record.asks_again for rank in self._lost if (record := self.worker_set.ranks.get(rank))
+            record.next_probe for rank in self._lost if (record := self.worker_set.ranks.get(rank))
         ]
         begin = _clock.now()
         if seconds is not None:
@@ -385,7 +385,7 @@ class AsCompleted:
         if record.in_flight is not None:
             self._expect(rank, record.in_flight, "in_flight", self.worker_set.latest)
         else:
-            record.put_off()
+            record.back_off()
             self._lost.add(rank)
 
     def _arrive(self, sent: _Sent) -> None:
