@@ -200,18 +200,7 @@ class ChannelResult(PendingResult):
         there: dict[PendingResult, None] = {}
         while True:
             by_ray: dict[ray.ObjectRef, list[ChannelResult]] = {}
-            is_enough = False  # an answer has failed, or come through Ray
-            for answer in answers:
-                channel = answer._channel
-                is_known = answer._value is not _MISSING or answer._error is not None
-                is_silent = not (channel.mailbox.is_answered or channel.is_closed or is_known)
-                if answer in there or (is_silent and answer._by_ray is None):
-                    continue
-                if is_known or answer._is_there():
-                    there[answer] = None
-                    is_enough = is_enough or answer._value is _MISSING
-                elif answer._by_ray is not None:
-                    by_ray.setdefault(answer._by_ray.ref, []).append(answer)
+            is_enough = cls._read_all(answers, there, by_ray)
             if by_ray:
                 came = cls._take_out(by_ray, answers[0]._platform)
                 there |= dict.fromkeys(came)
@@ -234,6 +223,33 @@ class ChannelResult(PendingResult):
                 for answer in answers:
                     if answer not in there:
                         answer.look_at_call()
+
+    @staticmethod
+    def _read_all(
+        answers: Sequence["ChannelResult"],
+        there: dict[PendingResult, None],
+        by_ray: dict[ray.ObjectRef, list["ChannelResult"]],
+    ) -> bool:
+        """Read the channels of ``answers``, without waiting; return whether one has failed.
+
+        Args:
+            answers: The answers.
+            there: Those that have arrived; it gets those that are new.
+            by_ray: Gets those that come through Ray, by call.
+        """
+        has_failed = False
+        for answer in answers:
+            channel = answer._channel
+            is_known = answer._value is not _MISSING or answer._error is not None
+            is_silent = not (channel.mailbox.is_answered or channel.is_closed or is_known)
+            if answer in there or (is_silent and answer._by_ray is None):
+                continue
+            if is_known or answer._is_there():
+                there[answer] = None
+                has_failed = has_failed or answer._value is _MISSING
+            elif answer._by_ray is not None:
+                by_ray.setdefault(answer._by_ray.ref, []).append(answer)
+        return has_failed
 
     @staticmethod
     def _take_out(

@@ -180,19 +180,23 @@ class Latest:
 
         If only a subset was sent last, these are all weights; with a wire, they are a snapshot.
         """
+        self._resolve()
         if self._full is None and self.wire is not None and self.wire.has_sent:
             self._full = self._payload_of(self.wire.snapshot())
         elif self._full is None and self.base is not None and self.payload is not None:
             full = merged(sent_weights(self.base), sent_weights(self.payload))
             self._full = self._payload_of(full)
-        elif self.before is not None and self.payload is not None:
-            before, model = self.before, sent_weights(self.payload)
-            if is_partial := before.is_changed_by(model):
-                self.base = before._base_for(model)
-            self.names, self.before = before._names_after(model, is_partial), None
-            if is_partial:
-                return self.in_full()
         return self._full or self.payload
+
+    def _resolve(self) -> None:
+        """Read the weights of a reference, and note whether these are all or a subset."""
+        if self.before is None or self.payload is None:
+            return
+        before, model = self.before, sent_weights(self.payload)
+        is_partial = before.is_changed_by(model)
+        if is_partial:
+            self.base = before._base_for(model)
+        self.names, self.before = before._names_after(model, is_partial), None
 
     def _base_for(self, subset: Mapping[str, Any]) -> Payload | None:
         """Return all weights, for a ``subset`` that is sent next, whose own values may be old."""
