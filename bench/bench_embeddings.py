@@ -94,7 +94,7 @@ class Trained:
 
         digest = hashlib.blake2b()
         for variable in self._models[setting].trainable_variables:
-            digest.update(np.ascontiguousarray(variable))
+            digest.update(np.asarray(variable).tobytes())
         return digest.digest()
 
     def leave(self) -> None:
