@@ -11,6 +11,7 @@ TensorFlow's operations. Settings take turns, and the slower member counts. Befo
 checks that both members have the same weights.
 """
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -90,8 +91,6 @@ class Trained:
 
     def digest(self, setting: str) -> bytes:
         """Return a digest of the weights."""
-        import hashlib
-
         digest = hashlib.blake2b()
         for variable in self._models[setting].trainable_variables:
             digest.update(np.asarray(variable).tobytes())

@@ -32,7 +32,7 @@ from bench import runner
 
 BATCH = 16
 STEPS = {"dense": 1000, "residual": 60, "resnet20": 40, "MobileNetV2": 10}
-NORMALIZED = {"residual": 7, "resnet20": 19}  # layers of BatchNormalization
+NORMALIZED = ("residual", "resnet20")  # 7 and 19 layers of BatchNormalization
 ALONE = "without exchange"
 WEIGHTS = f"{runner.OURS}, weights of every 10th batch"
 SYNCHRONIZED = f"{runner.OURS}, synchronized BatchNormalization"

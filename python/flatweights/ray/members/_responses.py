@@ -64,7 +64,9 @@ class ResponseSender:
             sessions: The members, which wait for it.
             exchanged: The agents that already have the weights.
         """
-        sending = _Sending(self, body, weights.buffer if isinstance(weights, Packed) else None)
+        self._posts += 1
+        buffer = weights.buffer if isinstance(weights, Packed) else None
+        sending = _Sending(self._posts, body, buffer, self._channels, self._put)
         far: dict[AgentClient, list[Session]] = {}
         for session in sessions:
             caller = session.take_caller()
@@ -96,10 +98,15 @@ class _Sending:
     """A response on its way: what it is made into for each transport is made once."""
 
     def __init__(
-        self, sender: ResponseSender, body: bytes, buffer: NDArray[np.uint8] | None
+        self,
+        number: int,
+        body: bytes,
+        buffer: NDArray[np.uint8] | None,
+        channels: Channels,
+        put: Callable[[Any], ray.ObjectRef],
     ) -> None:
-        self._sender, self._channels = sender, sender._channels
-        self._body, self._buffer = body, buffer
+        self._number, self._body, self._buffer = number, body, buffer
+        self._channels, self._put = channels, put
         self._post: Post | None = None
         self._ref: ray.ObjectRef | None = None
         self._posted: list[_core.Mailbox] = []
@@ -107,9 +114,7 @@ class _Sending:
     def send_by_channel(self, session: Session) -> None:
         """Post it in the channel of a member; `wake` wakes the member."""
         if self._post is None:
-            self._sender._posts += 1
-            segments = self._channels.segments
-            self._post = Post(self._sender._posts, self._body, self._buffer, segments)
+            self._post = Post(self._number, self._body, self._buffer, self._channels.segments)
         self._post.to(session, self._posted)
 
     def wake(self) -> None:
@@ -141,5 +146,5 @@ class _Sending:
     def _in_store(self, buffer: NDArray[np.uint8]) -> ray.ObjectRef:
         if self._ref is None:
             self.wake()  # do not let them sleep while weights are put
-            self._ref = self._sender._put(buffer)
+            self._ref = self._put(buffer)
         return self._ref
