@@ -4,6 +4,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -877,15 +878,19 @@ def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
     for fit in (first, dead):
         fit.start(pool)
     new = prepared(replacement(group, dead, kind="dense", epochs=MORE), arrays[2])
+    step, traced = new.model.train_step, count()
+    new.model.train_step = lambda data: next(traced) is None or step(data)
     assert there.wait(LIMIT)
     new.start(pool)
     group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
+    traced_before = next(traced)
     go_on.set()
     (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state, other])
     assert history.epoch == [4, 5]
     assert first.data.drawn == [*range(8 * MORE)]
     assert new.data.drawn == [*range(8 * 4, 8 * MORE)], "it neither repeats nor skips a batch"
+    assert next(traced) - 1 == traced_before > 0, "nobody waits while it traces its step"
     assert new.data.epochs == first.data.epochs == MORE
     if in_list:
         assert arrays[0] == arrays[2] == MORE

@@ -27,6 +27,7 @@ HOOKS = {
     "Model._compile_loss": ("3.5", "3.15"),
     "Optimizer._trainable_variables": ("3.5", "3.15"),
     "Optimizer._clip_gradients": ("3.5", "3.15"),
+    "TFEpochIterator._distributed_dataset": ("3.5", "3.15"),
     "EarlyStopping._set_monitor_op": ("3.5", "3.15"),  # of MonitorCallback since 3.12
     "SwapEMAWeights._ema_weights_in_model": ("3.5", "3.15"),
     "BatchNormalization._moments": ("3.5", "3.15"),
@@ -63,12 +64,12 @@ def test_no_other_file_has_a_private_name_of_keras() -> None:
     assert [file.name for file in files if frames.search(file.read_text())] == []
 
 
-def test_there_are_at_most_nine_and_each_has_a_test() -> None:
+def test_there_are_at_most_ten_and_each_has_a_test() -> None:
     private = set(private_names(PACKAGE / "_hooks.py", set()))
     assert private == {
         "_" + name for _, dot, name in (hook.partition("._") for hook in HOOKS) if dot
     }
-    assert len(HOOKS) <= 9
+    assert len(HOOKS) <= 10
 
 
 def installed_is_known(hook: str) -> str:
@@ -232,6 +233,53 @@ def test_a_callback_keeps_the_best_value_that_it_was_given(kind: Any) -> None:
     assert (callback.best, callback.wait) == (0.25, 1), installed_is_known(
         "EarlyStopping._set_monitor_op"
     )
+
+
+class Drawn(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches, of which it counts those that were drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Any:
+        self.drawn += 1
+        return DATA[0][:2], DATA[1][:2]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "PyDataset", "eager", "several steps"])
+def test_a_step_is_traced_before_a_training_without_a_batch(kind: str) -> None:
+    model = network(optimizer="sgd")
+    is_eager = kind == "eager"
+    steps = 2 if kind == "several steps" else 1
+    model.compile("sgd", "mse", run_eagerly=is_eager, steps_per_execution=steps)
+    data = Drawn()
+    own, traced, before = model.train_step, [], []
+
+    def step(batch: Any) -> Any:
+        traced.append(batch)
+        return own(batch)
+
+    class Traces(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            weights, drawn = model.get_weights(), data.drawn
+            _hooks.trace_step()
+            for weight, then in zip(model.get_weights(), weights, strict=True):
+                np.testing.assert_array_equal(weight, then)
+            assert data.drawn == drawn
+            before.append(len(traced))
+
+    model.train_step = step
+    batches = (data,) if kind == "PyDataset" else DATA
+    model.fit(*batches, epochs=2, shuffle=False, verbose=0, callbacks=[Traces()])
+    if is_eager:
+        assert before == [0]
+    else:
+        why = installed_is_known("TFEpochIterator._distributed_dataset")
+        assert before == [len(traced)] != [0], why
 
 
 def test_it_is_known_whether_the_moving_averages_are_in_the_model() -> None:

@@ -26,6 +26,7 @@ from flatweights.keras._hooks import (
     callbacks_beside,
     replace_clipping,
     running_fit,
+    trace_step,
     variables_of,
 )
 from flatweights.keras._member_handle import (
@@ -262,6 +263,11 @@ class Averaging:
             raise ValueError("min_results: expected a model that is built before fit")
         callbacks = callbacks_beside(callback)
         self._callbacks = callbacks
+        function = model.train_function
+        if function is not None and not hasattr(function, "raises_causes"):
+            # It may have been traced by an earlier fit, without the average.
+            model.make_train_function(force=True)
+            model.train_function = self._raising_causes(model.train_function)
         if model.built:
             # Even if the last training did not end, or a member has other weights since `build`.
             self._is_started = False
@@ -270,13 +276,9 @@ class Averaging:
                 state = self._state_of(model.weights, best_weight_callbacks_among(callbacks))
                 self.progress = Progress(self.handle, callback, callbacks, state, self._more)
                 if self.handle.take().lacks_state:
+                    trace_step()  # once it has joined, the others wait for its steps
                     self.progress.join()
             self._begun = model
-        function = model.train_function
-        if function is not None and not hasattr(function, "raises_causes"):
-            # It may have been traced by an earlier fit, without the average.
-            model.make_train_function(force=True)
-            model.train_function = self._raising_causes(model.train_function)
 
     def begin_epoch(self, epoch: int) -> None:
         """Before the first epoch of a `fit`, give all members the same start again.

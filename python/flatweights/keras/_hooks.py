@@ -1,4 +1,4 @@
-"""What this package knows of Keras beyond its documentation: nine names, each with its reason.
+"""What this package knows of Keras beyond its documentation: ten names, each with its reason.
 
 No other file uses one. tests/keras/test_hooks.py has a test for each, with the versions of Keras
 that have it. So if a new Keras changes one, that test fails, and only this file needs to change.
@@ -6,12 +6,14 @@ that have it. So if a new Keras changes one, that test fails, and only this file
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
 _FIT = inspect.unwrap(keras.Model.fit).__code__
 
@@ -59,6 +61,22 @@ def end_data() -> None:
     fit = running_fit()
     if fit is not None and fit.data is not None:
         fit.data.data_adapter.on_epoch_end()
+
+
+def trace_step() -> None:
+    """Trace the step of the `fit` that calls this, without making one.
+
+    Its function is called with an iterator over no batch of the same data. So TensorFlow traces
+    and optimizes the graph for these batches, which takes seconds, and ends where it reads the first
+    of them. A generator of the data is not started. Operations of the step that need no batch, such
+    as counting the iterations, may happen: this is for a member that will get another state.
+    """
+    fit = running_fit()
+    data = getattr(getattr(fit, "data", None), "_distributed_dataset", None)
+    if fit is None or not isinstance(data, tf.data.Dataset) or fit.model.run_eagerly:
+        return
+    with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+        fit.model.train_function(iter(data.take(0)))
 
 
 def callbacks_beside(callback: Any) -> list[Any]:

@@ -224,8 +224,11 @@ class Progress:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the member takes part in no calls except the meetings of epochs."""
-        return self.phase.skips
+        """Whether the member takes part in no calls except the meetings of epochs.
+
+        Before the first epoch it does not: a step that is traced then is no step of the training.
+        """
+        return self.phase.skips or self.phase is Phase.NEW
 
     def join(self) -> None:
         """Wait until the others begin an epoch or end; get healed, and make `fit` begin there."""
