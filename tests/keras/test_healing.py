@@ -476,6 +476,11 @@ def best_of_first(kind: type[Any]) -> Any:
     return kind("loss", mode="max", patience=EPOCHS, restore_best_weights=True)
 
 
+def others(count: int) -> list[Any]:
+    """Return other callbacks that count epochs."""
+    return [keras.callbacks.EarlyStopping("loss", patience=EPOCHS) for _ in range(count)]
+
+
 class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
     """One of a user's own."""
 
@@ -490,7 +495,9 @@ def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
 ) -> None:
     group, there, go_on = LocalProcessGroup(2), threading.Event(), threading.Event()
     first, dead = fits(group, "dense", epochs=3)
-    first.more, dead.more = [keras.callbacks.Callback(), best_of_first(kind)], [best_of_first(kind)]
+    many = 200 if kind is Stopping else 1  # of which the counts are long
+    first.more = [keras.callbacks.Callback(), *others(many), best_of_first(kind)]
+    dead.more = [*others(many), best_of_first(kind)]
     dead.at[1, 3] = dies(dead)
     first.at[2, comes] = lambda: there.set() or go_on.wait(LIMIT)  # type: ignore[func-returns-value]
     after_first: list[Any] = []
@@ -498,7 +505,7 @@ def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
     for fit in (first, dead):
         fit.start(pool)
     new = replacement(group, dead, kind="dense", epochs=3)
-    new.more = [best_of_first(kind)]
+    new.more = [*others(many), best_of_first(kind)]
     assert there.wait(LIMIT)
     new.start(pool)
     group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)

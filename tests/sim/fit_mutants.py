@@ -45,8 +45,8 @@ FIT = {
     # What is done then.
     "a donor does not tell the batches by which others are ahead": (
         "_progress.py",
-        "Position(self._now.epoch, self._now.done + self._now.ahead, counts)",
-        "Position(self._now.epoch, self._now.done, counts)",
+        "done = self._now.done + self._now.ahead\n",
+        "done = self._now.done\n",
     ),
     "a member does not know that it was healed": (
         "_progress.py",
@@ -85,8 +85,8 @@ FIT = {
     ),
     "the best weights are not healed": (
         "_progress.py",
-        "own[_BEST] = [one.copy() for one in weights] if own[_BEST] else None",
-        "del own[_BEST]",
+        '        "best_weights",\n',
+        "",
     ),
     # The start.
     "a member that is late for the start has the state": (

@@ -18,19 +18,18 @@ from tests.sim.oracle import Call
 from tests.sim.plans import Plan
 from tests.sim.programs import Arrays, Named, Program
 
-from flatweights import Layout
 from flatweights.keras._fit_states import Phase
 from flatweights.keras._member_handle import MemberHandle
 from flatweights.keras._progress import (
     Position,
     Progress,
-    TrainingState,
-    best_weight_callbacks_among,
+    SavedPosition,
 )
 from flatweights.keras._start import FitStart, start_alike
 from flatweights.ray.core._requests import CallsDifferError, MemberError
 from flatweights.ray.members._member import Member
 from flatweights.ray.results._round import Round
+from flatweights.ray.results._variables import WholeState
 from flatweights.ray.support._errors import WorkerError
 
 if TYPE_CHECKING:
@@ -111,18 +110,29 @@ class Handle(MemberHandle):
         return result
 
 
-class Snapshot:
-    """The bytes of a state, as the oracle compares them."""
+class State:
+    """The state that heals a member of a `fit`, as the oracle compares it."""
 
-    def __init__(self, state: TrainingState, place: Position) -> None:
-        self._state, self._place = state, place
+    def __init__(self, weights: Any, iterations: Any, position: Position) -> None:
+        self._arrays, self._position = (weights, iterations), position
+
+    @classmethod
+    def of(cls, packed: Any) -> State:
+        """Return the state in a packed buffer."""
+        weights, iterations, position = np.zeros(2), np.zeros(1), SavedPosition()
+        variables: Any = Arrays(None, weights, iterations)
+        WholeState([variables, position]).scatter(packed)
+        return cls(weights, iterations, position.position)
 
     def bytes(self) -> Any:
-        state = self._state
-        state.place = self._place
-        buffer = state.layout.new_buffer()
-        state.gather_into(buffer)
-        return tuple(view.tobytes() for view in state.layout.packed_views(buffer))
+        """Return its parts: weights, iterations and position."""
+        epoch, steps, counts = self._position
+        own = {
+            (name, key): [one.tobytes() for one in value] if type(value) is list else value
+            for name, of_callback in counts.items()
+            for key, value in of_callback.items()
+        }
+        return *(array.tobytes() for array in self._arrays), repr((epoch, steps, own))
 
 
 class Fit:
@@ -142,8 +152,6 @@ class Fit:
         self._averaging = Weights(self._model, params)
         self._stopping = Stopping(plan, self._model)
         self._callbacks = [self._logs, self._averaging, self._stopping]
-        self._state = state_of(self._variables, self._callbacks)
-        self._copied = state_of(Arrays(None, self.weights, self.iterations), self._callbacks)
         self._handle = Handle(self, member)
         self._progress: Progress | None = None
         self._named: dict[str, Named] = {}
@@ -154,10 +162,11 @@ class Fit:
     def sends(self, vector: Any, state: Any) -> Iterator[Call]:
         """Let the oracle know what a call sends."""
         before = self.program.process.notes.get("call")
-        sent = None if state is None else Snapshot(self._copied, state.place)
+        place = None if state is None else state[1].position
+        sent = None if place is None else State(self.weights, self.iterations, place)
         with self.program.calls(vector, sent) as call:
-            if state is not None:
-                call.place, call.steps = state.place, float(self.iterations[0])
+            if place is not None:
+                call.place, call.steps = place, float(self.iterations[0])
             self.is_calling = True
             yield call
             self.is_calling = before is not None
@@ -170,8 +179,10 @@ class Fit:
         """Train, as `keras.Model.fit` does."""
         plan, model = self._plan, self._model
         self._begin_alike(None)
-        progress = self._progress = Progress(self._handle, self._logs, self._callbacks, self._state)
+        variables: Any = self._variables
+        progress = self._progress = Progress(self._handle, self._logs, self._callbacks, variables)
         if self.member.lacks_state:
+            self._trace()
             progress.join()
         first = model.first or 0
         if progress.has_joined and plan["restores"] is not None:  # another callback does
@@ -226,13 +237,16 @@ class Fit:
             if progress.is_apart:
                 world.fail(f"{self.program.process.name}: another batch of an epoch to skip")
 
+    def _trace(self) -> None:
+        if not self._is_traced:
+            self._world.sleep(self._plan["trace"] * self._world.draw())
+            self._is_traced = True
+
     def _step(self, epoch: int, batch: int) -> None:
         plan, world, progress = self._plan, self._world, self._progress
         assert progress is not None
+        self._trace()
         seconds = plan["work"] * world.draw()
-        if not self._is_traced:
-            seconds += plan["trace"] * world.draw()
-            self._is_traced = True
         if world.draw() < plan["slow"]:
             seconds += world.rng.choice((0.1, 1.0, 5.0))
         if seconds:
@@ -318,16 +332,3 @@ class FitProgram(Program):
         except WorkerError as error:
             self.world.note(f"WorkerError: {error}")
         return False
-
-
-def state_of(variables: Arrays, callbacks: list[Any]) -> TrainingState:
-    """Return the state that heals a member of a `fit`."""
-    given: Any = variables
-    return TrainingState(given, 1, best_weight_callbacks_among(callbacks))
-
-
-def layout_of_state(plan: Plan) -> Layout:
-    """Return the layout of the state of a plan's members."""
-    weights = np.zeros(2)
-    stopping = Stopping(plan, Model(plan, weights))
-    return state_of(Arrays(None, weights, np.zeros(1)), [stopping]).layout

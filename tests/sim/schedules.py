@@ -112,9 +112,9 @@ def _parts_of(plan: Plan, world: World) -> tuple[Oracle, type[Program]]:
     if plan["program"] != "fit":
         return Oracle(world, plan, STATE), Program
     from tests.sim.fit_oracle import FitOracle
-    from tests.sim.fit_programs import FitProgram, layout_of_state  # imports Keras
+    from tests.sim.fit_programs import FitProgram  # imports Keras
 
-    return FitOracle(world, plan, layout_of_state(plan)), FitProgram
+    return FitOracle(world, plan, None), FitProgram
 
 
 def _faults(faults: dict[Any, Any]) -> dict[int, Fault]:

@@ -37,13 +37,7 @@ from flatweights.keras._member_handle import (
 )
 from flatweights.keras._moments import check_synchronized, synchronize
 from flatweights.keras._names import inner_variable, named_variables, with_slots
-from flatweights.keras._progress import (
-    AnyState,
-    Progress,
-    TrainingState,
-    best_weight_callbacks_among,
-    with_more,
-)
+from flatweights.keras._progress import AnyState, Progress
 from flatweights.keras._settings import settings_of
 from flatweights.keras._sparse import (
     Sparse,
@@ -232,7 +226,7 @@ class Averaging:
         self._tables: dict[tuple[tuple[int, ...], tuple[bool, ...]], Tables | None] = {}
         self._means: dict[tuple[Any, ...], Exchange] = {}
         self._names: dict[int, str] = {}  # of layers' variables
-        self._states: dict[tuple[tuple[int, ...], tuple[str, ...]], TrainingState] = {}
+        self._states: dict[tuple[int, ...], TensorFlowVariables] = {}
         self._callbacks: list[Any] | None = None  # of the `fit` that begins, if they are known
         self.progress: Progress | None = None
         self._apply: Callable[..., None] = optimizer.apply
@@ -273,7 +267,7 @@ class Averaging:
             self._is_started = False
             self._optimizer.build(model.trainable_variables)
             if self.handle.min_results is not None:
-                state = self._state_of(model.weights, best_weight_callbacks_among(callbacks))
+                state = self._state_of(model.weights)
                 self.progress = Progress(self.handle, callback, callbacks, state, self._more)
                 if self.handle.take().lacks_state:
                     trace_step()  # once it has joined, the others wait for its steps
@@ -485,29 +479,23 @@ class Averaging:
         by_id = dict(zip(every, names, strict=True))
         return {by_id[id(one)]: one for one in variables}
 
-    def _variables_with_slots(self, variables: Sequence[Any]) -> TensorFlowVariables:
+    def _variables_with_slots(
+        self, variables: Sequence[Any], prefix: str = ""
+    ) -> TensorFlowVariables:
         """Return ``variables`` and the optimizer's slots, in the same order in all members."""
         own = filter(_accumulates, self._optimizer.variables)  # each member's own
-        return with_slots(self._named(variables), self._optimizer, without=own)
+        return with_slots(self._named(variables), self._optimizer, prefix, without=own)
 
-    def _state_of(
-        self, variables: Sequence[Any], best_weight_callbacks: Sequence[str] = ()
-    ) -> TrainingState:
-        """Return the state that heals a member of a training of ``variables``.
+    def _state_of(self, variables: Sequence[Any]) -> TensorFlowVariables:
+        """Return what heals a member of a training of ``variables``.
 
-        Args:
-            variables: The variables.
-            best_weight_callbacks: The names of the callbacks that keep copies of them.
+        An optimizer's own name is part of the names: it tells its state from that of another one
+        with variables of the same names.
         """
-        key = (
-            tuple(id(inner_variable(variable)) for variable in variables),
-            (*best_weight_callbacks,),
-        )
+        key = tuple(id(inner_variable(variable)) for variable in variables)
         if key not in self._states:
-            whole = self._variables_with_slots(variables)
-            self._states[key] = TrainingState(
-                whole, len(variables), best_weight_callbacks, _own_name(self._optimizer)
-            )
+            name = _own_name(self._optimizer)
+            self._states[key] = self._variables_with_slots(variables, f"{name}/" if name else "")
         return self._states[key]
 
     def _average(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -695,7 +683,7 @@ class Averaging:
             if progress is not None:
                 result = progress.average(functools.partial(self._call, exchange), in_step=True)
             elif self.handle.min_results is not None:
-                state = with_more(self._state_of(exchange.variables), self._more)
+                state = [self._state_of(exchange.variables), *self._more]
                 result = self._call_or_pass(exchange, state)
             else:
                 result = self._call(exchange, self.handle.take(), None)

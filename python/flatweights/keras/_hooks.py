@@ -66,10 +66,10 @@ def end_data() -> None:
 def trace_step() -> None:
     """Trace the step of the `fit` that calls this, without making one.
 
-    Its function is called with an iterator over no batch of the same data. So TensorFlow traces
-    and optimizes the graph for these batches, which takes seconds, and ends where it reads the first
-    of them. A generator of the data is not started. Operations of the step that need no batch, such
-    as counting the iterations, may happen: this is for a member that will get another state.
+    Its function is called with an iterator over none of the batches. So TensorFlow traces and
+    optimizes the graph for such batches, which takes seconds, and ends where it reads the first. A
+    generator of the data is not started. Operations that need no batch, such as counting the
+    iterations, may happen: this is for a member that will get another state.
     """
     fit = running_fit()
     data = getattr(getattr(fit, "data", None), "_distributed_dataset", None)

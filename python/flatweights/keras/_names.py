@@ -45,20 +45,30 @@ def named_variables(variables: Sequence[Any], model: Any = None) -> dict[str, An
 
 
 def with_slots(
-    named: dict[str, Any], optimizer: Any, without: Iterable[Any] = (), **choice: Any
+    named: dict[str, Any],
+    optimizer: Any,
+    prefix: str = "",
+    *,
+    without: Iterable[Any] = (),
+    **choice: Any,
 ) -> TensorFlowVariables:
     """Return the variables ``named``, and the slots of ``optimizer`` named after them.
 
     Args:
         named: Variables by name.
         optimizer: An optimizer of Keras that is built.
+        prefix: The beginning of all names.
         without: Variables and slots that are left out.
         **choice: ``exclude`` and ``only`` of `TensorFlowVariables`.
     """
     whole = TensorFlowVariables([named, optimizer], **choice).variables
     left_out = {id(inner_variable(one)) for one in without}
     return TensorFlowVariables(
-        {name: one for name, one in whole.items() if id(inner_variable(one)) not in left_out}
+        {
+            prefix + name: one
+            for name, one in whole.items()
+            if id(inner_variable(one)) not in left_out
+        }
     )
 
 

@@ -5,26 +5,21 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
-import numpy as np
-from numpy.typing import NDArray
 
-from flatweights import Layout
-from flatweights._core import move_parts
 from flatweights.keras import _fit_states as fit
 from flatweights.keras._fit_states import Action, FitState, Phase, move
 from flatweights.keras._hooks import SWAPPED, begin_at, end_data, know_direction
 from flatweights.keras._member_handle import MemberHandle
-from flatweights.ray import Member, OutOfSyncError, Round, _clock
+from flatweights.ray import Member, OutOfSyncError, Round, Saved, Variables, _clock
 from flatweights.tensorflow import TensorFlowVariables
 
 _log = logging.getLogger("flatweights")
 
-_ROOM = 8192  # bytes for the donor's place and for the counts of its callbacks
 _LAST = 10.0  # least seconds for which the end of a training waits for late members
 _REPLACED = 300.0  # seconds for which it waits for the workers that replace dead ones
 _PAUSE = 0.05  # seconds until it first looks for those workers
@@ -42,12 +37,11 @@ _DECIDING: tuple[type[Any], ...] = (
 )
 # Whether the model has the moving averages, and their slots the weights, travels with both.
 _SWAPPING = keras.callbacks.SwapEMAWeights
-_BEST = "best_weights"
 _COUNTS = frozenset(
     (
         "best",
         "best_epoch",
-        _BEST,
+        "best_weights",
         "cooldown_counter",
         "epochs_since_last_save",
         "stopped_epoch",
@@ -62,8 +56,8 @@ class Position(NamedTuple):
     Attributes:
         epoch: The epoch.
         steps: The number of finished batches of that epoch.
-        counts: The counts of each callback, by its name; see `names_of`. With them the best weights
-            that a callback keeps.
+        counts: The counts of each callback, by its name (see `names_of`), and the best weights that
+            it keeps.
     """
 
     epoch: int = -1
@@ -71,91 +65,28 @@ class Position(NamedTuple):
     counts: Mapping[str, Mapping[str, Any]] = {}
 
 
-class TrainingState:
-    """The state that heals a member: variables, the optimizer's slots, and the training's place.
+class SavedPosition:
+    """A member's position in its training, as a part of the state that heals members.
 
     Attributes:
-        layout: The slots of the variables, then the slots of the weights that callbacks keep, then
-            one for the place.
-        place: This member's place; after it was healed, the donor's.
+        position: The position; after the member was healed, the donor's.
     """
 
-    def __init__(
-        self,
-        variables: TensorFlowVariables,
-        count: int = 0,
-        best_weight_callbacks: Sequence[str] = (),
-        name: str = "",
-    ) -> None:
-        """Take the variables.
+    def __init__(self) -> None:
+        """Begin before the first epoch."""
+        self.position = Position()
 
-        Args:
-            variables: The variables, including the optimizer's slots.
-            count: The number of the model's weights, which are the first of the variables.
-            best_weight_callbacks: The names of the callbacks that keep copies of these weights.
-            name: A name that tells this state from others of the same variables.
-        """
-        slots = [*variables.layout.slots]
-        self._variables = variables
-        self._count = count
-        self._best_weight_callbacks = best_weight_callbacks
-        names = [slot.name for slot in slots]
-        names += [
-            f"best weights of {k}/{one}" for k in best_weight_callbacks for one in names[:count]
-        ]
-        kept = [*slots, *(slot for _ in best_weight_callbacks for slot in slots[:count])]
-        self.layout = Layout(
-            [*names, f"the place in the training{f' of {name}' if name else ''}"],
-            [*(slot.shape for slot in kept), (_ROOM,)],
-            [*(slot.dtype for slot in kept), np.dtype(np.uint8)],
-        )
-        self.place = Position()
+    def save(self) -> bytes:
+        """Return the position; see `flatweights.ray.Saved`."""
+        return pickle.dumps(tuple(self.position))
 
-    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
-        """Copy all parts into ``buffer``; see `flatweights.ray.Variables`."""
-        self._variables.gather_into(buffer[: self._variables.layout.nbytes])
-        parts = self.layout.packed_views(buffer)
-        counts = {k: dict(one) for k, one in self.place.counts.items()}
-        for k, weights in self._kept(parts):
-            own = counts.setdefault(k, {})
-            kept = own.get(_BEST)
-            own[_BEST] = kept is not None
-            if kept is not None:
-                move_parts(weights, kept)
-            else:  # equal states have equal bytes
-                for one in weights:
-                    one.fill(0)
-        place = pickle.dumps(tuple(self.place._replace(counts=counts)))
-        if len(place) > _ROOM:
-            place = pickle.dumps(tuple(self.place._replace(counts={})))
-        parts[-1][: len(place)] = np.frombuffer(place, np.uint8)
-        parts[-1][len(place) :] = 0
-
-    def scatter(self, buffer: NDArray[np.uint8]) -> None:
-        """Set all parts from ``buffer``; see `flatweights.ray.Variables`."""
-        self._variables.scatter(buffer[: self._variables.layout.nbytes])
-        parts = self.layout.packed_views(buffer)
-        self.place = Position(*pickle.loads(parts[-1].tobytes()))
-        for k, weights in self._kept(parts):
-            own: Any = self.place.counts.get(k, {})
-            if _BEST in own:
-                own[_BEST] = [one.copy() for one in weights] if own[_BEST] else None
-
-    def _kept(self, parts: list[NDArray[Any]]) -> Iterator[tuple[str, list[NDArray[Any]]]]:
-        """Yield the name of each callback that keeps weights, and the parts for these weights."""
-        begin = len(self._variables.layout.slots)
-        for number, k in enumerate(self._best_weight_callbacks):
-            at = begin + number * self._count
-            yield k, parts[at : at + self._count]
+    def restore(self, saved: bytes) -> None:
+        """Take another member's position."""
+        self.position = Position(*pickle.loads(saved))
 
 
-AnyState: TypeAlias = TrainingState | list[Any]
-"""A state, or a list of it and of its other parts."""
-
-
-def with_more(state: TrainingState, more: Sequence[Any]) -> AnyState:
-    """Return ``state`` with other parts, as `Member` takes it."""
-    return [state, *more] if more else state
+AnyState: TypeAlias = list[Variables | Saved]
+"""The parts of a state that heals members; the variables and slots are the first."""
 
 
 def _copy_of(part: Any) -> Any:
@@ -189,7 +120,7 @@ class Progress:
         handle: MemberHandle,
         callback: Any,
         callbacks: list[Any],
-        state: TrainingState,
+        state: TensorFlowVariables,
         more: Sequence[Any] = (),
     ) -> None:
         """Begin, before the first epoch.
@@ -198,15 +129,15 @@ class Progress:
             handle: The member.
             callback: One of the callbacks of the `fit`.
             callbacks: All callbacks of the `fit`, in the list by which Keras calls them.
-            state: The state that heals a member.
-            more: Other parts of it, such as a position in the data.
+            state: The variables and the optimizer's slots, which heal a member.
+            more: Other parts of its state, such as a position in the data.
         """
         self.params: dict[str, Any] = callback.params
         self.has_joined = False
         self._handle = handle
         self._model = callback.model
-        self._state = state
-        self._more = more
+        self._position = SavedPosition()
+        self._state: AnyState = [state, self._position, *more]
         self._list = callbacks  # of which some are missing at the end of an epoch that is skipped
         self._callbacks = [*callbacks]
         self._named = dict(zip(names_of(callbacks), callbacks, strict=True))
@@ -214,7 +145,7 @@ class Progress:
         self._now = FitState(steps=self.params.get("steps") if by_one else None)
         self._last: Any = None  # the callback that has told the end of the epoch
         self._pending: Position | None = None  # deciding callbacks go on from its counts
-        self._copy: list[Any] = []  # of the state, and of its other parts
+        self._copy: list[Any] = []  # of the parts of the state
         self._until, self._pause = 0.0, 0.0  # while the end waits for others
 
     @property
@@ -265,10 +196,11 @@ class Progress:
 
     @property
     def state(self) -> AnyState:
-        """The state that heals this or another member, with this member's place."""
+        """The state that heals this or another member, with this member's position."""
         counts = {k: own for k, one in self._named.items() if (own := _counts_of(one))}
-        self._state.place = Position(self._now.epoch, self._now.done + self._now.ahead, counts)
-        return with_more(self._state, self._more)
+        done = self._now.done + self._now.ahead
+        self._position.position = Position(self._now.epoch, done, counts)
+        return self._state
 
     def average(self, call: Callable[[Member, AnyState], Round], *, in_step: bool) -> Round | None:
         """Return the result of ``call``; None if the other members are at another place.
@@ -307,11 +239,11 @@ class Progress:
                 self._handle.take().lacks_state = True
                 return self._meet()
             case Action.KEEP:
-                self._copy = [*map(_copy_of, (self._state, *self._more))]
+                self._copy = [*map(_copy_of, self._state)]
             case Action.RESTORE:
-                for one, copy in zip((self._state, *self._more), self._copy, strict=True):
+                for one, copy in zip(self._state, self._copy, strict=True):
                     _set_copy(one, copy)
-                self._take_counts(self._state.place, _SWAPPING)
+                self._take_counts(self._position.position, _SWAPPING)
             case Action.BEGIN_THERE:
                 begin_at(self._model, self._now.others)
             case Action.BEGIN_NOWHERE:
@@ -362,7 +294,7 @@ class Progress:
 
     def _take_over(self) -> Position:
         """Go on from the donor's counts, and return its place; warn about callbacks it lacks."""
-        donor = self._pending = self._state.place
+        donor = self._pending = self._position.position
         self._take_counts(donor)
         for name, one in self._named.items():
             if isinstance(one, _DECIDING) and name not in donor.counts:
