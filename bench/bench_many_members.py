@@ -110,7 +110,7 @@ def measure(size: int) -> dict[str, Any]:
     for rank in range(size):
         token = secrets.token_bytes(16)
         who, now = f"rank {rank}", time.monotonic()
-        entries.append(Entry(token, rank, config, who, "here", True, now, Future(), Future()))
+        entries.append(Entry(token, rank, config, who, "here", True, None, now, Future(), Future()))
         group.queue.post(group.rendezvous.enter, entries[-1])
     replies = [entry.join_reply.result(_PATIENCE) for entry in entries]
     members = [

@@ -22,7 +22,7 @@ from flatweights.ray.members._sessions import Session
 def entry_of(rank: int | None, config: GroupConfig) -> Entry:
     """Return the entry of a process of this node that wants to be a member."""
     token, who, now = secrets.token_bytes(16), f"process of rank {rank}", time.monotonic()
-    return Entry(token, rank, config, who, "here", True, now, Future(), Future())
+    return Entry(token, rank, config, who, "here", True, None, now, Future(), Future())
 
 
 def with_sessions(group: ProcessGroup, *ranks: int) -> list[tuple[Entry, JoinReply]]:

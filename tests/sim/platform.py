@@ -127,12 +127,17 @@ class Simulated(MemberPlatform):
 
     # `staticmethod` in the base class, so these are, too.
     @staticmethod
-    def mark_end(name: str) -> None:
+    def mark_end(name: str, tasks: Sequence[str]) -> None:
         """Tell nobody."""
 
     @staticmethod
-    def seconds_since_end(name: str) -> None:
+    def last_end(name: str) -> None:
         """Know of no end."""
+
+    @staticmethod
+    def has_coordinator(name: str) -> bool:
+        """Know of none: nobody asks."""
+        return False
 
     @staticmethod
     def check_connected(session: str | None = None) -> None:
@@ -177,6 +182,9 @@ class Simulated(MemberPlatform):
 
     def introduce(self) -> tuple[bytes, str]:
         return self.world.rng.randbytes(16), f"process {self.world.process().name}"
+
+    def task(self) -> None:
+        """A simulated process is in no task of Ray."""
 
     def member_channel(self, address: bytes, token: bytes) -> Any:
         return SimulatedMemberChannel(self, address, token)

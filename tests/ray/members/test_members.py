@@ -574,6 +574,34 @@ def test_who_joins_after_the_end_is_told_so(puppets: Puppets) -> None:
         ray.get(late.join.remote(name, rank=1, size=2, timeout=0.5))
 
 
+@ray.remote(num_cpus=0, max_retries=1)  # type: ignore[untyped-decorator]
+def dies_at_first(name: str, folder: Path) -> None:
+    """Die in a process group; the retry joins once that has ended."""
+    if not (folder / "first").exists():
+        (folder / "first").touch()
+        join(name, rank=1, size=2).average(model_of(1))
+        os._exit(1)
+    while not (folder / "ended").exists():
+        time.sleep(0.05)
+    join(name, rank=1, size=2, timeout=60.0)
+
+
+@BY_ONE_WAY
+def test_the_retry_of_a_task_does_not_wait_for_a_group_that_has_ended(
+    puppets: Puppets, tmp_path: Path
+) -> None:
+    (first,) = puppets.idle(1)
+    name = next(NAMES)
+    task = dies_at_first.remote(name, tmp_path)
+    ray.get(first.join.remote(name, rank=0, size=2))
+    ray.get(first.run.remote(lambda member: member.average(model_of(0)).number))
+    ray.get(first.leave.remote())
+    wait_for_the_end_of(name, 60.0)
+    (tmp_path / "ended").touch()
+    with pytest.raises(MemberError, match=r"has ended [0-9]+ s ago, after this task's member had"):
+        ray.get(task)
+
+
 @BY_ONE_WAY
 def test_wrong_arguments_raise_before_anything_is_sent(puppets: Puppets) -> None:
     def wrong(member: Member) -> list[str]:

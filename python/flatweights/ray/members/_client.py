@@ -29,6 +29,7 @@ from flatweights.ray.channels._protocol import (
 from flatweights.ray.core._requests import (
     Kind,
     MemberDiedError,
+    MemberError,
     OnGpu,
     Request,
     Response,
@@ -455,10 +456,18 @@ def enter(
     Raises:
         CoordinatorDiedError: If the coordinator has ended meanwhile.
         ray.exceptions.RayActorError: The same.
+        MemberError: If this is the retry of a task whose member died in that group, which has
+            ended.
         TimeoutError: If not all have joined in time.
         ValueError: If the coordinator refuses ``rank`` or ``config``.
     """
-    node = platform.node()
+    node, task = platform.node(), platform.task()
+    last = platform.last_end(name)
+    if last is not None and task in last.tasks and not platform.has_coordinator(name):
+        raise MemberError(
+            f"process group {name!r}: it has ended {last.seconds_since:.0f} s ago, after this task's "
+            "member had died in it: this retry of the task has nobody to join"
+        )
     concurrency = _CALLS * config.size + 64  # coroutines, not threads
     coordinator = platform.find_coordinator(Coordinator, name, node, concurrency, name, config)
     wants_channel = platform.setting() != "store"
@@ -467,7 +476,7 @@ def enter(
     client: CoordinatorClient | None = None
     try:
         entering = coordinator.enter.remote(
-            identity.token, [identity.stays], rank, config, identity.who, node, wants_channel
+            identity.token, [identity.stays], rank, config, identity.who, node, wants_channel, task
         )
         reach("entering")
         join_reply = platform.get(entering, seconds_left(end))
@@ -482,9 +491,10 @@ def enter(
             if is_late:  # the coordinator ends with its last member
                 own = rank if join_reply is None else join_reply.rank
                 why = _who_is_missing(coordinator, own, platform)
-                ended = platform.seconds_since_end(name)
-                if ended is not None:
-                    why += f"; a process group of this name has ended {ended:.0f} s ago"
+                last = platform.last_end(name)
+                if last is not None:
+                    ago = f"{last.seconds_since:.0f} s ago"
+                    why += f"; a process group of this name has ended {ago}"
         finally:
             with contextlib.suppress(ray.exceptions.RayError):
                 coordinator.lose.remote(

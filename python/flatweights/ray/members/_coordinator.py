@@ -72,6 +72,7 @@ class Coordinator:
         who: str,
         node: str,
         wants_channel: bool,
+        task: str | None,
     ) -> JoinReply:
         """Admit a process; wait while its rank belongs to a process that may have ended.
 
@@ -84,6 +85,7 @@ class Coordinator:
             who: See `Entry`.
             node: See `Entry`.
             wants_channel: See `Entry`.
+            task: See `Entry`.
 
         Raises:
             ValueError: If ``config`` differs from that of the process group, or ``rank`` is taken
@@ -99,7 +101,7 @@ class Coordinator:
         watch.add_done_callback(self._watches.discard)
         join_reply: Future[JoinReply] = Future()
         now = _clock.now()
-        entry = Entry(token, rank, config, who, node, wants_channel, now, join_reply, over)
+        entry = Entry(token, rank, config, who, node, wants_channel, task, now, join_reply, over)
         self._group.queue.post(self._group.rendezvous.enter, entry)
         return await self._platform.until(join_reply)
 
@@ -180,7 +182,7 @@ class Coordinator:
         try:
             self._group.run()
         finally:
-            self._platform.mark_end(name)
+            self._platform.mark_end(name, self._group.rendezvous.lost_tasks())
             end = _clock.now() + _LAST_REPLIES
             while self._running and _clock.now() < end:
                 _clock.sleep(0.01)

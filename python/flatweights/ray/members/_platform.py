@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from flatweights._settings import ray_setting
 from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._member_channel import MemberChannel
-from flatweights.ray.members._ended import mark_end, seconds_since_end
+from flatweights.ray.members._ended import last_end, mark_end
 from flatweights.ray.nodes._plan import ReduceDType
 from flatweights.ray.peers._by_agent import Agents
-from flatweights.ray.peers._shared_actor import shared_actor
+from flatweights.ray.peers._shared_actor import has_shared_actor, shared_actor
 from flatweights.ray.support._errors import check_connected
 
 _TOKEN = 16
@@ -121,10 +121,17 @@ class MemberPlatform:
         """Find the coordinator of a process group, or start it; see `shared_actor`."""
         return shared_actor(cls, name, node, concurrency, *args)
 
+    has_coordinator = staticmethod(has_shared_actor)
+
     def introduce(self) -> tuple[bytes, str]:
         """Return a token by which a coordinator recognises this process, and its name in errors."""
         who = f"process {os.getpid()} on {socket.gethostname()}"
         return secrets.token_bytes(_TOKEN), who
+
+    def task(self) -> str | None:
+        """Return the id of this Ray task, which its retries have, too; None in a driver."""
+        task: str | None = ray.get_runtime_context().get_task_id()
+        return task
 
     def member_channel(self, address: bytes, token: bytes) -> MemberChannel:
         """Connect to a coordinator, and return the member's end of the channel.
@@ -146,7 +153,7 @@ class MemberPlatform:
             return ray.get(ref)
 
     check_connected = staticmethod(check_connected)
-    seconds_since_end = staticmethod(seconds_since_end)
+    last_end = staticmethod(last_end)
 
 
 PLATFORM = MemberPlatform()

@@ -59,6 +59,7 @@ class Entry(NamedTuple):
         who: The name of the process in errors.
         node: Its node.
         wants_channel: Whether it can use a channel.
+        task: The id of its Ray task; None, if it is in none.
         since: The time of its arrival, by `time.monotonic`.
         join_reply: A future for the reply that it waits for.
         over: A future that is done once it is not, and will not be, a member.
@@ -70,6 +71,7 @@ class Entry(NamedTuple):
     who: str
     node: str
     wants_channel: bool
+    task: str | None
     since: float
     join_reply: Future[JoinReply]
     over: Future[None]
@@ -148,6 +150,11 @@ class Rendezvous:
         }
         return [rank for rank in range(self._config.size) if rank not in joined]
 
+    def lost_tasks(self) -> list[str]:
+        """Return the ids of the tasks whose members have died and were not replaced."""
+        lost = [one for one in self.sessions.values() if one.state is PeerState.DEAD]
+        return [session.task for session in lost if session.task is not None]
+
     def ends(self) -> list[float]:
         """Return the times, by `time.monotonic`, at which something is due here."""
         ends = [entry.since + _GRACE for entry in self._entries]
@@ -214,7 +221,9 @@ class Rendezvous:
             raise ValueError(f"rank: expected one that is free, got {taken}")
         self._entered += 1
         before = self.sessions.get(rank)
-        session = Session(rank, entry.who, entry.token, self._entered, before, over=entry.over)
+        session = Session(
+            rank, entry.who, entry.token, self._entered, before, over=entry.over, task=entry.task
+        )
         self.present[entry.token] = session
         self.peers.add(session)
         if not entry.wants_channel:

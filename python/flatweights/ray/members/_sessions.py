@@ -93,6 +93,7 @@ class Session(Peer):
     Attributes:
         agent: The agent of its node, if that has the channel to it.
         over: The future on which its call of `Coordinator.stay` waits for its end.
+        task: The id of its Ray task; None, if it is in none.
         channel: The channel to it; None, if it calls through Ray.
         answer: Its request, while it is `ASKING`.
         fault: The error that describes its end, until the core or the coordinator knows of it.
@@ -104,6 +105,7 @@ class Session(Peer):
 
     agent: AgentClient | None = None
     over: Future[None] | None = None
+    task: str | None = None
     channel: DriverChannel | None = None
     answer: SessionResult | None = None
     fault: MemberDiedError | None = None

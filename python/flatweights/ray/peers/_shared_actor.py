@@ -29,8 +29,7 @@ def shared_actor(
         ValueError: If, again and again, another process starts it meanwhile and it ends at once.
     """
     options = ray.remote(cls).options(
-        name=f"flatweights:{name}",
-        namespace=f"flatweights-{ray.get_runtime_context().get_job_id()}",
+        **_address(name),
         get_if_exists=True,
         lifetime="detached",
         num_cpus=0,
@@ -48,3 +47,17 @@ def shared_actor(
             if not tries:
                 raise
         _clock.sleep(_PAUSE)
+
+
+def has_shared_actor(name: str) -> bool:
+    """Return whether there is an actor ``name``."""
+    try:
+        ray.get_actor(**_address(name))
+    except ValueError:
+        return False
+    return True
+
+
+def _address(name: str) -> dict[str, str]:
+    job = ray.get_runtime_context().get_job_id()
+    return {"name": f"flatweights:{name}", "namespace": f"flatweights-{job}"}
