@@ -22,6 +22,8 @@ class GroupStart:
     Attributes:
         initial: The initial weights, or "lowest" for those of the lowest healthy rank; None once
             they are not needed any more.
+        was_sent: Whether they may have been sent: if all workers refused them or were late, some may
+            have them nevertheless, or a half of them.
         published: The latest weights, if they were published first and may be a subset.
         layout: The layout of the weights that workers started from; None if unknown.
     """
@@ -33,6 +35,7 @@ class GroupStart:
         if isinstance(initial, Mapping) and not isinstance(initial, FlatWeights):
             initial = dict(initial)
         self.initial = copied(initial)  # the caller's weights may change before the first call
+        self.was_sent = False
         self.published: Latest | None = None
         self.layout: Layout | None = None
 
@@ -51,7 +54,7 @@ class GroupStart:
         Raises:
             WorkerError: If ``weights`` are None, and no rank can give its weights.
         """
-        initial = self.initial
+        initial, self.was_sent = self.initial, True
         if isinstance(initial, str):
             try:
                 initial = lowest()

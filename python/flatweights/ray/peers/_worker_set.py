@@ -187,7 +187,8 @@ class WorkerSet:
         """Return the initial weights, changed by ``weights``, if these calls are the first."""
         if self.latest.version is not None:
             self._start.initial = None  # not needed again
-        is_first = self._start.initial is not None and (starts or weights is not None)
+        is_needed = starts or weights is not None or self._start.was_sent
+        is_first = self._start.initial is not None and is_needed
         if is_first and self.ranks.healthy():
             return self._first_weights(weights, timeout)
         if weights is not None and self.latest.is_unclear(weights):
