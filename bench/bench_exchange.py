@@ -11,25 +11,21 @@ time a round right after other calls, which has to call workers back to their ch
 empty command to one worker.
 
 If PyTorch is installed, one rival is an allreduce by gloo of the vector that `FlatWorker` gets and
-sets: it has no driver, and no worker may be missing. If Open MPI and mpi4py are installed, another
-rival is ``Allreduce``, which neither sets nor gets variables. "memory traffic" makes the copies of
-a round (get, average, set) in the driver only: its ratio is the share of memory traffic in a round.
+sets: it has no driver, and no worker may be missing. Others neither set nor get variables: Open
+MPI's ``Allreduce``, if it is installed, and bare memory with futexes. "memory traffic" makes the
+copies of a round (get, average, set) in the driver only: its ratio is the share of memory traffic
+in a round.
 
 The limit counts the bytes that a round must move: each worker's variables and segment are read
 and written, the average reads all segments and writes one, and each worker reads that one.
 """
 
-import json
 import os
-import shutil
-import subprocess
-import sys
 import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -38,16 +34,12 @@ import numpy as np
 import ray
 
 import flatweights as fw
-from bench import machine, models, peers, runner
+from bench import machine, models, peers, rivals, runner
 from flatweights.ray import FlatWorker, WorkerGroup, average
-
-ROOT = Path(__file__).parents[1]
-
 
 STORE = f"{runner.OURS}, object store"
 TWO_CALLS = f"{runner.OURS}, average and broadcast"
 PAUSE = 5e-3
-PATHS = [str(Path(sys.executable).parent)]  # a wheel of Open MPI puts mpirun here
 _LOOPS = 3
 
 
@@ -243,7 +235,8 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
         budget=budget,
         between=rounds.calls,
     )
-    rows += run_mpi(f"{name}, {count} workers", values[0].size, count, rows[0].seconds, budget)
+    case = f"{name}, {count} workers"
+    rows += rivals.rows_of(case, values[0].size, count, rows[0].seconds, budget)
     rows += runner.time_case(
         f"{name}, {count} workers: two empty calls each",
         {"Ray": rounds.empty},
@@ -282,23 +275,6 @@ def traffic_of(shapes: models.Shapes, count: int) -> Callable[[], Any]:
         return np.concatenate([part.reshape(-1) for part in mean.values()])
 
     return move
-
-
-def run_mpi(case: str, elements: int, count: int, ours: float, budget: float) -> list[runner.Row]:
-    """Return the row of Open MPI, in processes of its own; no row if it is not installed."""
-    mpirun = shutil.which("mpirun", path=os.pathsep.join([*PATHS, os.environ.get("PATH", "")]))
-    if mpirun is None:
-        print(f"{case}: no Open MPI: there is no mpirun")
-        return []
-    command = [mpirun, "--oversubscribe", "--allow-run-as-root", "-n", str(count), sys.executable]
-    command += ["-m", "bench.mpi_allreduce", str(elements), str(min(1.0, budget))]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    if run.returncode != 0:
-        print(f"{case}: no Open MPI: {(run.stderr.strip().splitlines() or ['?'])[-1]}")
-        return []
-    row = runner.row_of(case, "Open MPI Allreduce", json.loads(run.stdout.splitlines()[-1]))
-    row.ratio = row.seconds / ours
-    return [row]
 
 
 def run_loops(rounds: Rounds, case: str, budget: float, pause: float = 0.0) -> list[runner.Row]:
@@ -349,7 +325,7 @@ def run_commands(rounds: Rounds, name: str, count: int) -> list[runner.Row]:
 
 def start_ray() -> None:
     """Start a Ray whose actors find this package and are silent."""
-    inherited = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    inherited = {"PYTHONPATH": str(rivals.ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     ray.init(
         "local", include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": inherited}
     )

@@ -12,6 +12,9 @@ counts. The time is that of the epoch, from its first batch to its end. The rest
 out, because for every contender it waits for a thread of `tf.data` that wakes up 10, 30, 70, 150,
 310, 630 ... ms after it has started. Before timing, the bench checks that all our members have the
 same bits and have learned.
+
+"the exchange alone" is the difference of the medians with and without exchange, beside averages of
+as many numbers by Open MPI's ``Allreduce``, if it is installed, and by bare memory with futexes.
 """
 
 import json
@@ -28,7 +31,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 import ray
 
-from bench import runner
+from bench import rivals, runner
 
 BATCH = 16
 STEPS = {"dense": 1000, "residual": 60, "resnet20": 40, "MobileNetV2": 10}
@@ -219,7 +222,11 @@ def time_kind(kind: str, size: int, budget: float, *, rival: bool) -> list[runne
         row.ratio = row.seconds / rows[0].seconds
     for one in (*members, *others):
         ray.kill(one)
-    return rows
+    seconds = {row.contender: row.seconds for row in rows}
+    exchange = max(seconds[runner.OURS] - seconds[ALONE], 1e-9)
+    case, size_of_all = f"{case}: the exchange alone", sum(one.size for one in first)
+    rows.append(runner.Row(case, runner.OURS, exchange, 0.0, 0, ratio=1.0))
+    return rows + rivals.rows_of(case, size_of_all, size, exchange, budget)
 
 
 def run(options: Namespace) -> list[runner.Row]:

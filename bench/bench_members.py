@@ -8,7 +8,8 @@ variables of all actors, average them and set them. Both take turns; the first r
 which bring the actors back from other calls, are not timed. "arrays" is `Member.average` of a
 `FlatWeights` into itself, without TensorFlow. The limit counts the bytes that must move: each
 member's variables and segment are read and written, the average reads all segments and writes one,
-and each member reads that one.
+and each member reads that one. Open MPI's ``Allreduce``, if it is installed, and bare memory with
+futexes have neither variables nor Python's calls, and no member may be missing.
 """
 
 import os
@@ -22,7 +23,7 @@ import numpy as np
 import ray
 
 import flatweights as fw
-from bench import machine, models, runner
+from bench import machine, models, rivals, runner
 from bench.bench_exchange import start_ray
 from flatweights.ray import FlatWorker, Member, WorkerGroup, join
 
@@ -102,7 +103,7 @@ def run_case(name: str, shapes: models.Shapes, count: int, budget: float) -> lis
         row.ratio = row.seconds / rows[0].seconds
     for worker in workers:
         ray.kill(worker)
-    return rows
+    return rows + rivals.rows_of(case, values[0].size, count, rows[0].seconds, budget)
 
 
 def run(options: Namespace) -> None:

@@ -465,8 +465,8 @@ def enter(
     last = platform.last_end(name)
     if last is not None and task in last.tasks and not platform.has_coordinator(name):
         raise MemberError(
-            f"process group {name!r}: it has ended {last.seconds_since:.0f} s ago, after this task's "
-            "member had died in it: this retry of the task has nobody to join"
+            f"process group {name!r}: it has ended {last.seconds_since:.0f} s ago, after this "
+            "task's member had died in it: this retry of the task has nobody to join"
         )
     concurrency = _CALLS * config.size + 64  # coroutines, not threads
     coordinator = platform.find_coordinator(Coordinator, name, node, concurrency, name, config)

@@ -1,8 +1,8 @@
 """A mark in the key-value store of Ray's cluster for each name whose process group has ended.
 
-A process that joins after the end starts a process group of its own, and waits in it for others that
-may not come: the name may be used again. But the retry of a task whose member died in the group that
-has ended is told so.
+A process that joins after the end starts a process group of its own, and waits in it for others
+that may not come: the name may be used again. But the retry of a task whose member died in the
+group that has ended is told so.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class GroupStart:
     Attributes:
         initial: The initial weights, or "lowest" for those of the lowest healthy rank; None once
             they are not needed any more.
-        was_sent: Whether they may have been sent: if all workers refused them or were late, some may
-            have them nevertheless, or a half of them.
+        was_sent: Whether they may have been sent: if all workers refused them or were late, some
+            may have them nevertheless, or a half of them.
         published: The latest weights, if they were published first and may be a subset.
         layout: The layout of the weights that workers started from; None if unknown.
     """
