@@ -25,7 +25,7 @@ from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._rendezvous import Entry, JoinReply
-from flatweights.ray.members._sessions import RemoteWeights, Reply, StoreRequest
+from flatweights.ray.members._sessions import Handed, Reply, StoreRequest
 from flatweights.ray.support._errors import reason_in_a_line
 
 _LAST_REPLIES = 1.0  # seconds in which finished calls return their results
@@ -135,14 +135,9 @@ class Coordinator:
         """Take a request that does not fit into a channel; the channel then announces it."""
         await self._call(self._group.put, token, StoreRequest(body, buffer, None))
 
-    async def hand(
-        self, token: bytes, body: bytes | None, buffer: NDArray[np.uint8] | RemoteWeights | None
-    ) -> None:
-        """Take a request from the agent of a node; without a body, the member is ready."""
-        if body is None:
-            self._group.queue.post(self._group.expect, token, None)
-        else:
-            self._group.queue.post(self._group.put, token, StoreRequest(body, buffer, None))
+    async def hand(self, handed: Sequence[Handed]) -> None:
+        """Take requests from the agent of a node; a member without a body is ready."""
+        self._group.queue.post(self._group.take_handed, handed)
 
     async def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return a response that did not fit into a channel: its body and its buffer.

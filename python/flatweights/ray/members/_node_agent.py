@@ -25,6 +25,7 @@ from flatweights.ray.core._requests import MemberDiedError
 from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._sessions import (
     SLICE,
+    Handed,
     Post,
     RemoteWeights,
     Session,
@@ -117,7 +118,7 @@ class NodeAgent:
         if session is None or session.state is not PeerState.ENTERING:
             raise ChannelError("no such member")
         session.attach(self._channels.connect(token, nonce))
-        self._coordinator.hand.remote(token, None, None)
+        self._coordinator.hand.remote([Handed(token)])
 
     def forget(self, token: bytes) -> None:
         """Drop a member that has left, or that the coordinator counts as dead."""
@@ -184,18 +185,21 @@ class NodeAgent:
     def _run(self) -> None:
         try:
             while True:
+                handed = []
                 for session in wait_for([*self._sessions.values()], self.queue, SLICE, 1):
                     if session.fault is not None:
                         self._lose(session, session.fault)
                     else:
-                        self._hand_on(session)
+                        handed.append(self._handed(session))
+                if handed:
+                    self._coordinator.hand.remote(handed)
                 self.queue.read()
         except BaseException as error:  # else the members would wait for ever
             _log.exception("the agent of a node of a process group has failed")
             self.failure.set_exception(error)
 
-    def _hand_on(self, session: Session) -> None:
-        """Pass a member's request on to the coordinator; large weights stay here."""
+    def _handed(self, session: Session) -> Handed:
+        """Return a member's request for the coordinator; large weights stay here."""
         answer = session.answer
         assert answer is not None
         request = answer.request
@@ -204,9 +208,7 @@ class NodeAgent:
             session.ends(None)
             session.close()
         if packed is None or packed.buffer.nbytes < SMALL:
-            buffer = None if packed is None else packed.buffer
-            self._coordinator.hand.remote(session.token, answer.body, buffer)
-            return
+            return Handed(session.token, answer.body, None if packed is None else packed.buffer)
         with self._turn:
             self._end.models[session.rank] = packed.buffer
             self._senders[session.rank] = session
@@ -214,7 +216,7 @@ class NodeAgent:
         if request.nonfinite != "propagate" and request.rule is None:
             template = Template(Kind.FLAT_WEIGHTS, packed.layout)
             not_finite = template.find_nonfinite([packed.buffer], f"rank {session.rank}")
-        self._coordinator.hand.remote(session.token, answer.body, RemoteWeights(not_finite))
+        return Handed(session.token, answer.body, RemoteWeights(not_finite))
 
     def _lose(self, session: Session, why: MemberDiedError) -> None:
         """Count a member as dead, and tell the coordinator."""

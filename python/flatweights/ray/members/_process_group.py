@@ -72,6 +72,7 @@ from flatweights.ray.members._rendezvous import Rendezvous
 from flatweights.ray.members._repetitions import Ending, Repetitions
 from flatweights.ray.members._responses import ResponseSender
 from flatweights.ray.members._sessions import (
+    Handed,
     Reply,
     Session,
     StoreRequest,
@@ -684,6 +685,14 @@ class ProcessGroup:
             session.receive(store_request)
         elif store_request.caller is not None:
             store_request.caller.set_exception(_not_here())
+
+    def take_handed(self, handed: Sequence[Handed]) -> None:
+        """Take what the agent of a node hands on."""
+        for token, body, buffer in handed:
+            if body is None:
+                self.expect(token, None)
+            else:
+                self.put(token, StoreRequest(body, buffer, None))
 
     def lose(self, token: bytes, why: MemberDiedError) -> None:
         """Count a member as dead, or drop a process that no longer wants to be a member."""

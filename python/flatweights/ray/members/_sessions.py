@@ -56,6 +56,20 @@ class StoreRequest(NamedTuple):
     caller: Future[Reply] | None
 
 
+class Handed(NamedTuple):
+    """What the agent of a node hands on to the coordinator for a member.
+
+    Attributes:
+        token: That of the member.
+        body: Its request; None, if it is ready for its first response.
+        buffer: Its weights, if they leave their node, or a placeholder.
+    """
+
+    token: bytes
+    body: bytes | None = None
+    buffer: NDArray[np.uint8] | RemoteWeights | None = None
+
+
 class Announced(NamedTuple):
     """A response of which a member was told only a number, by which it fetches the rest."""
 
