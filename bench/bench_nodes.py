@@ -10,7 +10,8 @@ way's" compares with the time of the bytes that the contender's way must send th
 after the other. "count" is the number of bytes that must pass the busier direction of the busiest
 link. "of it" is the number of bytes by the counters of the nodes' interfaces, divided by that
 count; they include headers, which are 4.6 % at 1,500 bytes a packet. "predicted" is the time that
-`flatweights.ray.plan` predicts, divided by the measured time. The ring over plain sockets is the
+`flatweights.ray.plan` predicts, divided by the measured time; "simulated" is the same for ``python
+-m tests.sim --scale``, for the way that a group takes by itself. The ring over plain sockets is the
 limit in practice.
 """
 
@@ -33,6 +34,7 @@ import ray
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from tests.sim import scale
 
 from bench import machine, models, nodes, runner
 from bench.nodes import Nodes, Traffic
@@ -102,7 +104,7 @@ CASES = (
 
 COLUMNS = (
     *("case", "contender", "time", "±%", "% of limit", "% of the way's", "vs. ours"),
-    *("MB out / in", "count", "of it", "predicted"),
+    *("MB out / in", "count", "of it", "predicted", "simulated"),
 )
 
 
@@ -123,6 +125,7 @@ class Row:
         received: Bytes per round through the busiest link into one.
         count: Bytes that the way must bring through the busiest link and direction.
         predicted: Seconds that `flatweights.ray.plan` predicts; None for rings.
+        simulated: Seconds of a simulation; None for all but `OURS`.
     """
 
     case: str
@@ -137,6 +140,7 @@ class Row:
     received: float
     count: float
     predicted: float | None
+    simulated: float | None
 
     def cells(self) -> list[str]:
         """Return the cells of the columns after the contender's; see `COLUMNS`."""
@@ -150,7 +154,10 @@ class Row:
             *(time, f"{100 * self.spread:.0f}", over(self.limit), over(self.way_limit)),
             *(f"{self.ratio:.2f}", f"{self.sent / MB:.1f} / {self.received / MB:.1f}"),
             *(f"{self.count / MB:.1f}", f"{busiest:.2f}"),
-            "" if self.predicted is None else f"{self.predicted / self.seconds:.2f}",
+            *(
+                "" if seconds is None else f"{seconds / self.seconds:.2f}"
+                for seconds in (self.predicted, self.simulated)
+            ),
         ]
 
 
@@ -309,7 +316,7 @@ def ours_of(case: Case) -> dict[str, tuple[str, Any, dict[str, Any]]]:
         found[f"{OURS}, over streams"] = ("streams", "streams", {})
     if case.workers > 1:
         key = ("streams", 'reduce_dtype="float32"')
-        found[f"{OURS}, float32 sums"] = ("", key, {"sums": "float32"})
+        found[f"{OURS}, float32 sums"] = ("", key, {"reduce_dtype": "float32"})
     if not small:
         key = ("streams", 'wire_dtype="bfloat16"')
         found[f"{OURS}, 16 bits"] = ("", key, {"wire_dtype": "bfloat16"})
@@ -379,6 +386,16 @@ def _row(
         received=max(link.received for link in passed),
         count=max(one.cost.sent, one.cost.received),
         predicted=None if rate is None or one.name in RINGS.values() else one.cost.seconds,
+        simulated=None if rate is None or one.name != OURS else _simulated(case, rate),
+    )
+
+
+def _simulated(case: Case, rate: float) -> float:
+    """Return the seconds of a round in a simulation, over links of ``rate`` bytes per second."""
+    costs = scale.read_costs()
+    link = rate * costs["link share"]
+    return scale.seconds_of(
+        scale.Cluster(case.nodes, case.workers, case.nbytes // 4 * 4, link, 1e-4, costs)
     )
 
 

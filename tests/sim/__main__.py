@@ -36,7 +36,13 @@ def main() -> None:
     parser.add_argument("--no-shrink", action="store_true", help="do not make plans smaller")
     parser.add_argument("--mutants", action="store_true", help="how soon wrong changes are found")
     parser.add_argument("names", nargs="*", help="with --mutants, only these")
+    parser.add_argument("--scale", action="store_true", help="the time of one call: --scale --help")
     parser.add_argument("--mutant", help="run schedules of this wrong change")
+    if "--scale" in sys.argv:  # which has arguments of its own
+        from tests.sim import scale
+
+        scale.main([one for one in sys.argv[1:] if one != "--scale"])
+        return
     args = parser.parse_args()
     if args.mutants:
         found = mutants.try_all(args.seeds or _A_MINUTE, args.names, args.protocol)
