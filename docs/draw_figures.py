@@ -3,7 +3,8 @@
 It reads ``figures/rounds.json``, the output of ``python -m bench.bench_sizes --json``, and
 ``figures/hostile.json``, the accuracies by round of ``flatweights examples federated`` with the
 options in that file; and ``figures/chaos.json``, the output of ``python -m bench.chaos --json``
-for several modes. Bytes between nodes are computed. It writes each figure twice beside these files,
+for several modes; and ``figures/scale.json``, which ``python -m tests.sim --scale --figure``
+writes. Bytes between nodes are computed. It writes each figure twice beside these files,
 for light and for dark pages.
 """
 
@@ -194,13 +195,43 @@ def draw_faults(record: dict[str, Any], theme: Theme) -> None:
     all_axes[len(record) // 2].set_ylabel("steps a second")
 
 
+def draw_scale(record: list[dict[str, float]], theme: Theme) -> None:
+    """Draw the seconds of a call against the nodes, for each link and size of model."""
+    _, all_axes = plt.subplots(1, 2, figsize=(7, 4), sharey=True, layout="constrained")
+    colours = (*theme.ways, theme.text)
+    for axes, bits in zip(all_axes, sorted({row["bits"] for row in record}), strict=True):
+        for nbytes, colour in zip(sorted({row["bytes"] for row in record}), colours, strict=True):
+            rows = [row for row in record if (row["bits"], row["bytes"]) == (bits, nbytes)]
+            nodes, seconds = zip(*((row["nodes"], row["seconds"]) for row in rows), strict=True)
+            axes.plot(nodes, seconds, "o-", color=colour, lw=2, ms=4)
+            size = f"{nbytes / 1e9:g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:g} MB"
+            axes.annotate(
+                *(size, (nodes[-1], seconds[-1])),
+                xytext=(0, 6),
+                textcoords="offset points",
+                ha="right",
+                color=colour,
+            )
+        axes.set_title(f"{bits / 1e9:g} Gbit/s", loc="left", fontsize=11, color=theme.text)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([2, 8, 32, 125])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.set_yscale("log")
+        axes.set_xlabel("nodes of 8 members")
+        axes.grid(color=theme.grid, lw=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].set_ylabel("seconds of a call, simulated")
+
+
 # By name: the record that the figure shows, if it was measured, and what draws it.
-FIGURES: dict[str, tuple[str, Callable[[dict[str, Any], Theme], None]]] = {
+FIGURES: dict[str, tuple[str, Callable[[Any, Theme], None]]] = {
     "bytes-of-a-round": ("rounds", draw_bytes),
     "time-of-a-round": ("rounds", draw_times),
     "hostile-clients": ("hostile", draw_hostile),
     "steps-with-faults": ("chaos", draw_faults),
     "bytes-between-nodes": ("", draw_links),
+    "seconds-at-scale": ("scale", draw_scale),
 }
 
 

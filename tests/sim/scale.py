@@ -387,8 +387,18 @@ def read_costs() -> dict[str, float]:
     return costs
 
 
+def rows_of_figure() -> Iterator[dict[str, float]]:
+    """Yield the times of the figure in docs/scale.md: 8 members on each node."""
+    costs = read_costs()
+    for bits, nbytes in itertools.product((10e9, 100e9), (10**6, 10**8, 10**9, 10**10)):
+        for nodes in (2, 4, 8, 16, 32, 64, 125):
+            link = bits / 8 * costs["link share"]
+            seconds = seconds_of(Cluster(nodes, 8, nbytes, link, 1e-4, costs))
+            yield {"bits": bits, "bytes": nbytes, "nodes": nodes, "seconds": seconds}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate one call."""
+    """Simulate one call, or those of the figure."""
     parser = argparse.ArgumentParser(prog="python -m tests.sim --scale", description=__doc__)
     parser.add_argument("--members", type=int, default=1000)
     parser.add_argument("--nodes", type=int, default=125)
@@ -396,7 +406,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--link", default="100Gbit", help="bits per second in each direction")
     parser.add_argument("--latency", type=float, default=1e-4, help="seconds between two nodes")
     parser.add_argument("--dead", type=int, default=0, help="members that die before they ask")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="write the times of docs/scale")
     args = parser.parse_args(arguments)
+    if args.figure is not None:
+        args.figure.write_text(json.dumps([*rows_of_figure()], indent=1))
+        return
     nbytes = round(_number(args.bytes, "bytes", _BYTES)) // 4 * 4
     bits = _number(args.link, "link", _BITS)
     workers, rest = divmod(args.members, args.nodes)
