@@ -842,6 +842,15 @@ class Stream(keras.utils.PyDataset):  # type: ignore[misc]
         self.epochs = int(saved)
 
 
+class Tells(keras.callbacks.Callback):  # type: ignore[misc]
+    """Tells the model something before the training; it has an attribute that this package uses."""
+
+    counted = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.is_told = True
+
+
 @pytest.mark.parametrize("in_list", [False, True])
 def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
     pool: ThreadPoolExecutor, in_list: bool
@@ -865,6 +874,7 @@ def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
         fit.state = [Counter(array), fit.data] if in_list else fit.data
         fit.options.pop("batch_size")
         fit.options["shuffle"] = False
+        fit.more = [Tells()]
 
         def begin_epoch() -> None:
             fit.data.begin_epoch()
@@ -886,7 +896,13 @@ def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
         fit.start(pool)
     new = prepared(replacement(group, dead, kind="dense", epochs=MORE), arrays[2])
     step, traced = new.model.train_step, count()
-    new.model.train_step = lambda data: next(traced) is None or step(data)
+
+    def trace(data: Any) -> Any:
+        assert new.model.is_told, "all callbacks have begun"
+        next(traced)
+        return step(data)
+
+    new.model.train_step = trace
     assert there.wait(LIMIT)
     new.start(pool)
     group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)

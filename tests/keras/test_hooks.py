@@ -250,39 +250,74 @@ class Drawn(keras.utils.PyDataset):  # type: ignore[misc]
         return DATA[0][:2], DATA[1][:2]
 
 
-@pytest.mark.parametrize("kind", ["arrays", "PyDataset", "eager", "several steps"])
-def test_a_step_is_traced_before_a_training_without_a_batch(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["arrays", "PyDataset", "eager", "several steps", "own loop"])
+def test_a_step_is_traced_before_a_training_and_nothing_is_executed(kind: str) -> None:
     model = network(optimizer="sgd")
-    is_eager = kind == "eager"
     steps = 2 if kind == "several steps" else 1
-    model.compile("sgd", "mse", run_eagerly=is_eager, steps_per_execution=steps)
+    model.compile("sgd", "mse", run_eagerly=kind == "eager", steps_per_execution=steps)
     data = Drawn()
     own, traced, before = model.train_step, [], []
+    executed = tf.Variable(0)
+    second = iter(tf.data.Dataset.range(1000).prefetch(2))
 
     def step(batch: Any) -> Any:
         traced.append(batch)
+        executed.assign_add(1)
+        second.get_next()
         return own(batch)
 
     class Traces(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_begin(self, logs: Any = None) -> None:
-            weights, drawn = model.get_weights(), data.drawn
+            state, drawn = [v.numpy() for v in model.variables], data.drawn
             _hooks.trace_step()
-            for weight, then in zip(model.get_weights(), weights, strict=True):
-                np.testing.assert_array_equal(weight, then)
+            for variable, value in zip(model.variables, state, strict=True):
+                np.testing.assert_array_equal(variable, value)
+            assert int(model.optimizer.iterations) == int(executed) == 0
             assert data.drawn == drawn
             before.append(len(traced))
 
     model.train_step = step
+    if kind == "own loop":
+
+        def loop(iterator: Any) -> Any:
+            for batch in iterator:
+                logs = own(batch)
+                break
+            return logs
+
+        model.make_train_function = lambda force=False: setattr(model, "train_function", loop)
     options = {"epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [Traces()]}
     if kind == "PyDataset":
         model.fit(data, **options)
     else:
         model.fit(*DATA, len(DATA[0]) // 4, **options)
-    if is_eager:
+    assert int(second.get_next()) == int(executed)
+    if kind in ("eager", "own loop"):
         assert before == [0]
     else:
         why = installed_is_known("TFEpochIterator._distributed_dataset")
         assert before == [len(traced)] != [0], why
+
+
+def test_something_is_called_once_all_callbacks_have_begun() -> None:
+    told: list[str] = []
+
+    class Tells(keras.callbacks.Callback):  # type: ignore[misc]
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            told.append(self.name)
+            if self.name == "first":
+                _hooks.call_after_begin(self, lambda: told.append("after"))
+
+    model = network()
+    given = [Tells("first"), Tells("last")]
+    callbacks = keras.callbacks.CallbackList(given, add_history=True, model=model)
+    model.fit(*DATA, verbose=0, callbacks=callbacks)
+    assert told == ["first", "last", "after"]
+    assert len(callbacks.callbacks) == 3, installed_is_known("CallbackList.on_train_begin: self")
 
 
 def test_it_is_known_whether_the_moving_averages_are_in_the_model() -> None:

@@ -21,6 +21,7 @@ from tests.sim.programs import Arrays, Named, Program
 from flatweights.keras._fit_states import Phase
 from flatweights.keras._member_handle import MemberHandle
 from flatweights.keras._progress import (
+    HasCounts,
     Position,
     Progress,
     SavedPosition,
@@ -66,10 +67,10 @@ class Callback:
         self.model, self.params = model, params
 
 
-class Weights(Callback):
+class Weights(Callback, HasCounts):
     """What `AverageWeights` counts."""
 
-    counted = ("steps",)
+    counted = frozenset(("steps",))
 
     def __init__(self, model: Model, params: dict[str, Any]) -> None:
         super().__init__(model, params)

@@ -24,7 +24,7 @@ GROUP = {
     ),
     "each worker starts from its own weights": (
         "peers/_worker_set.py",
-        "        is_first = self._start.initial is not None and (starts or weights is not None)\n",
+        "        is_first = self._start.initial is not None and is_needed\n",
         "        is_first = False\n",
     ),
     "a run that broke off trusts its workers": (

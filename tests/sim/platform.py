@@ -127,7 +127,7 @@ class Simulated(MemberPlatform):
 
     # `staticmethod` in the base class, so these are, too.
     @staticmethod
-    def mark_end(name: str, tasks: Sequence[str]) -> None:
+    def mark_end(name: str, lost: Sequence[tuple[str, str]]) -> None:
         """Tell nobody."""
 
     @staticmethod
@@ -181,7 +181,10 @@ class Simulated(MemberPlatform):
         return actor
 
     def introduce(self) -> tuple[bytes, str]:
-        return self.world.rng.randbytes(16), f"process {self.world.process().name}"
+        return self.world.rng.randbytes(16), self.who()
+
+    def who(self) -> str:
+        return f"process {self.world.process().name}"
 
     def task(self) -> None:
         """A simulated process is in no task of Ray."""

@@ -23,6 +23,7 @@ from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import (
     SAVING,
     AnyState,
+    HasCounts,
     best_weight_callbacks_among,
     check_before,
 )
@@ -41,7 +42,7 @@ Weight = Literal["samples"] | float
 _log = logging.getLogger("flatweights")
 
 
-class AverageWeights(MemberCallback):
+class AverageWeights(MemberCallback, HasCounts):
     """Averages the model's weights over a process group's members, every few epochs or batches.
 
     All members start from the weights of rank 0, or of the lowest rank that is there. Each then
@@ -74,7 +75,7 @@ class AverageWeights(MemberCallback):
             saves the state needed to resume.
     """
 
-    counted = ("_steps", "_trained")  # the donor's values replace those of a healed member
+    counted = frozenset(("_steps", "_trained"))
     round: Round | None
     outer: ServerOptimizer[FlatWeights] | None
 

@@ -23,6 +23,7 @@ from flatweights._core import CalledTensors
 from flatweights.keras._exchange import Exchange
 from flatweights.keras._hooks import (
     Fit,
+    call_after_begin,
     callbacks_beside,
     replace_clipping,
     running_fit,
@@ -270,9 +271,15 @@ class Averaging:
                 state = self._state_of(model.weights)
                 self.progress = Progress(self.handle, callback, callbacks, state, self._more)
                 if self.handle.take().lacks_state:
-                    trace_step()  # once it has joined, the others wait for its steps
-                    self.progress.join()
+                    self.progress.has_joined = True
+                    call_after_begin(callback, self._join)
             self._begun = model
+
+    def _join(self) -> None:
+        """Join a training that is under way: from then on, the others wait for this member."""
+        assert self.progress is not None
+        trace_step()
+        self.progress.join()
 
     def begin_epoch(self, epoch: int) -> None:
         """Before the first epoch of a `fit`, give all members the same start again.

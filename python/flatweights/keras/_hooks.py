@@ -66,17 +66,32 @@ def end_data() -> None:
 def trace_step() -> None:
     """Trace the step of the `fit` that calls this, without making one.
 
-    Its function is called with an iterator over none of the batches. So TensorFlow traces and
-    optimizes the graph for such batches, which takes seconds, and ends where it reads the first. A
-    generator of the data is not started. Operations that need no batch, such as counting the
-    iterations, may happen: this is for a member that will get another state.
+    A function that calls it is traced for batches of the kind that the data have; with it, those
+    functions of TensorFlow are that the step consists of. That takes seconds. If it raises an
+    error, the first step raises it, too.
     """
     fit = running_fit()
     data = getattr(getattr(fit, "data", None), "_distributed_dataset", None)
     if fit is None or not isinstance(data, tf.data.Dataset) or fit.model.run_eagerly:
         return
-    with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-        fit.model.train_function(iter(data.take(0)))
+    with contextlib.suppress(Exception):
+        step = tf.function(fit.model.train_function, autograph=False)
+        step.get_concrete_function(tf.data.IteratorSpec(data.element_spec))
+
+
+def call_after_begin(callback: Any, do: Callable[[], object]) -> None:
+    """Call ``do`` once all callbacks of a `fit` have begun; ``callback`` is beginning now.
+
+    A callback at the end of their list calls it, and leaves the list.
+    """
+    callbacks = callbacks_beside(callback)
+
+    class _Last(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            callbacks.remove(self)
+            do()
+
+    callbacks.append(_Last())
 
 
 def callbacks_beside(callback: Any) -> list[Any]:

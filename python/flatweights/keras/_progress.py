@@ -50,6 +50,16 @@ _COUNTS = frozenset(
 )
 
 
+class HasCounts:
+    """A callback of this package with counts, which a healed member takes from its donor.
+
+    Attributes:
+        counted: The names of the attributes.
+    """
+
+    counted: frozenset[str] = frozenset()
+
+
 class Position(NamedTuple):
     """A member's place in its training.
 
@@ -276,7 +286,8 @@ class Progress:
             self._take_over()
         if ends:
             self._pause = min(2 * self._pause or _PAUSE, 1.0)
-        may_come = bool(met.late or (met.failed and self._handle.is_replaceable))
+        absent = {*member.ranks}.difference(met.used, met.healed)
+        may_come = bool(absent or met.late or (met.failed and self._handle.is_replaceable))
         may_come = may_come and _clock.now() < self._until
         return fit.Met(places[0][0], any(over for _, over in places), is_healed, may_come)
 
@@ -357,8 +368,10 @@ def best_weight_callbacks_among(callbacks: Sequence[Any]) -> list[str]:
 
 def _counts_of(callback: Any) -> dict[str, Any]:
     """Return the counts of a callback of Keras or of this package."""
-    names = getattr(callback, "counted", None)
-    if names is None:
-        names = _COUNTS if isinstance(callback, _DECIDING) else ()
-        names = {SWAPPED} if isinstance(callback, _SWAPPING) else names
+    if isinstance(callback, HasCounts):
+        names = callback.counted
+    elif isinstance(callback, _SWAPPING):
+        names = frozenset((SWAPPED,))
+    else:
+        names = _COUNTS if isinstance(callback, _DECIDING) else frozenset()
     return {name: value for name, value in vars(callback).items() if name in names}

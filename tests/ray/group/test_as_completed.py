@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -74,6 +75,12 @@ class Versioned(PlainWorker):
         if self.rank == rank:
             model["w"][7] = np.nan
         return model
+
+    def nap_or_spoil(self, rank: int) -> FlatWeights:
+        """Work; a ``rank`` returns NaN, and others are late."""
+        if self.rank != rank:
+            time.sleep(2.0)
+        return self.spoil(rank)
 
 
 class Keeping(Versioned):
@@ -406,6 +413,15 @@ def test_nan_of_all_workers_is_an_error(
     assert [*info.value.failed] == (ranks or [0, 1, 2])
     found = next(group.as_completed("work", **options))
     assert len(found.used) == buffer
+
+
+def test_nan_of_one_worker_is_listed_once_however_often_it_comes(group: WorkerGroup) -> None:
+    for found in group.as_completed("spoil", 1, updates=2, buffer=2, nonfinite="skip"):
+        assert found.quarantined in ((), (1,))
+    with pytest.raises(WorkerError) as info:
+        next(group.as_completed("nap_or_spoil", 1, timeout=1.0, ranks=[0, 1], nonfinite="skip"))
+    assert isinstance(info.value.failed[0], TimeoutError)
+    assert isinstance(info.value.failed[1], ValueError)
 
 
 @pytest.mark.parametrize(

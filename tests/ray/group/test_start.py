@@ -1,5 +1,6 @@
 """All workers start from the same weights, and none keeps weights that nobody sent."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -138,6 +139,31 @@ def test_initial_weights_of_any_kind_complete_a_subset(fresh: Fresh) -> None:
     group = fresh(initial=mine)
     mine["w"] += 1
     assert_same(group.average("train").weights, mean_of(own(5)))
+
+
+def test_initial_weights_that_are_a_subset_are_completed_by_another(fresh: Fresh) -> None:
+    initial, subset = {"w": np.full(5, 7.0)}, {"n": np.int64(9)}
+    sends: list[Callable[[WorkerGroup], Any]] = [
+        lambda group: group.broadcast(subset),
+        lambda group: group.publish(subset),
+        lambda group: group.step("ping", broadcast=subset),
+        lambda group: group.broadcast(ray.put(subset)),
+    ]
+    for send in sends:
+        group = fresh(initial=initial)
+        send(group)
+        group.step("train")
+        for weights in group.step("get_weights").values():
+            assert int(weights["n"]) >= 9
+            assert np.all(np.asarray(weights["w"]) >= 7)
+
+
+def test_a_first_call_that_sends_nothing_leaves_workers_their_own_weights(fresh: Fresh) -> None:
+    group = fresh(initial=own(5))
+    with pytest.raises(TypeError, match="lock"):  # it cannot be pickled
+        group.step("give", threading.Lock(), broadcast={"n": np.int64(1)})
+    for rank, weights in group.step("get_weights").items():
+        assert_same(weights, own(rank))
 
 
 def test_to_read_weights_changes_none(fresh: Fresh) -> None:

@@ -294,6 +294,59 @@ class Critic:
         return result
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_states_in_lists_that_share_a_part_are_told_apart(pool: Any, first: bool) -> None:
+    group = LocalProcessGroup(2)
+    members = group.join_all()
+
+    class Place:
+        saves = 0
+
+        def save(self) -> bytes:
+            self.saves += 1
+            return b""
+
+        def restore(self, saved: bytes) -> None:
+            assert saved == b""
+
+    def states_of(values: tuple[float, float]) -> tuple[Place, list[list[Any]]]:
+        place = Place()
+        critics = [Critic(value, "w") for value in values]
+        return place, [[place, one] if first else [one, place] for one in critics]
+
+    places, states = zip(*(states_of((1.0, 2.0)) for _ in members), strict=True)
+
+    def take_turns(rank: int) -> None:
+        for _ in range(3):
+            for state in states[rank]:
+                members[rank].average({"g": np.zeros(1)}, min_results=1, state=state)
+
+    for calls in [pool.submit(take_turns, rank) for rank in range(2)]:
+        calls.result(60)
+    assert places[0].saves == 2
+    kill(members[1])
+    group.wait_until(lambda inside: inside.rendezvous.sessions[1].why is not None)
+    new = group.join(1)
+    _, (own, _) = states_of((-1.0, -2.0))
+    with pytest.raises(RuntimeError, match="several models of one layout take turns in this"):
+        new.average({"g": np.zeros(1)}, min_results=1, state=own)
+
+
+def test_twins_that_are_broadcast_are_never_swapped(pool: Any) -> None:
+    group = LocalProcessGroup(2)
+    members = group.join_all()
+    critics = [[Critic(value, "w") for value in (1.0, 2.0)] for _ in members]
+    for critic in critics[0]:
+        members[0].broadcast_variables(critic, timeout=0.0)  # rank 1 is late
+    first = pool.submit(members[1].broadcast_variables, critics[1][0])
+    assert first.result(60).late == (1,)
+    again = pool.submit(members[0].broadcast_variables, critics[0][0])
+    with pytest.raises(RuntimeError, match="several models of one layout take turns in this"):
+        members[1].broadcast_variables(critics[1][1])
+    kill(members[1])
+    assert again.result(60).used == (0,)
+
+
 @pytest.mark.parametrize("names", [("w", "w"), ("first", "second")], ids=["twins", "named"])
 def test_a_member_is_never_healed_with_another_model_of_the_same_layout(
     pool: Any, names: tuple[str, str]

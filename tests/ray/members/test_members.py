@@ -1,6 +1,7 @@
 """Members: processes that request for averages, over channels and over Ray's object store."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import pickle
@@ -584,6 +585,46 @@ def dies_at_first(name: str, folder: Path) -> None:
     while not (folder / "ended").exists():
         time.sleep(0.05)
     join(name, rank=1, size=2, timeout=60.0)
+
+
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+def joins_again(name: str, rank: int) -> list[tuple[int, ...]]:
+    """Leave a process group by an error, and another one as it should be, in one task."""
+    used = []
+    for _ in range(3):
+        with (
+            contextlib.suppress(LookupError),
+            join(name, rank=rank, size=2, timeout=60.0) as member,
+        ):
+            used.append(member.average(model_of(rank)).used)
+            if rank and len(used) < 3:
+                raise LookupError
+    return used
+
+
+@BY_ONE_WAY
+def test_a_task_whose_member_has_ended_by_an_error_joins_again(puppets: Puppets) -> None:
+    tasks = [joins_again.remote(name, rank) for name in [next(NAMES)] for rank in range(2)]
+    assert ray.get(tasks) == [[(0, 1)] * 3] * 2
+
+
+@ray.remote(num_cpus=0, max_retries=1)  # type: ignore[untyped-decorator]
+def both_die_at_first(name: str, rank: int, folder: Path) -> tuple[int, ...]:
+    """Die in a process group, as the other does; the retry joins again."""
+    member = join(name, rank=rank, size=2, timeout=60.0)
+    used = member.average(model_of(rank)).used
+    if not (folder / f"died {rank}").exists():
+        (folder / f"died {rank}").touch()
+        os._exit(1)
+    member.leave()
+    return used
+
+
+@BY_ONE_WAY
+def test_retries_of_all_members_meet(puppets: Puppets, tmp_path: Path) -> None:
+    name = next(NAMES)
+    tasks = [both_die_at_first.remote(name, rank, tmp_path) for rank in range(2)]
+    assert ray.get(tasks) == [(0, 1)] * 2
 
 
 @BY_ONE_WAY

@@ -946,7 +946,7 @@ def channel_of(node_agent: NodeAgent, coordinator: TheCoordinator, rank: int) ->
         node_agent.queue.call(node_agent.enter, rank, f"process of rank {rank}", token), token
     )
     node_agent.queue.call(node_agent.attach, token, channel.mailbox.nonce)
-    assert coordinator.next("hand")[0] == token
+    assert coordinator.next("hand")[0][0].token == token
     return channel
 
 
@@ -1011,7 +1011,7 @@ def test_a_request_with_the_wrong_number_of_bytes_ends_its_member_alone(
     token, why = coordinator.next("lose")
     assert token == tokens[0]
     assert "expected 800,000 bytes of weights, got 800,064" in str(why)
-    assert coordinator.next("hand")[0] == tokens[1]
+    assert coordinator.next("hand")[0][0].token == tokens[1]
     for channel in channels:
         channel.close()
 
@@ -1030,7 +1030,7 @@ def test_a_request_without_weights_passes_a_node_agent(
         None,
         is_urgent=True,
     )
-    token, body, buffer = coordinator.next("hand")
+    token, body, buffer = coordinator.next("hand")[0][0]
     session = Session(1, "process of rank 1", token, state=PeerState.WORKING)
     session.receive(StoreRequest(body, buffer, None))
     assert session.poll()

@@ -144,7 +144,7 @@ class Request(NamedTuple):
     def keys(self) -> tuple[str, str]:
         """The layouts that tell the state, and then the weights, from those of other calls."""
         state = self.state or "no state"
-        return state, f"{self.digest} with {state}"
+        return state, f"{self.operation} of {self.digest}, root {self.root}, with {state}"
 
     @property
     def fields(self) -> tuple[Any, ...]:

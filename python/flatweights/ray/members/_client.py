@@ -462,8 +462,9 @@ def enter(
         ValueError: If the coordinator refuses ``rank`` or ``config``.
     """
     node, task = platform.node(), platform.task()
-    last = platform.last_end(name)
-    if last is not None and task in last.tasks and not platform.has_coordinator(name):
+    last = None if config.min_size == 1 else platform.last_end(name)  # one alone may begin
+    is_over = last is not None and last.is_over_for(task, platform.who())
+    if last is not None and is_over and not platform.has_coordinator(name):
         raise MemberError(
             f"process group {name!r}: it has ended {last.seconds_since:.0f} s ago, after this "
             "task's member had died in it: this retry of the task has nobody to join"

@@ -177,7 +177,7 @@ class Coordinator:
         try:
             self._group.run()
         finally:
-            self._platform.mark_end(name, self._group.rendezvous.lost_tasks())
+            self._platform.mark_end(name, self._group.rendezvous.lost())
             end = _clock.now() + _LAST_REPLIES
             while self._running and _clock.now() < end:
                 _clock.sleep(0.01)

@@ -18,6 +18,7 @@ from ray.experimental import internal_kv
 from flatweights.ray import _clock
 
 _NAMESPACE = b"flatweights"
+_MOST = 1000  # lost members that are remembered
 
 
 class GroupEnd(NamedTuple):
@@ -25,27 +26,34 @@ class GroupEnd(NamedTuple):
 
     Attributes:
         time: Its time, in seconds since 1970.
-        tasks: The Ray tasks whose members died in it and were not replaced, by their ids.
+        lost: The Ray task and the process of each member that died and was not replaced, in this
+            and in earlier groups of the name, if others left when they had done their work.
     """
 
     time: float
-    tasks: Sequence[str] = ()
+    lost: Sequence[tuple[str, str]] = ()
 
     @property
     def seconds_since(self) -> float:
         """The seconds since then."""
         return max(0.0, _clock.wall() - self.time)
 
+    def is_over_for(self, task: str | None, who: str) -> bool:
+        """Whether process ``who`` is the retry of a ``task`` whose member died in the group."""
+        return any(own == task and process != who for own, process in self.lost)
 
-def mark_end(name: str, tasks: Sequence[str]) -> None:
+
+def mark_end(name: str, lost: Sequence[tuple[str, str]]) -> None:
     """Note that a process group of this ``name``, in this Ray job, has ended now.
 
     Args:
         name: The name.
-        tasks: See `GroupEnd`.
+        lost: See `GroupEnd`.
     """
-    end = json.dumps([_clock.wall(), tasks]).encode()
     with contextlib.suppress(Exception):  # Ray is being shut down
+        earlier = last_end(name)  # of which a retry may still come
+        every = [*(() if earlier is None else earlier.lost), *lost][-_MOST:]
+        end = json.dumps([_clock.wall(), every]).encode()
         internal_kv._internal_kv_put(_key(name), end, namespace=_NAMESPACE)
 
 

@@ -64,6 +64,7 @@ class NotInTrainError(TypeError):
 
 _NO_WEIGHTS = Layout([], [], [])
 _RETRY = 0.05  # seconds between two tries to find the coordinator of a process group
+_MOST_STATES = 8  # whose parts are remembered
 _MOST_TOLD = 200  # characters
 _RESTART = 10.0  # seconds in which another coordinator may take the place of one that has ended
 
@@ -217,7 +218,7 @@ class Member:
         self._coordinator = coordinator
         self._twins = Twins(name)
         self._again: dict[int, RepeatedCall | None] = {}  # by the id of their variables
-        self._last_state: WholeState | None = None
+        self._states: list[WholeState] = []  # of the last calls, the newest first
         self._turn = threading.Lock()
         self._caller = 0  # the thread that holds it
         self._over: str = ""
@@ -477,6 +478,8 @@ class Member:
         root = _check_rank(root, self.size, "root")
         request = self._request(layout, 1.0, timeout, None, "propagate", root)
         request = request._replace(only_next=self.raise_if_out_of_sync)
+        if self._twins.is_twin(variables, request.keys[1]):
+            request = request._replace(twins=request.keys[1:])
         with self._call() as coordinator:
             sent: Sent = None
             if request.root == self.rank:
@@ -615,17 +618,22 @@ class Member:
             None if checked is None else (_name_of(checked), ray.cloudpickle.dumps(checked)),
             None if state is None else _layout_of(state, "state").digest,
         )
-        first = state.parts[0] if isinstance(state, WholeState) else state
-        if first is not None and self._twins.is_twin(first, request.keys[0]):
-            request = request._replace(twins=request.keys[:1])
+        parts = state.parts if isinstance(state, WholeState) else () if state is None else (state,)
+        key = request.keys[0]
+        found = [self._twins.is_twin(part, f"{key}, part {i}") for i, part in enumerate(parts)]
+        if any(found):
+            request = request._replace(twins=(key,))
         return request
 
     def _whole(self, state: State | None) -> Variables | None:
         """Return ``state`` as one `Variables`."""
         if state is None or hasattr(state, "gather_into"):
             return cast("Variables | None", state)
-        self._last_state = whole_state(state, self._last_state)
-        return self._last_state
+        whole = whole_state(state, self._states)
+        if not self._states or whole is not self._states[0]:
+            others = [one for one in self._states if one is not whole]
+            self._states = [whole, *others[: _MOST_STATES - 1]]
+        return whole
 
     def _exchange(
         self,

@@ -125,12 +125,18 @@ class MemberPlatform:
 
     def introduce(self) -> tuple[bytes, str]:
         """Return a token by which a coordinator recognises this process, and its name in errors."""
-        who = f"process {os.getpid()} on {socket.gethostname()}"
-        return secrets.token_bytes(_TOKEN), who
+        return secrets.token_bytes(_TOKEN), self.who()
+
+    def who(self) -> str:
+        """Return the name of this process in errors."""
+        return f"process {os.getpid()} on {socket.gethostname()}"
 
     def task(self) -> str | None:
         """Return the id of this Ray task, which its retries have, too; None in a driver."""
-        task: str | None = ray.get_runtime_context().get_task_id()
+        context = ray.get_runtime_context()
+        if context.worker.mode != ray.WORKER_MODE:  # Ray would log a warning
+            return None
+        task: str | None = context.get_task_id()
         return task
 
     def member_channel(self, address: bytes, token: bytes) -> MemberChannel:

@@ -150,10 +150,16 @@ class Rendezvous:
         }
         return [rank for rank in range(self._config.size) if rank not in joined]
 
-    def lost_tasks(self) -> list[str]:
-        """Return the ids of the tasks whose members have died and were not replaced."""
-        lost = [one for one in self.sessions.values() if one.state is PeerState.DEAD]
-        return [session.task for session in lost if session.task is not None]
+    def lost(self) -> list[tuple[str, str]]:
+        """Return the tasks and processes of members that died and were not replaced.
+
+        None, if all died: all may come back.
+        """
+        newest = [*self.sessions.values()]
+        if not any(session.state is PeerState.LEFT for session in newest):
+            return []
+        dead = [session for session in newest if session.state is PeerState.DEAD]
+        return [(one.task, one.who) for one in dead if one.task is not None]
 
     def ends(self) -> list[float]:
         """Return the times, by `time.monotonic`, at which something is due here."""

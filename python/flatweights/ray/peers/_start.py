@@ -54,7 +54,7 @@ class GroupStart:
         Raises:
             WorkerError: If ``weights`` are None, and no rank can give its weights.
         """
-        initial, self.was_sent = self.initial, True
+        initial = self.initial
         if isinstance(initial, str):
             try:
                 initial = lowest()
@@ -70,13 +70,15 @@ class GroupStart:
             initial = self._get(initial, timeout)  # the model may be a subset
         if isinstance(model, Mapping):
             check_follows(model, initial)
-        latest.learn(initial)
+        are_all = isinstance(self.initial, str)  # a user's may be a subset
+        if are_all:
+            latest.learn(initial)
         if isinstance(initial, Mapping):
             self.layout = initial.layout if isinstance(initial, FlatWeights) else Layout.of(initial)
         if weights is None:
             return initial
         is_subset = isinstance(initial, Mapping) and is_change(
-            model, tuple(initial), True, lambda: initial
+            model, tuple(initial), are_all, lambda: initial
         )
         return merged(initial, model) if is_subset else weights
 

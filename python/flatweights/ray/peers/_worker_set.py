@@ -349,8 +349,11 @@ class WorkerSet:
         self._close(arrivals, took if has_begun else ())
         if is_sent and refused:
             self._leave_out(refused)
-        for rank in [r for r, error in refused.items() if not has_left_weights(error)]:
+        torn = [rank for rank, error in refused.items() if not has_left_weights(error)]
+        for rank in torn:
             self.ranks.records[rank].mark_stale()  # it may have set some of them
+        if torn or arrivals.unanswered:
+            self._start.was_sent = True
         _count_sent(payload, arrivals, took)
 
     def why_no_agents(self, ranks: Iterable[int], spec: RoundSpec) -> str | None:

@@ -188,16 +188,17 @@ class WholeState:
                 begin += layout.nbytes
 
 
-def whole_state(state: Any, last: WholeState | None) -> WholeState:
-    """Return a ``state`` that is no `Variables` as one; ``last``, if that is of the same parts.
+def whole_state(state: Any, known: Sequence[WholeState]) -> WholeState:
+    """Return a ``state`` that is no `Variables` as one; that of ``known`` with the same parts.
 
     Raises:
         TypeError: If it, or a part of it, is none of the kinds of `State`.
     """
     is_list = isinstance(state, (list, tuple))
     parts = [*state] if is_list else [state]
-    if last is not None and last.is_of(parts):
-        return last
+    for one in known:
+        if one.is_of(parts):
+            return one
     for i, part in enumerate(parts):
         is_saved = isinstance(part, Saved) and not isinstance(part, type)
         if not (_moves(part) and isinstance(part.layout, Layout)) and not is_saved:

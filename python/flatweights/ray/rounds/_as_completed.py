@@ -115,7 +115,7 @@ class _SinceLast:
 
     failed: dict[int, Exception] = dataclasses.field(default_factory=dict)
     late: list[int] = dataclasses.field(default_factory=list)
-    quarantined: list[int] = dataclasses.field(default_factory=list)
+    quarantined: set[int] = dataclasses.field(default_factory=set)
     stale: list[int] = dataclasses.field(default_factory=list)
     nbytes_sent: int = 0
 
@@ -123,7 +123,7 @@ class _SinceLast:
         """Have ``result`` list it, beside what it lists itself."""
         if self.failed or self.late or self.quarantined:
             result.failed = dict(sorted((self.failed | result.failed).items()))
-            result.quarantined = (*self.quarantined, *result.quarantined)
+            result.quarantined = tuple(sorted(self.quarantined.union(result.quarantined)))
             result.late = tuple(self.late)
         if self.stale:
             result.stale = tuple(self.stale)
@@ -559,7 +559,7 @@ class AsCompleted:
                 if arrivals.quarantined != taken.keys():
                     raise
                 self._since.failed |= arrivals.failed
-                self._since.quarantined += arrivals.quarantined
+                self._since.quarantined.update(arrivals.quarantined)
                 return None
         result.staleness = {rank: publications - taken[rank].publication for rank in taken}
         result.transports = {rank: sent.record.worker.transport for rank, sent in taken.items()}
@@ -572,9 +572,12 @@ class AsCompleted:
 
     def _check_not_all_spoiled(self) -> None:
         """Raise if each worker has returned NaN or infinity: there might be no round any more."""
-        healthy = {rank for rank in self.worker_set.ranks.healthy() if self._is_asked(rank)}
-        if healthy <= {*self._since.quarantined}:
-            raise WorkerError(self._since.failed)
+        ranks = self.worker_set.ranks
+        if any(map(self._is_asked, ranks.joining)):
+            return
+        healthy = {rank for rank in ranks.healthy() if self._is_asked(rank)}
+        if healthy <= self._since.quarantined:
+            raise WorkerError(ranks.unhealthy(self._asked_now()) | self._since.failed)
 
     def _accept(self, layout: Layout, model: Any, where: str) -> None:
         check_result(layout, self._work.method, model, where)
