@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,33 @@ from flatweights._trees import as_array
 from flatweights._weights import FlatWeights
 
 _SHOWN = 3  # names of each side in an error
+
+
+def names_of(weights: Mapping[str, Any], rename: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the name that each of ``weights`` has after ``rename``.
+
+    Raises:
+        TypeError: If ``weights`` or ``rename`` are not a mapping.
+        ValueError: If ``rename`` maps a name that is not in ``weights``, or two names to one.
+    """
+    if not isinstance(weights, (dict, Mapping)):
+        raise TypeError(
+            "expected a mapping from name to array, such as TensorFlowVariables(model)"
+            f".get_weights(), got {type(weights).__name__}"
+        )
+    if rename is not None and not isinstance(rename, Mapping):
+        raise TypeError(f"rename: expected a mapping of names, got {type(rename).__name__}")
+    rename = rename or {}
+    keys = list(weights)
+    absent = [key for key in rename if key not in keys]
+    if absent:
+        raise ValueError(f"rename: expected names in the weights, got {absent}")
+    names = {key: rename.get(key, key) for key in keys}
+    counts = Counter(names.values()) if rename else {}
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise ValueError(f"rename: expected one name for each slot, got several for {twice}")
+    return names
 
 
 def match_slots(
@@ -41,19 +69,11 @@ def match_slots(
         By position of the slot, the name in ``weights``.
 
     Raises:
-        TypeError: If ``weights`` or ``rename`` are not a mapping.
+        TypeError: As `names_of`.
         AssertionError: If nothing matches, as with Ray's class.
-        ValueError: If ``strict`` and a name is missing or unknown, or if ``rename`` maps
-            a name that is not in ``weights``, or two names to one.
+        ValueError: If ``strict`` and a name is missing or unknown, or as `names_of`.
     """
-    if not isinstance(weights, (dict, Mapping)):
-        raise TypeError(
-            "expected a mapping from name to array, such as TensorFlowVariables(model)"
-            f".get_weights(), got {type(weights).__name__}"
-        )
-    if rename is not None and not isinstance(rename, Mapping):
-        raise TypeError(f"rename: expected a mapping of names, got {type(rename).__name__}")
-    names = _renamed(list(weights), rename or {})
+    names = names_of(weights, rename)
     known = {layout.index(name): key for key, name in names.items() if name in layout}
     unknown = [key for key, name in names.items() if name not in layout]
     if strict:
@@ -111,18 +131,6 @@ def _are_shuffled(keys: Sequence[str], own: Sequence[str]) -> bool:
 def _parts(name: str) -> list[str]:
     """Return the parts of a name, last first, without the numbers at their ends."""
     return [re.sub(r"_?\d+$", "", part) for part in reversed(name.split("/"))]
-
-
-def _renamed(keys: list[str], rename: Mapping[str, str]) -> dict[str, str]:
-    absent = [key for key in rename if key not in keys]
-    if absent:
-        raise ValueError(f"rename: expected names in the weights, got {absent}")
-    names = {key: rename.get(key, key) for key in keys}
-    targets = list(names.values())
-    twice = sorted({name for name in targets if targets.count(name) > 1}) if rename else []
-    if twice:
-        raise ValueError(f"rename: expected one name for each slot, got several for {twice}")
-    return names
 
 
 def _layout_of(weights: Mapping[str, Any]) -> Layout:

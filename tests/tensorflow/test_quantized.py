@@ -1,20 +1,24 @@
 """Weights of models of Keras that are quantized, and of those that are not."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from flatweights import FlatWeights
 from flatweights.tensorflow import TensorFlowVariables
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[None]
 
 
-def net(mode: str | None = None) -> Any:
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(4)])
+def net(mode: str | None = None, kernel: str = "random_normal") -> Any:
+    layers = [keras.layers.Dense(units, kernel_initializer=kernel) for units in (16, 4)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
     if mode is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the input layer has nothing to quantize
@@ -29,28 +33,81 @@ def test_weights_of_a_quantized_model_set_a_quantized_model(mode: str) -> None:
     np.testing.assert_array_equal(others(X), ours(X))
 
 
-def test_floats_do_not_set_an_int8_model(tmp_path: Path) -> None:
-    quantized, floats = TensorFlowVariables(net("int8")), TensorFlowVariables(net())
-    before = quantized.get_weights()
-    message = r"'dense/kernel': expected whole numbers, got float32 with fractions"
-    with pytest.raises(ValueError, match=message):
-        quantized.set_weights(floats.get_weights())
-    floats.save(tmp_path / "floats")
-    with pytest.raises(ValueError, match=message):
-        quantized.load(tmp_path / "floats")
-    np.testing.assert_array_equal(quantized.get_weights().buffer, before.buffer)
-    kernel = {"dense/kernel": np.full((8, 16), 3.0)}
-    quantized.set_weights(kernel)
-    assert (quantized.get_weights()["dense/kernel"] == 3).all()
+def same_names(name: str) -> str:
+    return name
 
 
-def test_an_int8_model_does_not_set_floats() -> None:
-    quantized, floats = TensorFlowVariables(net("int8")), TensorFlowVariables(net())
-    before = floats.get_weights()
-    message = r"'dense/kernel': expected float32, got int8 and 'dense/kernel_scale': the weights"
+def old(name: str) -> str:
+    return f"old/{name}"
+
+
+def only_kernels(name: str) -> str:
+    return name.replace("kernel", "old") if name.endswith("kernel") else name
+
+
+Names = Callable[[str], str]
+ALL_NAMES = pytest.mark.parametrize("names", [same_names, old, only_kernels])
+
+
+def refuse(
+    target: TensorFlowVariables, weights: FlatWeights, names: Names, path: Path, message: str
+) -> None:
+    """Set and load ``weights`` under other names: both raise, and nothing is set."""
+    before = target.get_weights()
+    given = FlatWeights({names(name): part for name, part in weights.items()})
+    given.save(path)
+    rename = {names(name): name for name in weights if names(name) != name}
     with pytest.raises(ValueError, match=message):
-        floats.set_weights(quantized.get_weights())
-    np.testing.assert_array_equal(floats.get_weights().buffer, before.buffer)
+        target.set_weights(given, rename=rename)
+    with pytest.raises(ValueError, match=message):
+        target.load(path, rename=rename)
+    np.testing.assert_array_equal(target.get_weights().buffer, before.buffer)
+
+
+@ALL_NAMES
+@pytest.mark.parametrize("kernel", ["random_normal", "ones", "identity", "zeros"])
+def test_floats_do_not_set_an_int8_model(names: Names, kernel: str, tmp_path: Path) -> None:
+    floats = TensorFlowVariables(net(kernel=kernel)).get_weights()
+    message = r"'dense/kernel': expected int8, got float32: only the model has 'dense/kernel_scale'"
+    for exclude in (None, ["dense/kernel_scale", "dense_1/kernel_scale"]):
+        quantized = TensorFlowVariables(net("int8"), exclude=exclude)
+        refuse(quantized, floats, names, tmp_path / "floats", message)
+
+
+@ALL_NAMES
+def test_an_int8_model_does_not_set_floats(names: Names, tmp_path: Path) -> None:
+    quantized = TensorFlowVariables(net("int8")).get_weights()
+    message = r"'dense/kernel': expected float32, got int8: only the weights have 'dense/kernel_"
+    refuse(TensorFlowVariables(net()), quantized, names, tmp_path / "quantized", message)
+
+
+def test_scales_that_are_not_renamed_with_their_kernels_tell_too() -> None:
+    quantized = TensorFlowVariables(net("int8")).get_weights()
+    given = FlatWeights({old(name): part for name, part in quantized.items()})
+    floats = TensorFlowVariables(net())
+    with pytest.raises(ValueError, match=r"only the weights have 'old/dense/kernel_scale'"):
+        floats.set_weights(given, rename={"old/dense/kernel": "dense/kernel"})
+
+
+def test_kernels_and_scales_set_an_int8_model_in_any_dtype_of_whole_numbers() -> None:
+    variables = TensorFlowVariables(net("int8"))
+    scale = np.full(16, 0.5)
+    for kernel in (np.full((8, 16), 3.0), np.full((8, 16), 4)):
+        variables.set_weights({"dense/kernel": kernel, "dense/kernel_scale": scale})
+        np.testing.assert_array_equal(variables.get_weights()["dense/kernel"], kernel)
+    variables.set_weights({"dense/kernel": np.full((8, 16), 5)})
+    assert (variables.get_weights()["dense/kernel"] == 5).all()
+    with pytest.raises(ValueError, match=r"expected whole numbers, got float64 with fractions"):
+        variables.set_weights({"dense/kernel": kernel + 0.5, "dense/kernel_scale": scale})
+
+
+def test_integers_set_floats_that_are_no_kernels_of_quantized_models() -> None:
+    model = {"a": tf.Variable([0.0, 0.0]), "a_scale": tf.Variable(0.0)}
+    whole = {"a": np.array([1, 2], np.int8), "a_scale": np.array(3, np.int8)}
+    for exclude, given in ((None, whole), ("a_scale", whole), (None, {"a": whole["a"]})):
+        TensorFlowVariables(model, exclude=exclude).set_weights(given)
+        np.testing.assert_array_equal(model["a"], [1, 2])
+        model["a"].assign([0, 0])
 
 
 def change(model: Any, how: str) -> None:

@@ -398,6 +398,42 @@ def test_keys_without_a_text_of_their_own_are_numbered() -> None:
         assert list(TensorFlowVariables(output).variables) == names
 
 
+def test_keys_with_a_text_of_their_own_are_named_by_their_value() -> None:
+    class Text(str):
+        __slots__ = ()
+
+        def __str__(self) -> str:
+            return f"<Text at {id(self)}>"
+
+        __repr__ = __str__
+
+    class Count(int):
+        __repr__ = __str__ = Text.__str__
+
+    class Part(float):
+        __repr__ = __str__ = Text.__str__
+
+    class Raw(bytes):
+        __slots__ = ()
+        __repr__ = __str__ = Text.__str__
+
+    plain = ["x", 1, 0.5, b"y", ("x", (1, 0.5)), True, np.str_("z"), np.float64(2.5)]
+    own = [
+        Text("x"),
+        Count(1),
+        Part(0.5),
+        Raw(b"y"),
+        (Text("x"), (Count(1), Part(0.5))),
+        *plain[5:],
+    ]
+    names, expected = (
+        list(TensorFlowVariables({key: tf.Variable(0.0) for key in keys}).variables)
+        for keys in (own, plain)
+    )
+    assert names == expected
+    assert expected[:4] == ["x", "1", "0.5", "b'y'"]
+
+
 def test_containers_that_contain_themselves_are_entered_once() -> None:
     w, b = tf.Variable([1.0], name="w"), tf.Variable([2.0], name="b")
     items: list[Any] = [w]

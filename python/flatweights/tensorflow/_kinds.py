@@ -8,7 +8,7 @@ layer has a ``kernel``) and number automatic ones by counters of the process (``
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
@@ -113,15 +113,35 @@ def key_texts(keys: Iterable[Any]) -> list[str]:
     """Return a text for each key of a mapping, equal in all processes.
 
     Keys whose text may contain an address or a value, such as references to variables, become their
-    position.
+    position. A text that a subclass of `str`, `bytes`, `int` or `float` has of its own may, too, so
+    these are named by their value.
     """
-    return [str(key) if _has_text(key) else str(i) for i, key in enumerate(keys)]
+    return [str(_plain(key)) if _has_text(key) else str(i) for i, key in enumerate(keys)]
 
 
 def _has_text(key: Any) -> bool:
     if isinstance(key, tuple):
         return all(map(_has_text, key))
     return key is None or isinstance(key, (str, bytes, int, float, Enum, np.generic))
+
+
+def _plain(key: Any) -> Any:
+    """Return the value of ``key`` without its class, if that is a subclass of Python's own."""
+    if type(key) is tuple:
+        return tuple(map(_plain, key))
+    if not isinstance(key, (bool, Enum, np.generic)):
+        for kind, value in _VALUES:
+            if isinstance(key, kind):
+                return value(key)
+    return key
+
+
+_VALUES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (str, str.__str__),
+    (bytes, lambda key: memoryview(key).tobytes()),
+    (int, int.__int__),
+    (float, float.__float__),
+)
 
 
 def own_name(variable: Any) -> str:

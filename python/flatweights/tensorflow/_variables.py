@@ -19,7 +19,7 @@ from flatweights._core import check_out, is_settable
 from flatweights._dtypes import is_averaged, is_floating, is_integer, read_dtype
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout, cast_for_slot, place_of
-from flatweights._match import match_slots
+from flatweights._match import match_slots, names_of
 from flatweights._numbers import finite
 from flatweights._safetensors import read
 from flatweights._trees import as_array, as_vector
@@ -611,8 +611,7 @@ class TensorFlowVariables:
                     self._mover.set_packed(new_weights.buffer, share=share)
                 self._adapted.check()
                 return
-        if isinstance(new_weights, Mapping):
-            self._check_halves(new_weights)
+        self._check_halves(new_weights, rename)
         keys = match_slots(
             new_weights, self._layout, strict=strict, rename=rename, ignored=self._left_out
         )
@@ -623,20 +622,37 @@ class TensorFlowVariables:
         self._mover.set_parts(self._cast(new_weights, keys), share=share)
         self._adapted.check()
 
-    def _check_halves(self, weights: Mapping[str, ArrayLike]) -> None:
-        """Raise if ``weights`` are those of a quantized model, and this model is not quantized.
+    def _check_halves(
+        self, weights: Mapping[str, ArrayLike], rename: Mapping[str, str] | None
+    ) -> None:
+        """Raise if only one of ``weights`` and model has a weight in its quantized form.
 
-        Keras calls the two halves of a quantized weight ``kernel`` and ``kernel_scale``.
+        Keras calls the two halves of a quantized weight ``kernel``, of integers, and
+        ``kernel_scale``. Names from before a ``rename`` tell, too: the float model has no name that
+        the scale's could be mapped to.
         """
+        keys = {name: key for key, name in names_of(weights, rename).items()}
         for i, slot in enumerate(self._layout.slots):
-            scale = f"{slot.name}_scale"
-            if scale in weights and slot.name in weights and scale not in self._layout:
-                value = as_array(weights[slot.name], place_of(i, slot))
-                if is_floating(slot.dtype) and is_integer(value.dtype):
-                    raise ValueError(
-                        f"{place_of(i, slot)}: expected {slot.dtype}, got {value.dtype} and "
-                        f"{scale!r}: the weights are those of a quantized model"
-                    )
+            if slot.name not in keys:
+                continue
+            key = keys[slot.name]
+            own_scale = f"{slot.name}_scale"
+            given_scale = own_scale if own_scale in keys else f"{key}_scale"
+            is_ours = own_scale in self._layout or own_scale in self._left_out
+            if is_ours == (given_scale in keys):
+                continue
+            value = as_array(weights[key], place_of(i, slot))
+            ours, given = slot.dtype, value.dtype
+            quantized, other = (ours, given) if is_ours else (given, ours)
+            if is_integer(quantized) and is_floating(other):
+                which = (
+                    f"only the model has {own_scale!r}, so only it is"
+                    if is_ours
+                    else f"only the weights have {given_scale!r}, so only they are"
+                )
+                raise ValueError(
+                    f"{place_of(i, slot)}: expected {ours}, got {given}: {which} quantized"
+                )
 
     def _cast(
         self, weights: Mapping[str, ArrayLike], keys: Mapping[int, str]
@@ -720,7 +736,7 @@ class TensorFlowVariables:
         saved = read(path)
         parts = FlatWeights.wrap(saved.buffer, saved.layout)
         try:
-            self._check_halves(parts)
+            self._check_halves(parts, rename)
             keys = match_slots(
                 parts, self._layout, strict=strict, rename=rename, ignored=self._left_out
             )

@@ -711,6 +711,26 @@ def test_a_member_that_cannot_apply_an_response_ends(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")])
+def test_a_member_that_cannot_read_its_variables_has_not_called(
+    threads: ThreadPoolExecutor, error: BaseException
+) -> None:
+    class Unreadable(TheState):
+        def gather_into(self, buffer: Any) -> None:
+            raise error
+
+    local = LocalProcessGroup(2)
+    first, second = local.join_all()
+    one, other = TheState(1.0), TheState(3.0)
+    asked = threads.submit(first.average_variables, one)
+    with pytest.raises(type(error)):
+        second.average_variables(Unreadable(5.0))
+    second.average_variables(other)
+    assert asked.result(PATIENCE).used == (0, 1)
+    assert [*one.value, *other.value] == [2.0, 2.0]
+    finish(local, first, second)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")])
 @pytest.mark.parametrize("broken", ["variables", "state"])
 def test_a_member_that_cannot_apply_an_response_lacks_the_state(
     threads: ThreadPoolExecutor, broken: str, error: BaseException

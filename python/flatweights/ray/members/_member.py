@@ -186,9 +186,11 @@ class Member:
     takes part again. A process that is restarted joins again under its rank, and is late at first
     for each kind of call.
 
-    Calls may come from any thread, one at a time. A call that is interrupted ends this member, as
-    does one that gets the result but cannot set the variables. With a ``state``, the latter lacks
-    the state instead. A signal handler that runs within a call cannot make another one.
+    Calls may come from any thread, one at a time. A call that is interrupted while it asks the
+    others ends this member, as does one that gets the result but cannot set the variables. With a
+    ``state``, the latter lacks the state instead. A call that is interrupted or raises earlier,
+    such as while it reads the variables, has not asked: the next one takes its place. A signal
+    handler that runs within a call cannot make another one.
 
     Attributes:
         name: The name of the process group.
