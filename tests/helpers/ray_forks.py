@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class RayForks:
             folder: A folder of a short name.
             with_tensorflow: Whether it imports TensorFlow, which takes longer than all the rest.
         """
-        serve = "--serve-tensorflow" if with_tensorflow else "--serve"
+        serve = "--serve-tensorflow" if with_tensorflow and forks_well() else "--serve"
         address = str(folder / "forks")
         self.environment = {ADDRESS: address}
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -74,6 +75,15 @@ class RayForks:
 
     def stop(self) -> None:
         self._process.communicate()
+
+
+def forks_well() -> bool:
+    """Whether a copy of a process that has imported TensorFlow works; with 2.18 it crashes."""
+    try:
+        major, minor = version("tensorflow").split(".")[:2]
+    except PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (2, 21)
 
 
 def are_there() -> bool:
