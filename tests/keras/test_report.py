@@ -129,11 +129,14 @@ def test_a_model_whose_structure_cannot_be_saved_goes_on_from_its_weights(
         saved = report._saved()
         assert saved is not None
         with saved as folder:
-            assert [path.name for path in Path(folder).iterdir()] == ["model.weights.h5"]
+            (name,) = [path.name for path in Path(folder).iterdir()]
             Path(folder, ".metadata.json").write_text('{"epochs": 2}')
             resumed = scaled(1)
             assert Report.resume(resumed, ray.train.Checkpoint.from_directory(folder)) == 2
             assert all(map(np.array_equal, state(first), state(resumed)))
+    if name == "model.keras":  # Keras 3.5 saves it
+        return
+    assert name == "model.weights.h5"
     (message,) = caplog.messages
     assert "Report saves weights only, in model.weights.h5, because of: Object Scaled" in message
 

@@ -131,8 +131,9 @@ def test_weights_are_those_of_the_dense_exchange(
     dense = in_all(pool, size, train, name, False, compiled)
     rows = in_all(pool, size, train, name, True, compiled)
     check_alike(rows)
-    for own, other in zip(rows[0], dense[0], strict=True):
-        np.testing.assert_allclose(own, other, 1e-6, 1e-6 * max(1.0, np.abs(other).max()))
+    for k, (own, other) in enumerate(zip(rows[0], dense[0], strict=True)):
+        near = 1e-6 if k < 2 else 1e-5  # slots add up squares in another order
+        np.testing.assert_allclose(own, other, near, near * max(1.0, np.abs(other).max()))
 
 
 def test_rows_are_the_means_of_the_members_sums(pool: ThreadPoolExecutor) -> None:
