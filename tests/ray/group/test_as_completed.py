@@ -422,6 +422,7 @@ def test_nan_of_one_worker_is_listed_once_however_often_it_comes(group: WorkerGr
         next(group.as_completed("nap_or_spoil", 1, timeout=1.0, ranks=[0, 1], nonfinite="skip"))
     assert isinstance(info.value.failed[0], TimeoutError)
     assert isinstance(info.value.failed[1], ValueError)
+    assert group.restore() == [0]
 
 
 @pytest.mark.parametrize(
