@@ -373,6 +373,7 @@ def _row(
     rate: float | None,
 ) -> Row:
     row = runner.row_of(str(case), one.name, times)
+    cluster = scale.Cluster.of(case.nodes, case.workers, case.nbytes, 8 * (rate or 1.0))
     return Row(
         case=row.case,
         contender=row.contender,
@@ -386,16 +387,7 @@ def _row(
         received=max(link.received for link in passed),
         count=max(one.cost.sent, one.cost.received),
         predicted=None if rate is None or one.name in RINGS.values() else one.cost.seconds,
-        simulated=None if rate is None or one.name != OURS else _simulated(case, rate),
-    )
-
-
-def _simulated(case: Case, rate: float) -> float:
-    """Return the seconds of a round in a simulation, over links of ``rate`` bytes per second."""
-    costs = scale.read_costs()
-    link = rate * costs["link share"]
-    return scale.seconds_of(
-        scale.Cluster(case.nodes, case.workers, case.nbytes // 4 * 4, link, 1e-4, costs)
+        simulated=None if rate is None or one.name != OURS else scale.seconds_of(cluster),
     )
 
 

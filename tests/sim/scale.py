@@ -108,6 +108,21 @@ class Cluster:
     costs: dict[str, float]
     dead: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        nodes: int,
+        workers: int,
+        nbytes: int,
+        bits: float,
+        latency: float = 1e-4,
+        dead: int = 0,
+    ) -> Cluster:
+        """Return a cluster with the measured costs, whose links have ``bits`` per second."""
+        costs: dict[str, float] = json.loads(COSTS.read_text())
+        link = bits / 8 * costs["link share"]
+        return cls(nodes, workers, nbytes // 4 * 4, link, latency, costs, dead)
+
     @property
     def size(self) -> int:
         """The number of members."""
@@ -305,10 +320,11 @@ class MembersCall:
         plan = Plan(1, template, groups, dict.fromkeys(self.used, 1.0), "float64")
         # The coordinator calls all agents; each sums its own members before it sends.
         begun = self.clock.now
-        for node, group in zip(self.nodes, groups, strict=True):
+        for number, (node, group) in enumerate(zip(self.nodes, groups, strict=True)):
             begun = self.nodes[0].agent.serve(self.clock.now, costs["ray call"])
-            sums = sum(sum(plan.sizes(self.nodes.index(node), k)) for k in range(cluster.nodes))
-            nbytes = len(group) * cluster.nbytes * (1 if plan.form(0) == "sum" else 0) + sums
+            nbytes = sum(sum(plan.sizes(number, k)) for k in range(cluster.nodes))
+            if plan.form(number) == "sum":
+                nbytes += len(group) * cluster.nbytes
             node.memory.serve(begun, nbytes / costs["memory"], nbytes)
         exchange = Exchange(self.clock, self.nodes, plan, cluster)
         begin = begun + costs["ray latency"] + cluster.latency
@@ -319,7 +335,7 @@ class MembersCall:
         cluster, costs, clock = self.cluster, self.cluster.costs, self.clock
         if cluster.nodes > 1:
             for _ in self.nodes:  # the agents' results
-                end = self.nodes[0].agent.serve(clock.now, costs["ray call"])
+                self.nodes[0].agent.serve(clock.now, costs["ray call"])
         self._calls.receive(Reduced(self.used, cluster.nbytes), clock.now)
         (send,) = [one for one in self._calls.actions() if isinstance(one, Send)]
         ranks = {peer.rank for peer in send.peers}
@@ -381,19 +397,11 @@ def seconds_of(cluster: Cluster) -> float:
     return max(call.times.values())
 
 
-def read_costs() -> dict[str, float]:
-    """Return the measured costs."""
-    costs: dict[str, float] = json.loads(COSTS.read_text())
-    return costs
-
-
 def rows_of_figure() -> Iterator[dict[str, float]]:
     """Yield the times of the figure in docs/scale.md: 8 members on each node."""
-    costs = read_costs()
     for bits, nbytes in itertools.product((10e9, 100e9), (10**6, 10**8, 10**9, 10**10)):
         for nodes in (2, 4, 8, 16, 32, 64, 125):
-            link = bits / 8 * costs["link share"]
-            seconds = seconds_of(Cluster(nodes, 8, nbytes, link, 1e-4, costs))
+            seconds = seconds_of(Cluster.of(nodes, 8, nbytes, bits))
             yield {"bits": bits, "bytes": nbytes, "nodes": nodes, "seconds": seconds}
 
 
@@ -411,20 +419,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.figure is not None:
         args.figure.write_text(json.dumps([*rows_of_figure()], indent=1))
         return
-    nbytes = round(_number(args.bytes, "bytes", _BYTES)) // 4 * 4
+    nbytes = round(_number(args.bytes, "bytes", _BYTES))
     bits = _number(args.link, "link", _BITS)
     workers, rest = divmod(args.members, args.nodes)
     if rest or not workers:
         parser.error(f"--members: expected a multiple of the {args.nodes} nodes")
-    costs = read_costs()
-    link = bits / 8 * costs["link share"]
-    cluster = Cluster(args.nodes, workers, nbytes, link, args.latency, costs, args.dead)
-    call = MembersCall(cluster)
+    call = MembersCall(Cluster.of(args.nodes, workers, nbytes, bits, args.latency, args.dead))
     call.run()
     print(text_of(call))
     chosen = plan(nodes=args.nodes, workers=workers, model=nbytes, link=bits).chosen
     print(f"{chosen.seconds:10.4g} s  says flatweights plan")
-
-
-if __name__ == "__main__":
-    main()

@@ -12,9 +12,7 @@ MB = 10**6
 def call_of(
     nodes: int, workers: int, nbytes: int, bits: float, *, dead: int = 0, latency: float = 1e-4
 ) -> MembersCall:
-    costs = scale.read_costs()
-    link = bits / 8 * costs["link share"]
-    call = MembersCall(Cluster(nodes, workers, nbytes, link, latency, costs, dead))
+    call = MembersCall(Cluster.of(nodes, workers, nbytes, bits, latency, dead))
     call.run()
     return call
 

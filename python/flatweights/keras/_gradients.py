@@ -270,8 +270,7 @@ class Averaging:
             if self.handle.min_results is not None:
                 state = self._state_of(model.weights)
                 self.progress = Progress(self.handle, callback, callbacks, state, self._more)
-                if self.handle.take().lacks_state:
-                    self.progress.has_joined = True
+                if self.progress.has_joined:
                     call_after_begin(callback, self._join)
             self._begun = model
 

@@ -143,7 +143,7 @@ class Progress:
             more: Other parts of its state, such as a position in the data.
         """
         self.params: dict[str, Any] = callback.params
-        self.has_joined = False
+        self.has_joined = handle.take().lacks_state
         self._handle = handle
         self._model = callback.model
         self._position = SavedPosition()
@@ -173,7 +173,6 @@ class Progress:
 
     def join(self) -> None:
         """Wait until the others begin an epoch or end; get healed, and make `fit` begin there."""
-        self.has_joined = True
         self._receive(fit.Joins())
 
     def begin_epoch(self, epoch: int) -> None:
