@@ -174,12 +174,12 @@ class Record:
 
     def is_unsure(self) -> bool:
         """Whether a process is about to join, or has died when its leave may not have arrived."""
-        queue = [one for entered in self.entered.values() for one in entered[-1:]]
+        joined = [self.newest_joined(rank) for rank in [*self.entered]]
         return any(
-            (one.is_there and not one.has_joined)
-            or (one.has_left and one.process.notes.get("broke"))
-            for one in queue
-        )
+            one.is_there and not one.has_joined
+            for entered in self.entered.values()
+            for one in entered[-1:]
+        ) or any(one and one.has_left and one.process.notes.get("broke") for one in joined)
 
 
 class Oracle:

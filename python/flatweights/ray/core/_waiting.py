@@ -31,6 +31,7 @@ class Waiting:
         self.recovering: list[Peer] = []
         self.behind: list[Peer] = []
         self._first: Deadline | None = NEVER  # the earliest deadline of `asking`; None if not known
+        self._is_late = False  # whether those of `asking` are late members, by `open_late_call`
 
     @property
     def out_of_sync(self) -> list[Peer]:
@@ -40,8 +41,11 @@ class Waiting:
     def add(self, peer: Peer) -> None:
         """Add a member to the open call, and the root of its broadcast, if that waits for one.
 
-        All take a root's weights as they are, and nobody else can send them.
+        All take a root's weights as they are, and nobody else can send them. Late members that have
+        opened the call wait again: their weights are older than those of the member that is added.
         """
+        if self._is_late:
+            self.behind += self.close_call()
         self._add(peer)
         for root in self.behind:
             if root.request.kind == peer.request.kind and root.rank == peer.request.root:
@@ -106,12 +110,12 @@ class Waiting:
 
     def close_call(self) -> list[Peer]:
         """Take out the members of the open call, and return them."""
-        asking, self.asking, self._first = self.asking, [], NEVER
+        asking, self.asking, self._first, self._is_late = self.asking, [], NEVER, False
         return asking
 
     def open_late_call(self) -> list[Peer]:
         """Make the late members those of the open call, since it has none; return them."""
-        self.asking, self.behind, self._first = self.behind, [], None
+        self.asking, self.behind, self._first, self._is_late = self.behind, [], None, True
         return [*self.asking]
 
     def drop(self, peers: Iterable[Peer]) -> None:
