@@ -20,8 +20,9 @@ from flatweights.keras import _hooks
 
 PACKAGE = Path(flatweights.keras.__file__).parent
 # The names, and the first and the last version of Keras in which each is what `_hooks.py` expects.
+OF_FIT = "fit: callbacks, epoch_iterator, self, val_sample_weight, val_x, val_y"
 HOOKS = {
-    "fit: callbacks, epoch_iterator, self": ("3.5", "3.15"),
+    OF_FIT: ("3.5", "3.15"),
     "CallbackList.on_train_begin: self": ("3.5", "3.15"),
     "Model._initial_epoch": ("3.5", "3.15"),
     "Model._compile_loss": ("3.5", "3.15"),
@@ -142,9 +143,7 @@ def test_an_optimizer_finds_its_fit() -> None:
     assert seen
     for fit in (*seen, spy.before):
         assert fit is not None
-        assert fit[:2] == (model, [spy, history]), installed_is_known(
-            "fit: callbacks, epoch_iterator, self"
-        )
+        assert fit[:2] == (model, [spy, history]), installed_is_known(OF_FIT)
     seen.clear()
     model.optimizer.apply([tf.zeros((2, 1)), tf.zeros(1)], model.trainable_variables)
     assert seen == [None]
@@ -189,7 +188,7 @@ def test_a_fit_goes_on_after_an_epoch_that_was_cut_short() -> None:
             _hooks.end_data()
 
     history = network().fit(Batches(), epochs=3, verbose=0, callbacks=[Cut()])
-    assert history.epoch == [0, 1, 2], installed_is_known("fit: callbacks, epoch_iterator, self")
+    assert history.epoch == [0, 1, 2], installed_is_known(OF_FIT)
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
@@ -251,52 +250,99 @@ class Drawn(keras.utils.PyDataset):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("kind", ["arrays", "PyDataset", "eager", "several steps", "own loop"])
-def test_a_step_is_traced_before_a_training_and_nothing_is_executed(kind: str) -> None:
+def test_steps_are_traced_before_a_training_and_none_is_executed(kind: str) -> None:
     model = network(optimizer="sgd")
     steps = 2 if kind == "several steps" else 1
     model.compile("sgd", "mse", run_eagerly=kind == "eager", steps_per_execution=steps)
-    data = Drawn()
-    own, traced, before = model.train_step, [], []
+    data, tested = Drawn(), Drawn()
+    own, own_test = model.train_step, model.test_step
+    traced: list[str] = []
+    before: list[list[str]] = []
     executed = tf.Variable(0)
     second = iter(tf.data.Dataset.range(1000).prefetch(2))
 
     def step(batch: Any) -> Any:
-        traced.append(batch)
+        traced.append("step")
         executed.assign_add(1)
         second.get_next()
         return own(batch)
 
+    def test_step(batch: Any) -> Any:
+        traced.append("test")
+        executed.assign_add(1)
+        second.get_next()
+        return own_test(batch)
+
     class Traces(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_begin(self, logs: Any = None) -> None:
-            state, drawn = [v.numpy() for v in model.variables], data.drawn
-            _hooks.trace_step()
+            state, drawn = [v.numpy() for v in model.variables], (data.drawn, tested.drawn)
+            _hooks.prepare_steps()
             for variable, value in zip(model.variables, state, strict=True):
                 np.testing.assert_array_equal(variable, value)
             assert int(model.optimizer.iterations) == int(executed) == 0
-            assert data.drawn == drawn
-            before.append(len(traced))
+            assert (data.drawn, tested.drawn) == drawn
+            before.append([*traced])
 
-    model.train_step = step
+    model.train_step, model.test_step = step, test_step
     if kind == "own loop":
 
         def loop(iterator: Any) -> Any:
+            executed.assign_add(1)
+            second.get_next()
             for batch in iterator:
                 logs = own(batch)
                 break
             return logs
 
         model.make_train_function = lambda force=False: setattr(model, "train_function", loop)
+        model.make_test_function = lambda force=False: setattr(model, "test_function", loop)
     options = {"epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [Traces()]}
     if kind == "PyDataset":
-        model.fit(data, **options)
+        model.fit(data, validation_data=tested, **options)
     else:
-        model.fit(*DATA, len(DATA[0]) // 4, **options)
+        model.fit(*DATA, len(DATA[0]) // 4, validation_data=DATA, **options)
     assert int(second.get_next()) == int(executed)
     if kind in ("eager", "own loop"):
-        assert before == [0]
+        assert before == [[]]
+    elif kind == "PyDataset":
+        assert before == [[one for one in traced if one == "step"]] != [[]]
     else:
         why = installed_is_known("TFEpochIterator._distributed_dataset")
-        assert before == [len(traced)] != [0], why
+        assert before == [traced], why
+        assert {*traced} == {"step", "test"}, installed_is_known(OF_FIT)
+
+
+@pytest.mark.parametrize("kind", ["dict", "Dataset", "split", "weights", "generator"])
+def test_the_step_of_a_validation_is_traced_as_it_is_made(kind: str) -> None:
+    inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((1,), name="b")}
+    outputs = keras.layers.Dense(1)(keras.layers.Concatenate()([*inputs.values()]))
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    own_test, before, traced = model.test_step, [], []
+
+    def test_step(batch: Any) -> Any:
+        traced.append(batch)
+        return own_test(batch)
+
+    class Traces(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            _hooks.prepare_steps()
+            before.append(len(traced))
+
+    x = {"a": DATA[0], "b": DATA[1].astype(np.float64)}
+    batches = tf.data.Dataset.from_tensor_slices((x, DATA[1])).batch(3)
+    validations: dict[str, Any] = {
+        "dict": {"validation_data": (x, DATA[1])},
+        "Dataset": {"validation_data": batches},
+        "split": {"validation_split": 0.5},
+        "weights": {"validation_data": (x, DATA[1], np.ones(8))},
+        "generator": {"validation_data": (one for one in batches), "validation_steps": 1},
+    }
+    model.test_step = test_step
+    options = {"epochs": 1, "verbose": 0, "callbacks": [Traces()], **validations[kind]}
+    model.fit(x, DATA[1], batch_size=4, **options)
+    assert len(traced) == 1
+    assert before == [0 if kind == "generator" else 1]
 
 
 def test_something_is_called_once_all_callbacks_have_begun() -> None:

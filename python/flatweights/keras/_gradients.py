@@ -25,9 +25,9 @@ from flatweights.keras._hooks import (
     Fit,
     call_after_begin,
     callbacks_beside,
+    prepare_steps,
     replace_clipping,
     running_fit,
-    trace_step,
     variables_of,
 )
 from flatweights.keras._member_handle import (
@@ -277,7 +277,7 @@ class Averaging:
     def _join(self) -> None:
         """Join a training that is under way: from then on, the others wait for this member."""
         assert self.progress is not None
-        trace_step()
+        prepare_steps()
         self.progress.join()
 
     def begin_epoch(self, epoch: int) -> None:

@@ -13,7 +13,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import cancellation
 
 _FIT = inspect.unwrap(keras.Model.fit).__code__
 
@@ -29,11 +31,13 @@ class Fit(NamedTuple):
         model: Its model.
         callbacks: Its callbacks; None before their list is made.
         data: What makes the batches of its epochs, with the adapter of its data.
+        validation: The inputs, targets and sample weights of its validation; None without one.
     """
 
     model: Any
     callbacks: list[Any] | None
     data: Any
+    validation: tuple[Any, Any, Any] | None
 
 
 def running_fit() -> Fit | None:
@@ -41,14 +45,18 @@ def running_fit() -> Fit | None:
 
     An optimizer learns only gradients and variables from Keras. Without a callback of ours, two
     local variables of `fit`, ``self`` and ``callbacks``, tell the names of the variables, and the
-    callbacks in which members may differ. A third, ``epoch_iterator``, has the data.
+    callbacks in which members may differ. Others, ``epoch_iterator`` and ``val_x``, have the data.
     """
     for frame in _callers():
         if frame.f_code is _FIT:
-            made: Any = frame.f_locals.get("callbacks")
+            of_fit = frame.f_locals
+            made: Any = of_fit.get("callbacks")
             is_made = isinstance(made, keras.callbacks.CallbackList)
             callbacks = made.callbacks if is_made else None
-            return Fit(frame.f_locals["self"], callbacks, frame.f_locals.get("epoch_iterator"))
+            validation = None
+            if "val_x" in of_fit:
+                validation = of_fit["val_x"], of_fit["val_y"], of_fit["val_sample_weight"]
+            return Fit(of_fit["self"], callbacks, of_fit.get("epoch_iterator"), validation)
     return None
 
 
@@ -63,20 +71,62 @@ def end_data() -> None:
         fit.data.data_adapter.on_epoch_end()
 
 
-def trace_step() -> None:
-    """Trace the step of the `fit` that calls this, without making one.
+def prepare_steps() -> None:
+    """Trace and optimise the steps of the `fit` that calls this, and of its validation.
 
-    A function that calls it is traced for batches of the kind that the data have; with it, those
-    functions of TensorFlow are that the step consists of. That takes seconds. If it raises an
-    error, the first step raises it, too.
+    That takes seconds, in which no step is made. The functions of TensorFlow that the steps consist
+    of are traced for batches of the kind that the data have. If that raises an error, the first
+    step raises it, too.
     """
     fit = running_fit()
-    data = getattr(getattr(fit, "data", None), "_distributed_dataset", None)
-    if fit is None or not isinstance(data, tf.data.Dataset) or fit.model.run_eagerly:
+    if fit is None or fit.model.run_eagerly:
         return
-    with contextlib.suppress(Exception):
-        step = tf.function(fit.model.train_function, autograph=False)
-        step.get_concrete_function(tf.data.IteratorSpec(data.element_spec))
+    model = fit.model
+    if _is_keras(model, "make_train_function"):
+        _prepare(model.train_function, fit.data)
+    if fit.validation is not None and _is_keras(model, "make_test_function"):
+        model.make_test_function()
+        with contextlib.suppress(Exception):
+            _prepare(model.test_function, _like(fit, fit.validation))
+
+
+def _is_keras(model: Any, name: str) -> bool:
+    """Whether a method of a model is that of Keras: another may execute something at once."""
+    return getattr(getattr(model, name), "__func__", None) is getattr(keras.Model, name)
+
+
+def _like(fit: Fit, validation: tuple[Any, Any, Any]) -> Any:
+    """Return what makes batches of the kind that a validation with arrays or a Dataset has.
+
+    Of arrays, one row will do. Nothing but the validation itself draws from a generator.
+    """
+
+    def row(array: Any) -> Any:
+        if isinstance(array, (np.ndarray, tf.Tensor)):
+            return array[:1]
+        raise NotImplementedError
+
+    if not isinstance(validation[0], tf.data.Dataset):
+        validation = keras.tree.map_structure(row, validation, none_is_leaf=False)
+    (x, y, weight), strategy = validation, fit.model.distribute_strategy
+    return type(fit.data)(x=x, y=y, sample_weight=weight, distribute_strategy=strategy)
+
+
+def _prepare(function: Callable[[Any], object], data: Any) -> None:
+    """Trace and optimise what ``function`` makes of an iterator over the batches of ``data``."""
+    batches = getattr(data, "_distributed_dataset", None)
+    if not isinstance(batches, tf.data.Dataset):
+        return
+    spec = batches.element_spec
+    with contextlib.suppress(Exception):  # of Keras, which looks at the result
+        traced = tf.function(function, autograph=False)
+        traced.get_concrete_function(tf.data.IteratorSpec(spec))
+    # TensorFlow optimises a function when it is called first, even if that call is cancelled.
+    cancelled = cancellation.CancellationManager()
+    cancelled.start_cancel()
+    nothing = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
+    with contextlib.suppress(Exception), cancellation.CancellationManagerContext(cancelled):
+        function(iter(nothing))
 
 
 def call_after_begin(callback: Any, do: Callable[[], object]) -> None:
