@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=float)
     own, rest = parser.parse_known_args()
     if own.mbit is not None and "RAY_ADDRESS" not in os.environ:
-        nodes.enter(sys.argv)
+        nodes.enter(["-m", "bench.bench_embeddings", *sys.argv[1:]])
         cluster = nodes.Nodes.make(2)
         cluster.shape(own.mbit)
         cluster.start_ray()

@@ -42,8 +42,8 @@ from flatweights.ray.support._errors import reason_in_a_line
 _log = logging.getLogger("flatweights")
 
 
-SentWeights: TypeAlias = AverageOf | Sequence[ray.ObjectRef] | None
-"""The weights of a response, or a list with a reference to them; None without weights."""
+SentWeights: TypeAlias = AverageOf | NDArray[np.uint8] | Sequence[ray.ObjectRef] | None
+"""The packed weights of a response, or a list with a reference to them; None without weights."""
 
 
 class NodeAgentResponse(NamedTuple):
@@ -175,6 +175,8 @@ class NodeAgent:
         """Return the packed weights of a response; None if it has none."""
         if weights is None:
             return None
+        if isinstance(weights, np.ndarray):
+            return weights
         buffer: NDArray[np.uint8]
         if isinstance(weights, AverageOf):
             buffer = self._end.weights(weights.number).buffer

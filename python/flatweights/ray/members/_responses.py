@@ -26,6 +26,9 @@ from flatweights.ray.peers._result_metadata import Exchanged
 from flatweights.ray.results._result import Packed
 from flatweights.ray.support._errors import reason_in_a_line
 
+_IN_CALL = 1 << 16
+"""Bytes of weights that Ray sends within a call, faster than another node fetches them."""
+
 
 class ResponseSender:
     """Sends the responses of a process group."""
@@ -138,6 +141,8 @@ class _Sending:
         sent: SentWeights = None
         if exchanged is not None and agent.has(exchanged):
             sent = AverageOf(exchanged.number)
+        elif self._buffer is not None and self._buffer.nbytes <= _IN_CALL:
+            sent = self._buffer
         elif self._buffer is not None:
             sent = [self._in_store(self._buffer)]
         tokens = [session.token for session in sessions]
