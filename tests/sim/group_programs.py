@@ -229,7 +229,7 @@ class GroupProgram:
             if last is not None:
                 sent = np.array(last.weights["w"])
                 oracle.sends(sent)
-            with self._refusals():
+            with self._refusals() if sent is not None else contextlib.nullcontext():
                 result = self._group.average(
                     "train", call.number, broadcast=last, **self._arguments()
                 )
