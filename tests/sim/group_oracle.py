@@ -302,7 +302,8 @@ class GroupOracle:
             return
         for call in found:
             self._check_use(call, result, published)
-        left_out = [calls[0] for rank in result.stale if (calls := self._returned(rank))]
+        # Old results are left out whether they have NaN or not.
+        left_out = [calls[0] for rank in result.stale if (calls := self._returned(rank, True))]
         for call in (*found, *left_out):
             calls = self._open[call.rank]
             if call in calls:
@@ -313,14 +314,16 @@ class GroupOracle:
         if result.late and self._plan["timeout"] is None:
             self.fail(f"round {self.rounds}: late {result.late}, without a timeout")
 
-    def _returned(self, rank: int) -> list[Call]:
+    def _returned(self, rank: int, may_be_spoiled: bool = False) -> list[Call]:
         """Return the calls of a rank that have returned, and were in no round."""
         now = self._world.now
         return [
             call
             for call in self._open.get(rank, ())
             if any(
-                run.ended <= now and run.result is not None and not run.is_spoiled
+                run.ended <= now
+                and run.result is not None
+                and (may_be_spoiled or not run.is_spoiled)
                 for run in call.runs.get(rank, [])[-1:]
             )
         ]

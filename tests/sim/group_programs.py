@@ -324,7 +324,9 @@ class GroupProgram:
                 kind = world.draw()
                 if kind < 0.05:
                     with self._calling() as call:
-                        group.step("train", call.number, timeout=plan["timeout"])
+                        results = group.step("train", call.number, timeout=plan["timeout"])
+                    # What the loop waits for from the others is dropped.
+                    oracle.troubled |= {*self._ranks()} - results.keys()
                 elif kind < 0.1:
                     with self._calling():
                         group.restore(timeout=1.0)
