@@ -334,7 +334,8 @@ class Arrivals:
         self._is_let_go = True
 
 
-_SLICE = 1e-3  # seconds to wait for one transport while there are others
+# Seconds to wait for one transport while there are others: a share of the time so far, within these.
+_LEAST, _MOST, _SHARE = 1e-3, 0.05, 1 / 16
 
 
 def seconds_left(end: float | None) -> float | None:
@@ -356,9 +357,12 @@ def wait_any(
     for answer in answers:
         transports.setdefault(type(answer), []).append(answer)
     is_alone = len(transports) == 1
+    begin = _clock.now()
     while True:
-        left = None if deadline is None else seconds_left(deadline)
-        patience = left if is_alone else min(_SLICE, _SLICE if left is None else left)
+        left = patience = None if deadline is None else seconds_left(deadline)
+        if not is_alone:
+            part = min(max(_LEAST, _SHARE * (_clock.now() - begin)), _MOST)
+            patience = part if left is None else min(part, left)
         there: list[PendingResult] = []
         for transport, expected in transports.items():
             count = len(expected)
