@@ -118,6 +118,19 @@ def fail_node_agent(member: Member) -> None:
     ray.get(agent.__ray_call__.remote(lambda agent: agent._node_agent.queue.post(divmod, 1, 0)))
 
 
+def agent_of(member: Member) -> Any:
+    return member._coordinator._actor
+
+
+def has_link(agent: Any) -> bool:
+    has: bool = ray.get(agent.__ray_call__.remote(lambda agent: agent._link.has_socket))
+    return has
+
+
+def averages(member: Member, count: int) -> list[Any]:
+    return [averaged(member, 100) for _ in range(count)]
+
+
 def alive() -> dict[int, tuple[str, str]]:
     """Return class and node of all actors that are alive, by process."""
     actors = ray._private.state.actors().values()
@@ -189,6 +202,16 @@ def meet_on_nodes() -> None:
     assert {tuple(result.quarantined) for result in skip} == {(3,)}
     by_rule = ray.get([r.run.remote(lambda m: averaged(m, rule=Median())) for r in puppets])
     check(by_rule, fw.robust.median(models))
+
+    # The socket of a node's link ends between two calls, or within one: calls go through Ray.
+    agents = ray.get([puppets[rank].run.remote(agent_of) for rank in (1, 4)])
+    assert all(map(has_link, agents))
+    running = [puppet.run.remote(averages, 60) for puppet in puppets]
+    agents[0].__ray_call__.remote(lambda agent: agent._link.close())
+    for rounds in zip(*ray.get(running), strict=True):
+        check([*rounds], fw.average(small))
+    assert [has_link(agent) for agent in agents] == [False, True]
+    exchanged(averaged, expected.mean())
 
     # Nobody listens at one node any more; its agent answers.
     ray.get(puppets[4].run.remote(close_streams))

@@ -951,7 +951,8 @@ def test_an_response_that_a_member_has_still_to_fetch_is_kept(
 def node_agent() -> Iterator[tuple[NodeAgent, TheCoordinator]]:
     coordinator = TheCoordinator()
     end: Any = SimpleNamespace(models={})
-    made = NodeAgent(cast("Any", coordinator), coordinator.channels, end, threading.Lock())
+    handle: Any = coordinator
+    made = NodeAgent(handle, handle.hand.remote, coordinator.channels, end, threading.Lock())
     yield made, coordinator
     made.queue.post(sys.exit)  # its thread ends
     for thread in threading.enumerate():

@@ -22,6 +22,7 @@ from flatweights.ray import _clock
 from flatweights.ray.core._requests import MemberDiedError
 from flatweights.ray.members._call_queue import Result
 from flatweights.ray.members._config import GroupConfig
+from flatweights.ray.members._node_agent import Streamed
 from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._rendezvous import Entry, JoinReply
@@ -135,9 +136,9 @@ class Coordinator:
         """Take a request that does not fit into a channel; the channel then announces it."""
         await self._call(self._group.put, token, StoreRequest(body, buffer, None))
 
-    async def hand(self, handed: Sequence[Handed]) -> None:
-        """Take requests from the agent of a node; a member without a body is ready."""
-        self._group.queue.post(self._group.take_handed, handed)
+    async def receive(self, agent: str, number: int, message: list[Handed] | Streamed) -> None:
+        """Take a message of the agent with a token; see `Link.receive`."""
+        self._group.queue.post(self._group.receive, agent, number, message)
 
     async def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return a response that did not fit into a channel: its body and its buffer.

@@ -7,10 +7,13 @@ weights go to the coordinator with the request.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from queue import SimpleQueue
 from typing import NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -33,11 +36,13 @@ from flatweights.ray.members._sessions import (
     fetched,
     wait_for,
 )
-from flatweights.ray.nodes._node_reducer import NodeReducer
+from flatweights.ray.nodes._address import Address
+from flatweights.ray.nodes._link import Link
+from flatweights.ray.nodes._node_reducer import NodeReducer, Traffic
 from flatweights.ray.nodes._plan import SMALL
-from flatweights.ray.peers._agent import Agent, AverageOf
+from flatweights.ray.peers._agent import Agent, AverageOf, StreamOrder
 from flatweights.ray.peers._by_channel import GroupChannels
-from flatweights.ray.support._errors import reason_in_a_line
+from flatweights.ray.support._errors import portable, reason_in_a_line
 
 _log = logging.getLogger("flatweights")
 
@@ -62,6 +67,18 @@ class NodeAgentResponse(NamedTuple):
     tokens: Sequence[bytes]
 
 
+class Streamed(NamedTuple):
+    """The outcome of an exchange.
+
+    Attributes:
+        number: The number of the exchange.
+        outcome: What `Agent.stream` has returned.
+    """
+
+    number: int
+    outcome: Traffic | Exception
+
+
 class NodeAgent:
     """The members of one node. One thread owns their sessions, as in a process group.
 
@@ -73,6 +90,7 @@ class NodeAgent:
     def __init__(
         self,
         coordinator: ray.actor.ActorHandle,
+        hand: Callable[[list[Handed]], object],
         channels: GroupChannels,
         end: NodeReducer,
         turn: threading.Lock,
@@ -80,7 +98,8 @@ class NodeAgent:
         """Begin without members.
 
         Args:
-            coordinator: The actor to which requests go.
+            coordinator: The actor of the process group.
+            hand: Sends requests to it.
             channels: The channels of this process.
             end: This node's part of exchanges.
             turn: The lock that a thread holds while it uses ``end``.
@@ -92,6 +111,7 @@ class NodeAgent:
         if made is None:
             raise OSError(channels.backoff.reason)
         self._coordinator = coordinator
+        self._hand = hand
         self._channels = made
         self._end = end
         self._turn = turn
@@ -118,7 +138,7 @@ class NodeAgent:
         if session is None or session.state is not PeerState.ENTERING:
             raise ChannelError("no such member")
         session.attach(self._channels.connect(token, nonce))
-        self._coordinator.hand.remote([Handed(token)])
+        self._hand([Handed(token)])
 
     def forget(self, token: bytes) -> None:
         """Drop a member that has left, or that the coordinator counts as dead."""
@@ -194,7 +214,7 @@ class NodeAgent:
                     else:
                         handed.append(self._handed(session))
                 if handed:
-                    self._coordinator.hand.remote(handed)
+                    self._hand(handed)
                 self.queue.read()
         except BaseException as error:  # else the members would wait for ever
             _log.exception("the agent of a node of a process group has failed")
@@ -231,10 +251,17 @@ class NodeAgent:
 class NodeAgentActor(Agent):
     """The actor; see `NodeAgent`."""
 
-    def __init__(self, coordinator: ray.actor.ActorHandle) -> None:
+    def __init__(self, coordinator: ray.actor.ActorHandle, token: str) -> None:
         """Start, for the process group of ``coordinator``."""
         super().__init__()
-        self._node_agent = NodeAgent(coordinator, self.channels, self.end, self.turn)
+        receive = functools.partial(coordinator.receive.remote, token)
+        self._orders: SimpleQueue[StreamOrder] = SimpleQueue()
+        self._link = Link(self._take, receive, self._fail)
+        self._node_agent = NodeAgent(
+            coordinator, self._link.send, self.channels, self.end, self.turn
+        )
+        name = "flatweights-exchanges"
+        threading.Thread(target=self._stream_all, name=name, daemon=True).start()
 
     def stay(self) -> None:
         """Never return: the error tells the coordinator when the node agent has failed, or died."""
@@ -260,9 +287,37 @@ class NodeAgentActor(Agent):
         """See `NodeAgent.fetch`."""
         return self._node_agent.queue.call(self._node_agent.fetch, number)
 
-    def post(self, response: NodeAgentResponse) -> None:
-        """See `NodeAgent.post`."""
-        self._node_agent.queue.call(self._node_agent.post, response)
+    def connect(self, address: Address, epoch: bytes) -> None:
+        """Make the socket of the link, if the coordinator can be reached at ``address``."""
+        with contextlib.suppress(OSError):
+            self._link.attach(self.end.connect(address, epoch))
+
+    def receive(self, number: int, message: NodeAgentResponse | StreamOrder) -> None:
+        """Take a message of the coordinator that comes through Ray; see `Link.receive`."""
+        self._link.receive(number, message)
+
+    def _take(self, message: NodeAgentResponse | StreamOrder) -> None:
+        """Have another thread do what the coordinator tells this agent."""
+        if isinstance(message, NodeAgentResponse):
+            self._node_agent.queue.post(self._node_agent.post, message)
+        else:
+            self._supersede(message.plan.number)
+            self._orders.put(message)
+
+    def _stream_all(self) -> None:
+        """Take part in exchanges, and tell the coordinator the outcomes."""
+        while True:
+            order = self._orders.get()
+            try:
+                outcome = self.stream(*order)
+            except Exception as error:
+                outcome = portable(error)
+            self._link.send(Streamed(order.plan.number, outcome))
+
+    def _fail(self, why: str) -> None:
+        """Count this agent as failed: a message to the coordinator is lost."""
+        with contextlib.suppress(InvalidStateError):
+            self._node_agent.failure.set_exception(RuntimeError(why))
 
     def _result(self, rank: int) -> NDArray[np.uint8]:
         """Return the weights of a member."""

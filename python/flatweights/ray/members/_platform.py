@@ -24,7 +24,7 @@ from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._ended import last_end, mark_end
 from flatweights.ray.nodes._plan import ReduceDType
-from flatweights.ray.peers._by_agent import Agents
+from flatweights.ray.peers._by_agent import AgentClient, Agents
 from flatweights.ray.peers._shared_actor import has_shared_actor, shared_actor
 from flatweights.ray.support._errors import check_connected
 
@@ -70,9 +70,10 @@ class MemberPlatform:
         cls: type,
         args: tuple[Any, ...],
         calls: int,
+        take: Callable[[AgentClient, Any], object],
     ) -> Agents:
         """Return the agents of other nodes, without any; see `Agents`."""
-        return Agents(offer, reduce_dtype, cls, args, calls)
+        return Agents(offer, reduce_dtype, cls, args, calls, take)
 
     def start_thread(self, run: Callable[..., object], args: tuple[Any, ...], name: str) -> None:
         """Call ``run`` in a thread of its own, which does not keep the process alive."""

@@ -66,7 +66,7 @@ from flatweights.ray.core._response_cache import CacheChanges
 from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._gpu_rounds import GpuRounds, OnDevice, RequestAgainError
-from flatweights.ray.members._node_agent import NodeAgentActor
+from flatweights.ray.members._node_agent import NodeAgentActor, Streamed
 from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._rendezvous import Rendezvous
 from flatweights.ray.members._repetitions import Ending, Repetitions
@@ -79,6 +79,7 @@ from flatweights.ray.members._sessions import (
     fetched,
     wait_for,
 )
+from flatweights.ray.peers._by_agent import AgentClient
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._report import METRICS, SENT, report
 from flatweights.ray.results._result import Packed
@@ -143,7 +144,7 @@ class ProcessGroup:
         self._channels = platform.channels()
         offer = self._channels.segments.offer
         self._agents = platform.agents(
-            offer, config.reduce_dtype, NodeAgentActor, (coordinator,), _CALLS
+            offer, config.reduce_dtype, NodeAgentActor, (coordinator,), _CALLS, self._take
         )
         self._gpu = GpuRounds(self._channels)
         self._repetitions = Repetitions(name, self._channels)
@@ -686,8 +687,21 @@ class ProcessGroup:
         elif store_request.caller is not None:
             store_request.caller.set_exception(_not_here())
 
-    def take_handed(self, handed: Sequence[Handed]) -> None:
-        """Take what the agent of a node hands on."""
+    def receive(self, token: str, number: int, message: list[Handed] | Streamed) -> None:
+        """Take a message of an agent that comes through Ray."""
+        agent = self._agents.with_token(token)
+        if agent is not None and agent.link is not None:
+            agent.link.receive(number, message)
+
+    def _take(self, agent: AgentClient, message: list[Handed] | Streamed) -> None:
+        """Take a message of an agent, in any thread."""
+        if isinstance(message, Streamed):
+            agent.streamed(*message)
+        else:
+            self.queue.post(self._take_handed, message)
+
+    def _take_handed(self, handed: Sequence[Handed]) -> None:
+        """Take what the agent of a node hands on; a member without a body is ready."""
         for token, body, buffer in handed:
             if body is None:
                 self.expect(token, None)

@@ -146,7 +146,9 @@ class _Sending:
         elif self._buffer is not None:
             sent = [self._in_store(self._buffer)]
         tokens = [session.token for session in sessions]
-        agent.handle.post.remote(NodeAgentResponse(number, self._body, sent, tokens))
+        assert agent.link is not None
+        response = NodeAgentResponse(number, self._body, sent, tokens)
+        agent.link.send(response, by_ray=isinstance(sent, list))
 
     def _in_store(self, buffer: NDArray[np.uint8]) -> ray.ObjectRef:
         if self._ref is None:

@@ -109,6 +109,10 @@ class NodeConnections:
         with self._changed:
             self._sockets.pop(place).close()
 
+    def pop(self, place: int) -> socket.socket:
+        """Take out the socket to the peer at ``place``: it belongs to the caller."""
+        return self._sockets.pop(place)
+
     def wait(self, end: float | None) -> None:
         """Wait until there are sockets to all peers, at most until ``end``.
 

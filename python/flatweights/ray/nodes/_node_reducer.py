@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -75,6 +77,7 @@ class NodeReducer:
         self._residuals = Residuals()
         self._offer = offer
         self._host = host
+        self._making = threading.Lock()
         self._streams: Streams | None = None
         self._close: Callable[[], object] | None = None
         self._mean: tuple[Plan, Any, Bytes] | None = None
@@ -87,16 +90,39 @@ class NodeReducer:
             OSError: If it cannot.
             ValueError: If ``FLATWEIGHTS_PORTS`` is malformed.
         """
-        if self._streams is None:
-            self._streams = Streams(self._host, chosen_ports())
-            self._close = weakref.finalize(self, self._streams.close)
-        return self._streams.address
+        return self._listening().address
+
+    def _listening(self) -> Streams:
+        """Return the streams, which listen from the first use on, in any thread."""
+        with self._making:
+            if self._streams is None:
+                self._streams = Streams(self._host, chosen_ports())
+                self._close = weakref.finalize(self, self._streams.close)
+            return self._streams
 
     def close(self) -> None:
         """Listen no more."""
         if self._close is not None:
             self._close()
             self._streams = self._close = None
+
+    def expect(self, epoch: bytes, take: Callable[[socket.socket], object]) -> Address:
+        """Have ``take`` called with a connection to this process; return the address for it.
+
+        Raises:
+            OSError: If this process cannot listen.
+        """
+        streams = self._listening()
+        streams.expect(epoch, take)
+        return streams.address
+
+    def connect(self, address: Address, epoch: bytes) -> socket.socket:
+        """Return a connection to a process that expects it.
+
+        Raises:
+            OSError: If this process cannot listen, or cannot reach that one.
+        """
+        return self._listening().connect(address, epoch, _clock.now() + OPENING)
 
     def break_off(self, epoch: bytes) -> None:
         """End the exchange over streams of ``epoch``, which another thread runs."""

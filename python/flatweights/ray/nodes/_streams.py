@@ -8,6 +8,9 @@ answers with the epoch. So an answer says that both ends are ready.
 An epoch is one attempt. The process that makes all nodes connect chooses it at random. A connection
 for an epoch that is not yet, or no longer, open here is closed without an answer; its peer connects
 again until its time is up.
+
+The socket of a `Link` is made in the same way: one process expects it by an epoch of its own, and
+another one connects.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import select
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from flatweights.ray import _clock
 from flatweights.ray.nodes._address import HELLO, KEY, Address, family_of, listen
@@ -46,6 +49,7 @@ class Streams:
         """
         self._opening = threading.Lock()  # held by `open`
         self._connections: NodeConnections | None = None  # of the epoch that was opened last
+        self._expected: dict[bytes, Callable[[socket.socket], object]] = {}  # by epoch
         self._tls = Tls.of_ray()
         listening = listen(host, ports)
         self.address = Address(host, listening.getsockname()[1], secrets.token_bytes(KEY))
@@ -95,6 +99,26 @@ class Streams:
                 connections.wait(end)
             return connections
 
+    def expect(self, epoch: bytes, take: Callable[[socket.socket], object]) -> None:
+        """Have ``take`` called with the connection that another process makes by `connect`."""
+        self._expected[epoch] = take
+
+    def connect(self, address: Address, epoch: bytes, end: float) -> socket.socket:
+        """Return a connection to a process that expects it, or will before ``end``.
+
+        Raises:
+            StreamError: If it cannot be reached, or the time is up.
+        """
+        connections = NodeConnections(0, 2, epoch)
+        try:
+            while not self._reach(connections, 1, address, end):
+                connections.drop(1)
+                _clock.sleep(_LONGEST_PAUSE)
+        except BaseException:
+            connections.close()
+            raise
+        return connections.pop(1)
+
     def break_off(self, epoch: bytes) -> None:
         """End the connections of ``epoch``, or the call of another thread that opens them."""
         connections = self._connections
@@ -126,6 +150,12 @@ class Streams:
             if len(hello) == KEY and not hmac.compare_digest(hello, self.address.key):
                 raise RefusedError("a wrong key")
         _, epoch, place = HELLO.unpack(hello)
+        take = self._expected.pop(epoch, None)
+        if take is not None:
+            set_up(connection)
+            connection.send(epoch)
+            take(connection)
+            return
         connections = self._connections
         if connections is None or connections.epoch != epoch or connections.is_closed:
             connection.close()

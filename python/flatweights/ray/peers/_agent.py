@@ -68,6 +68,20 @@ class Command(NamedTuple):
     reading: ReadOptions | None
 
 
+class StreamOrder(NamedTuple):
+    """The arguments of `Agent.stream`, for an agent with a link.
+
+    Attributes:
+        plan: The exchange.
+        me: The place of the agent's node among all.
+        endpoints: The way to the others.
+    """
+
+    plan: Plan
+    me: int
+    endpoints: Endpoints
+
+
 class Agent:
     """The actor, whose calls several threads run.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -13,9 +16,11 @@ from flatweights._settings import setting
 from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.nodes._address import Address, chosen_ports
-from flatweights.ray.nodes._node_reducer import NodeReducer
-from flatweights.ray.nodes._plan import SMALL, ReduceDType, check_reduce_dtype
-from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure
+from flatweights.ray.nodes._connections import StreamError
+from flatweights.ray.nodes._link import Link
+from flatweights.ray.nodes._node_reducer import Endpoints, NodeReducer, Traffic
+from flatweights.ray.nodes._plan import SMALL, Plan, ReduceDType, check_reduce_dtype
+from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure, StreamOrder
 from flatweights.ray.peers._backoff import Backoff
 from flatweights.ray.peers._by_channel import Worker
 from flatweights.ray.peers._call_log import CallLog
@@ -160,13 +165,19 @@ class AgentClient:
         token: Its identity, which differs from those of all other agents, even on the same node.
         handle: The actor.
         is_dead: Whether it has failed.
+        link: The link to it, if it has one.
         averages: The numbers of the exchanges whose averages it has.
         sent: The number of the exchange whose average its workers were sent last; 0 if unknown.
         settled: The number of the last exchange that succeeded with it.
     """
 
     def __init__(
-        self, node: str, actor: type[Agent], args: Sequence[Any], max_concurrency: int
+        self,
+        node: str,
+        actor: type[Agent],
+        args: Sequence[Any],
+        max_concurrency: int,
+        take: Callable[[AgentClient, Any], object] | None = None,
     ) -> None:
         """Start an agent on ``node``.
 
@@ -175,14 +186,21 @@ class AgentClient:
             actor: The class.
             args: The arguments of its constructor.
             max_concurrency: The number of its calls that run at a time.
+            take: See `Agents`.
         """
         self.node = node
         self.token = secrets.token_hex(8)
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         options: Any = {"num_cpus": 0, "max_concurrency": max_concurrency}
         made: Any = ray.remote(actor).options(scheduling_strategy=where, **options)
-        self.handle = made.remote(*args)
+        self.handle = handle = made.remote(*args, *([] if take is None else [self.token]))
         self.is_dead = False
+        self.link: Link | None = None
+        if take is not None:
+            by_ray = handle.receive.remote
+            take = functools.partial(take, self)
+            self.link = Link(take, by_ray, lambda why: end_actor(handle), self.link_ended)
+        self._exchanges: dict[int, Future[Traffic | Exception]] = {}  # over the link
         self.averages: set[int] = set()
         self.sent = self.settled = 0
         self._address: ray.ObjectRef = self.handle.address.remote()
@@ -226,6 +244,29 @@ class AgentClient:
         command = Command(number, call._replace(payload=None), ranks, weights, fences, reading)
         made = NodeCall(self, command)
         return {rank: NodeAnswer(made, rank, worker.handle) for rank, worker in workers.items()}
+
+    def stream(self, plan: Plan, me: int, endpoints: Endpoints) -> Future[Traffic | Exception]:
+        """Have it take part in an exchange; see `Agent.stream`."""
+        if self.link is None:
+            ref = self.handle.stream.remote(plan, me, endpoints)
+            begun: Future[Traffic | Exception] = ref.future()
+            return begun
+        begun = Future()
+        self._exchanges = {plan.number: begun}  # it ends older ones
+        self.link.send(StreamOrder(plan, me, endpoints))
+        return begun
+
+    def streamed(self, number: int, outcome: Traffic | Exception) -> None:
+        """Take the outcome of the exchange ``number``, which has come over the link."""
+        begun = self._exchanges.pop(number, None)
+        if begun is not None:
+            begun.set_result(outcome)
+
+    def link_ended(self) -> None:
+        """Wait for no outcome that may not come any more."""
+        exchanges, self._exchanges = self._exchanges, {}
+        for begun in exchanges.values():
+            begun.set_exception(StreamError(-1, "the link to the agent has ended"))
 
     def has(self, one: Exchanged | None) -> bool:
         """Whether it has the average of an exchange."""
@@ -276,6 +317,7 @@ class Agents:
         actor: type[Agent],
         args: Sequence[Any],
         max_concurrency: int = _CALLS,
+        take: Callable[[AgentClient, Any], object] | None = None,
     ) -> None:
         """Begin without agents.
 
@@ -285,6 +327,8 @@ class Agents:
             actor: The class of agents.
             args: The arguments of its constructor.
             max_concurrency: The number of calls of an agent that run at a time.
+            take: Called with an agent, and each message of it, by any thread; with it, agents have
+                links.
 
         Raises:
             ValueError: If an environment variable or ``reduce_dtype`` is malformed.
@@ -298,7 +342,7 @@ class Agents:
         self.streams = Backoff("other nodes are")
         self.epoch: tuple[tuple[str, ...], bytes] = (), b""
         self._offer = offer
-        self._agents = actor, args, max_concurrency
+        self._agents = actor, args, max_concurrency, take
         self._by_node: dict[str, AgentClient] = {}
         self._gone: set[str] = set()  # dead nodes
         self._end: NodeReducer | None = None
@@ -353,7 +397,20 @@ class Agents:
             del self._by_node[node]
         if agent is None and starts:
             agent = self._by_node[node] = AgentClient(node, *self._agents)
+            if agent.link is not None and self.choice != "driver":
+                self._connect(agent, agent.link)
         return agent
+
+    def _connect(self, agent: AgentClient, link: Link) -> None:
+        """Give a link a socket, if there can be one."""
+        epoch = secrets.token_bytes(16)
+        with contextlib.suppress(OSError):
+            address = self.end.expect(epoch, link.attach)
+            agent.handle.connect.remote(address, epoch)
+
+    def with_token(self, token: str) -> AgentClient | None:
+        """Return the agent with a token; None if it has been dropped."""
+        return next((one for one in self._by_node.values() if one.token == token), None)
 
     def keep(self, nodes: Collection[str]) -> None:
         """End the agents of all other nodes."""
@@ -363,6 +420,8 @@ class Agents:
     def shut_down(self) -> None:
         """End all agents."""
         for agent in self._by_node.values():
+            if agent.link is not None:
+                agent.link.close()
             end_actor(agent.handle)
         self._by_node.clear()
         if self._end is not None:

@@ -334,7 +334,7 @@ class Arrivals:
         self._is_let_go = True
 
 
-# Seconds to wait for one transport while there are others: a share of the time so far, within these.
+# Seconds to wait for one transport while there are others, and their share of the time so far.
 _LEAST, _MOST, _SHARE = 1e-3, 0.05, 1 / 16
 
 

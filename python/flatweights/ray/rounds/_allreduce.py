@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -310,17 +311,21 @@ class NodesAverage:
         if last != tokens:
             epoch = secrets.token_bytes(16)
         endpoints = Endpoints(addresses, epoch, self._left())
-        calls: dict[AgentClient, ray.ObjectRef] = {}
+        calls: dict[AgentClient, Future[Traffic | Exception]] = {}
         for me, node in enumerate(nodes):
             if node is not None:
-                calls[node] = node.handle.stream.remote(plan, me, endpoints)
+                calls[node] = node.stream(plan, me, endpoints)
         try:
             own = self._agents.end.stream(plan, nodes.index(None), endpoints)
         except (StreamError, ValueError) as error:  # the second, if connections have ended
             raise _BrokenError(f"{type(error).__name__}: {error}") from error
         # They are as far as the driver, unless they hang.
-        there = _there(list(calls.values()), self._within(PATIENCE))
-        outcomes = {agent: _outcome(ref) for agent, ref in calls.items() if ref in there}
+        there, _ = wait(calls.values(), self._within(PATIENCE))
+        outcomes: dict[AgentClient, Any] = {
+            agent: call.exception() or call.result()
+            for agent, call in calls.items()
+            if call in there
+        }
         took = [agent for agent, outcome in outcomes.items() if isinstance(outcome, Traffic)]
         self._traffic = {_id_of(None): own} | {agent.node: outcomes[agent] for agent in took}
         if len(took) == len(calls):
@@ -329,13 +334,13 @@ class NodesAverage:
 
     def _unreachable(self, agents: Sequence[AgentClient]) -> list[AgentClient]:
         """Return the agents that do not answer."""
-        pings: dict[AgentClient, ray.ObjectRef] = {
-            agent: agent.handle.ping.remote() for agent in agents
+        pings: dict[AgentClient, Future[None]] = {
+            agent: agent.handle.ping.remote().future() for agent in agents
         }
-        there = _there(list(pings.values()), max(_LEAST, self._within(_ANSWER)))
-        silent = [agent for agent, ref in pings.items() if ref not in there]
-        for agent, ref in pings.items():
-            error = _outcome(ref) if ref in there else None
+        there, _ = wait(pings.values(), max(_LEAST, self._within(_ANSWER)))
+        silent = [agent for agent, ping in pings.items() if ping not in there]
+        for agent, ping in pings.items():
+            error = ping.exception() if ping in there else None
             if isinstance(error, Exception):
                 agent.note_failure(error)
                 silent.append(agent)
@@ -346,28 +351,12 @@ class _BrokenError(Exception):
     """An exchange has failed; nodes still have their values."""
 
 
-def _there(refs: list[ray.ObjectRef], timeout: float) -> list[ray.ObjectRef]:
-    """Wait for all ``refs``, until the time is up; return those that exist."""
-    there: list[ray.ObjectRef] = []
-    if refs:
-        there, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout)
-    return there
-
-
 def _id_of(node: Node) -> str:
     """Return the id by which Ray knows a node."""
     if node is not None:
         return node.node
     here: str = ray.get_runtime_context().get_node_id()
     return here
-
-
-def _outcome(ref: ray.ObjectRef) -> Any:
-    """Return the result or the exception of a call that has ended."""
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayError as error:
-        return error
 
 
 def _match(template: Template, other: Template, rank: int, first: int) -> None:
