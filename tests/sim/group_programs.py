@@ -176,6 +176,9 @@ class GroupProgram:
             yield call
         except WorkerError as error:
             oracle.check_lost(call, error.failed)
+            if plan["timeout"] is not None:
+                # A broadcast names workers that raise, and not those that are late besides.
+                oracle.troubled |= {*self._ranks()}
             raise
         finally:
             oracle.end()

@@ -38,7 +38,7 @@ _TICK = 1.0  # seconds after which that is checked again
 _log = logging.getLogger("flatweights")
 
 
-class _Sent(NamedTuple):
+class _Unconfirmed(NamedTuple):
     number: int
     message: Any
     at: float
@@ -68,7 +68,7 @@ class Link:
         self._connection: socket.socket | None = None
         self._wake = -1  # the descriptor of an event that makes the reader look at `_unsent`
         self._sent = 0  # the number of the last message
-        self._unconfirmed: deque[_Sent] = deque()
+        self._unconfirmed: deque[_Unconfirmed] = deque()
         self._unsent = bytearray()
         self._taking = threading.Lock()  # for all that follows
         self._taken = 0  # the number of the last message of the peer
@@ -100,7 +100,7 @@ class Link:
                 self._by_ray(number, message)
             else:
                 payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-                self._unconfirmed.append(_Sent(number, message, _clock.now()))
+                self._unconfirmed.append(_Unconfirmed(number, message, _clock.now()))
                 self._write(_FRAME.pack(number, len(payload)) + payload)
             self._sent = number
 
