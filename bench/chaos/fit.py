@@ -41,10 +41,10 @@ class Gradients:
         """Note all averages of a member."""
         average = member.average_variables
 
-        def average_variables(variables: Any, **options: Any) -> Any:
+        def average_variables(variables: Any, weight: float = 1.0, **options: Any) -> Any:
             self.calls += 1
             self._variables, self.layout = variables, variables.layout
-            result = average(self, **options)
+            result = average(self, weight, **options)
             assert result.number is not None
             outcome = result.number, result.used, range(self._size), self._mean
             late = member.rank not in result.used
