@@ -8,6 +8,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from stream_nodes import Nodes, await_bytes, nodes, random_bytes
 
 from flatweights.ray.nodes._address import chosen_ports
 from flatweights.ray.nodes._connections import StreamError
+from flatweights.ray.nodes._link import Link
 from flatweights.ray.nodes._streams import Streams
 
 pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="openssl makes certificates")
@@ -233,3 +235,29 @@ def test_malformed_ports_are_refused(text: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("FLATWEIGHTS_PORTS", text)
     with pytest.raises(ValueError, match="FLATWEIGHTS_PORTS: expected ports such as 20000-20100"):
         chosen_ports()
+
+
+def test_links_take_messages_over_tls(good: Path) -> None:
+    ends = [streams_with(good) for _ in range(2)]
+    through_ray: list[int] = []
+    got: list[SimpleQueue[bytes]] = [SimpleQueue(), SimpleQueue()]
+
+    def by_ray(number: int, message: bytes) -> None:
+        through_ray.append(number)
+
+    links = [Link(one.put, by_ray, pytest.fail) for one in got]
+    ends[0].expect(b"e" * 16, links[0].attach)
+    links[1].attach(ends[1].connect(ends[0].address, b"e" * 16, time.monotonic() + 60))
+    sent = [
+        secrets.token_bytes(nbytes) for nbytes in (10, 16_384, 3_000_001, 0, 100_000, 1_000_000)
+    ]
+    for message in sent:
+        for link in links:
+            link.send(message)
+    for queue in got:
+        assert [queue.get(timeout=60) for _ in sent] == sent
+    assert through_ray == []
+    for link in links:
+        link.close()
+    for end in ends:
+        end.close()
