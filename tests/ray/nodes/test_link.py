@@ -135,6 +135,29 @@ def test_each_message_arrives_once_though_the_socket_breaks(seed: int) -> None:
     pair.close()
 
 
+def test_each_message_arrives_once_over_one_socket_after_another(pair: Pair) -> None:
+    def send(k: int) -> None:
+        for i in range(600):
+            pair.links[k].send(i)
+            time.sleep(0.0005)
+
+    senders = [threading.Thread(target=send, args=(k,)) for k in range(2)]
+    for sender in senders:
+        sender.start()
+    for turn in range(12):
+        pair.connect()  # it ends the last one
+        time.sleep(0.02)
+        if turn % 3 == 0:
+            pair.links[turn % 2].close()
+            time.sleep(0.005)
+    for sender in senders:
+        sender.join()
+    assert all(link.has_socket for link in pair.links)
+    for k in range(2):
+        assert pair.until(k, 600) == [*range(600)]
+    assert pair.lost == []
+
+
 def test_what_is_not_confirmed_in_time_is_sent_again(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

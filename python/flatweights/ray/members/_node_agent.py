@@ -257,6 +257,7 @@ class NodeAgentActor(Agent):
         receive = functools.partial(coordinator.receive.remote, token)
         self._orders: SimpleQueue[StreamOrder] = SimpleQueue()
         self._link = Link(self._take, receive, self._fail)
+        self._connecting = threading.Lock()
         self._node_agent = NodeAgent(
             coordinator, self._link.send, self.channels, self.end, self.turn
         )
@@ -287,10 +288,12 @@ class NodeAgentActor(Agent):
         """See `NodeAgent.fetch`."""
         return self._node_agent.queue.call(self._node_agent.fetch, number)
 
-    def connect(self, address: Address, epoch: bytes) -> None:
-        """Make the socket of the link, if the coordinator can be reached at ``address``."""
-        with contextlib.suppress(OSError):
+    def connect(self, address: Address, epoch: bytes) -> bool:
+        """Make a socket for the link; return whether the coordinator was reached there."""
+        with self._connecting, contextlib.suppress(OSError):
             self._link.attach(self.end.connect(address, epoch))
+            return True
+        return False
 
     def receive(self, number: int, message: NodeAgentResponse | StreamOrder) -> None:
         """Take a message of the coordinator that comes through Ray; see `Link.receive`."""

@@ -4,7 +4,7 @@ A message goes over a socket, which takes a fraction of the time of a call throu
 socket, and once it has ended, messages go through Ray. Each has a number, so neither a message that
 came both ways nor the order in which Ray makes calls matters. The sender keeps what it has sent
 over the socket until the receiver confirms it. If the socket ends, or a message is not confirmed in
-time, it sends that again through Ray, and all others from then on.
+time, it sends that again through Ray, and all others until there is another socket.
 
 A frame is the number of a message and the length of its pickle (8 bytes each), then the pickle.
 Without a pickle, it confirms all messages up to that number. `Streams` makes the socket: both ends
@@ -64,6 +64,7 @@ class Link:
             ended: Called when the socket has ended.
         """
         self._take, self._by_ray, self._lost, self._ended = take, by_ray, lost, ended
+        self._server: threading.Thread | None = None
         self._sending = threading.Lock()  # for all that follows
         self._connection: socket.socket | None = None
         self._wake = -1  # the descriptor of an event that makes the reader look at `_unsent`
@@ -80,13 +81,20 @@ class Link:
         return self._connection is not None
 
     def attach(self, connection: socket.socket) -> None:
-        """Send messages over a connection to the peer from now on; read from it in a thread."""
+        """Send messages over a connection to the peer from now on; read from it in a thread.
+
+        An earlier connection ends: the peer has made another one.
+        """
+        self.close()
+        if self._server is not None:
+            self._server.join()
         connection.setblocking(False)
         with self._sending:
             self._connection, self._wake = connection, os.eventfd(0, os.EFD_NONBLOCK)
-        serve = threading.Thread(target=self._serve, args=(connection, self._wake), daemon=True)
-        serve.name = "flatweights-link"
-        serve.start()
+        self._server = threading.Thread(
+            target=self._serve, args=(connection, self._wake), name="flatweights-link", daemon=True
+        )
+        self._server.start()
 
     def send(self, message: Any, *, by_ray: bool = False) -> None:
         """Send a message; through Ray, if it has references to objects of Ray.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -32,6 +33,8 @@ from flatweights.ray.peers._wait import seconds_left
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
 _DEAD = ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError
 _CALLS = 4  # calls of an agent that may run at a time
+_RECONNECT = 1.0  # seconds until a link gets another socket; twice as long after each failure
+_LONGEST_RECONNECT = 60.0
 
 
 class NodeCall:
@@ -199,7 +202,9 @@ class AgentClient:
         if take is not None:
             by_ray = handle.receive.remote
             take = functools.partial(take, self)
-            self.link = Link(take, by_ray, lambda why: end_actor(handle), self.link_ended)
+            self.link = Link(take, by_ray, lambda why: end_actor(handle), self._link_ended)
+        self._reconnect: Callable[[], object] = lambda: None
+        self._is_over = False
         self._exchanges: dict[int, Future[Traffic | Exception]] = {}  # over the link
         self.averages: set[int] = set()
         self.sent = self.settled = 0
@@ -262,11 +267,41 @@ class AgentClient:
         if begun is not None:
             begun.set_result(outcome)
 
-    def link_ended(self) -> None:
-        """Wait for no outcome that may not come any more."""
+    def connect(self, end: NodeReducer, pause: float = _RECONNECT) -> None:
+        """Have the agent make a socket for its link to ``end``; try again later if it cannot."""
+        link = self.link
+        if link is None or self.is_dead or self._is_over:
+            return
+        epoch = secrets.token_bytes(16)
+        self._reconnect = functools.partial(self.connect, end)
+
+        def look(made: Future[bool]) -> None:
+            if made.exception() is None and not made.result():
+                self._after(pause, self.connect, end, min(2 * pause, _LONGEST_RECONNECT))
+
+        with contextlib.suppress(OSError):
+            address = end.expect(epoch, link.attach)
+            self.handle.connect.remote(address, epoch).future().add_done_callback(look)
+
+    def _link_ended(self) -> None:
+        """Wait for no outcome that may not come any more, and connect again soon."""
         exchanges, self._exchanges = self._exchanges, {}
         for begun in exchanges.values():
             begun.set_exception(StreamError(-1, "the link to the agent has ended"))
+        self._after(_RECONNECT, self._reconnect)
+
+    def _after(self, seconds: float, call: Callable[..., object], *args: Any) -> None:
+        """Make a call later, in another thread."""
+        if not self._is_over:
+            timer = threading.Timer(seconds, call, args)
+            timer.daemon = True
+            timer.start()
+
+    def close(self) -> None:
+        """End the link."""
+        self._is_over = True
+        if self.link is not None:
+            self.link.close()
 
     def has(self, one: Exchanged | None) -> bool:
         """Whether it has the average of an exchange."""
@@ -398,15 +433,8 @@ class Agents:
         if agent is None and starts:
             agent = self._by_node[node] = AgentClient(node, *self._agents)
             if agent.link is not None and self.choice != "driver":
-                self._connect(agent, agent.link)
+                agent.connect(self.end)
         return agent
-
-    def _connect(self, agent: AgentClient, link: Link) -> None:
-        """Give a link a socket, if there can be one."""
-        epoch = secrets.token_bytes(16)
-        with contextlib.suppress(OSError):
-            address = self.end.expect(epoch, link.attach)
-            agent.handle.connect.remote(address, epoch)
 
     def with_token(self, token: str) -> AgentClient | None:
         """Return the agent with a token; None if it has been dropped."""
@@ -420,8 +448,7 @@ class Agents:
     def shut_down(self) -> None:
         """End all agents."""
         for agent in self._by_node.values():
-            if agent.link is not None:
-                agent.link.close()
+            agent.close()
             end_actor(agent.handle)
         self._by_node.clear()
         if self._end is not None:
