@@ -127,6 +127,10 @@ def has_link(agent: Any) -> bool:
     return has
 
 
+def refuse(*_: object) -> None:
+    raise OSError("a firewall")
+
+
 def averages(member: Member, count: int) -> list[Any]:
     return [averaged(member, 100) for _ in range(count)]
 
@@ -206,11 +210,14 @@ def meet_on_nodes() -> None:
     # The socket of a node's link ends between two calls, or within one: calls go through Ray.
     agents = ray.get([puppets[rank].run.remote(agent_of) for rank in (1, 4)])
     assert all(map(has_link, agents))
+    agents[0].__ray_call__.remote(lambda agent: vars(agent.end).update(connect=refuse))
     running = [puppet.run.remote(averages, 60) for puppet in puppets]
     agents[0].__ray_call__.remote(lambda agent: agent._link.close())
     for rounds in zip(*ray.get(running), strict=True):
         check([*rounds], fw.average(small))
-    exchanged(averaged, expected.mean())
+    assert [has_link(agent) for agent in agents] == [False, True]
+    assert len(exchanged(averaged, expected.mean()).links) == 3  # all nodes have said how it ended
+    agents[0].__ray_call__.remote(lambda agent: vars(agent.end).pop("connect") and None)
     deadline = time.monotonic() + 60
     while not all(map(has_link, agents)):  # another socket is made
         assert time.monotonic() < deadline

@@ -137,8 +137,11 @@ class Coordinator:
         await self._call(self._group.put, token, StoreRequest(body, buffer, None))
 
     async def receive(self, agent: str, number: int, message: list[Handed] | Streamed) -> None:
-        """Take a message of the agent with a token; see `Link.receive`."""
-        self._group.queue.post(self._group.receive, agent, number, message)
+        """Take a message of the agent with a token; see `Link.receive`.
+
+        The group's thread may wait for it in an exchange.
+        """
+        self._group.receive(agent, number, message)
 
     async def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return a response that did not fit into a channel: its body and its buffer.

@@ -688,7 +688,7 @@ class ProcessGroup:
             store_request.caller.set_exception(_not_here())
 
     def receive(self, token: str, number: int, message: list[Handed] | Streamed) -> None:
-        """Take a message of an agent that comes through Ray."""
+        """Take a message of an agent that comes through Ray, in any thread."""
         agent = self._agents.with_token(token)
         if agent is not None and agent.link is not None:
             agent.link.receive(number, message)

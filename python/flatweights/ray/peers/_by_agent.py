@@ -437,8 +437,8 @@ class Agents:
         return agent
 
     def with_token(self, token: str) -> AgentClient | None:
-        """Return the agent with a token; None if it has been dropped."""
-        return next((one for one in self._by_node.values() if one.token == token), None)
+        """Return the agent with a token; None if it has been dropped. Any thread may ask."""
+        return next((one for one in [*self._by_node.values()] if one.token == token), None)
 
     def keep(self, nodes: Collection[str]) -> None:
         """End the agents of all other nodes."""
