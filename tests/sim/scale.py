@@ -276,13 +276,13 @@ class MembersCall:
         if not number:
             clock.at(read, lambda: self._requested(rank))
             return
-        came = read + costs["ray latency"] + self.cluster.latency
+        came = read + costs["message latency"] + self.cluster.latency
         clock.at(came, lambda: self._handed(rank))
 
     def _handed(self, rank: int) -> None:
         costs = self.cluster.costs
         share = 1 / self.cluster.workers  # the agent hands them on together
-        end = self.nodes[0].agent.serve(self.clock.now, costs["ray call"] * share, share)
+        end = self.nodes[0].agent.serve(self.clock.now, costs["message"] * share, share)
         if self._is_small:  # it has the weights
             seconds = self.cluster.nbytes / self.cluster.link
             end = self.nodes[0].into.serve(end, seconds, self.cluster.nbytes)
@@ -321,13 +321,13 @@ class MembersCall:
         # The coordinator calls all agents; each sums its own members before it sends.
         begun = self.clock.now
         for number, (node, group) in enumerate(zip(self.nodes, groups, strict=True)):
-            begun = self.nodes[0].agent.serve(self.clock.now, costs["ray call"])
+            begun = self.nodes[0].agent.serve(self.clock.now, costs["message"])
             nbytes = sum(sum(plan.sizes(number, k)) for k in range(cluster.nodes))
             if plan.form(number) == "sum":
                 nbytes += len(group) * cluster.nbytes
             node.memory.serve(begun, nbytes / costs["memory"], nbytes)
         exchange = Exchange(self.clock, self.nodes, plan, cluster)
-        begin = begun + costs["ray latency"] + cluster.latency
+        begin = begun + costs["message latency"] + cluster.latency
         self.clock.at(begin, lambda: exchange.start(lambda: self._reduced(call)))
 
     def _reduced(self, call: Reduce) -> None:
@@ -335,7 +335,7 @@ class MembersCall:
         cluster, costs, clock = self.cluster, self.cluster.costs, self.clock
         if cluster.nodes > 1:
             for _ in self.nodes:  # the agents' results
-                self.nodes[0].agent.serve(clock.now, costs["ray call"])
+                self.nodes[0].agent.serve(clock.now, costs["message"])
         self._calls.receive(Reduced(self.used, cluster.nbytes), clock.now)
         (send,) = [one for one in self._calls.actions() if isinstance(one, Send)]
         ranks = {peer.rank for peer in send.peers}
@@ -343,7 +343,7 @@ class MembersCall:
             here = [k for k in ranks if k // cluster.workers == number]
             came = self.nodes[0].agent.serve(clock.now, costs["response"])
             if number:
-                came += costs["ray latency"] + cluster.latency
+                came += costs["message latency"] + cluster.latency
                 if self._is_small:
                     seconds = cluster.nbytes / cluster.link
                     came = self.nodes[0].out.serve(came, seconds, cluster.nbytes)
