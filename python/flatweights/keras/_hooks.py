@@ -83,7 +83,8 @@ def prepare_steps() -> None:
         return
     model = fit.model
     if _is_keras(model, "make_train_function"):
-        _prepare(model.train_function, fit.data)
+        with contextlib.suppress(Exception):
+            _prepare(model.train_function, fit.data)
     if fit.validation is not None and _is_keras(model, "make_test_function"):
         model.make_test_function()
         with contextlib.suppress(Exception):

@@ -11,11 +11,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from flatweights.ray.nodes import _link
 from flatweights.ray.nodes._address import Address
@@ -23,6 +25,7 @@ from flatweights.ray.nodes._connections import StreamError
 from flatweights.ray.nodes._link import Link
 from flatweights.ray.nodes._node_reducer import NodeReducer
 from flatweights.ray.nodes._streams import Streams
+from flatweights.ray.peers import _by_agent
 
 PATIENCE = 20.0
 HERE = "127.0.0.1"
@@ -156,6 +159,52 @@ def test_each_message_arrives_once_over_one_socket_after_another(pair: Pair) -> 
     for k in range(2):
         assert pair.until(k, 600) == [*range(600)]
     assert pair.lost == []
+
+
+def test_another_socket_is_no_end(pair: Pair) -> None:
+    for i in range(5):
+        pair.connect()
+        pair.links[0].send(i)
+    assert pair.until(1, 5) == [*range(5)]
+    assert not pair.ended[0].wait(0.1)
+
+
+def test_a_message_that_fails_does_not_hold_up_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    got: list[int] = []
+
+    def take(message: int) -> None:
+        got.append(1 // message)
+
+    link = Link(take, failing, pytest.fail)
+    for number, message in ((3, 1), (2, 0), (1, 1)):
+        link.receive(number, message)
+    assert got == [1, 1]
+    assert "a message from another node has failed" in caplog.text
+
+
+def test_a_call_that_may_not_have_come_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_by_agent, "_RECONNECT", 0.01)
+    restarting = ray.exceptions.ActorUnavailableError("it is restarting", None)
+    dead = ray.exceptions.ActorDiedError()
+    results: list[Any] = [restarting, restarting, dead, None]
+    made: list[int] = []
+
+    def call(number: int) -> Any:
+        made.append(number)
+        called: Future[None] = Future()
+        result = results.pop(0)
+        if result is None:
+            called.set_result(None)
+        else:
+            called.set_exception(result)
+        return SimpleNamespace(future=lambda: called)
+
+    _by_agent.call_while_alive(call, 7)
+    end = time.monotonic() + PATIENCE
+    while len(made) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert made == [7, 7, 7]  # a dead actor is not called again
 
 
 def test_what_is_not_confirmed_in_time_is_sent_again(

@@ -41,8 +41,9 @@ from flatweights.ray.nodes._link import Link
 from flatweights.ray.nodes._node_reducer import NodeReducer, Traffic
 from flatweights.ray.nodes._plan import SMALL
 from flatweights.ray.peers._agent import Agent, AverageOf, StreamOrder
+from flatweights.ray.peers._by_agent import call_while_alive
 from flatweights.ray.peers._by_channel import GroupChannels
-from flatweights.ray.support._errors import portable, reason_in_a_line
+from flatweights.ray.support._errors import reason_in_a_line
 
 _log = logging.getLogger("flatweights")
 
@@ -254,7 +255,7 @@ class NodeAgentActor(Agent):
     def __init__(self, coordinator: ray.actor.ActorHandle, token: str) -> None:
         """Start, for the process group of ``coordinator``."""
         super().__init__()
-        receive = functools.partial(coordinator.receive.remote, token)
+        receive = functools.partial(call_while_alive, coordinator.receive.remote, token)
         self._orders: SimpleQueue[StreamOrder] = SimpleQueue()
         self._link = Link(self._take, receive, self._fail)
         self._connecting = threading.Lock()
@@ -312,13 +313,13 @@ class NodeAgentActor(Agent):
         while True:
             order = self._orders.get()
             try:
-                outcome = self.stream(*order)
+                self._link.send(Streamed(order.plan.number, self.stream(*order)))
             except Exception as error:
-                outcome = portable(error)
-            self._link.send(Streamed(order.plan.number, outcome))
+                self._fail(reason_in_a_line(error))
+                return
 
     def _fail(self, why: str) -> None:
-        """Count this agent as failed: a message to the coordinator is lost."""
+        """Count this agent as failed, since it cannot do its part."""
         with contextlib.suppress(InvalidStateError):
             self._node_agent.failure.set_exception(RuntimeError(why))
 

@@ -256,6 +256,7 @@ class Rendezvous:
     def _lose_all(self, agent: AgentClient, why: str) -> None:
         """Count the members of a dead agent's node as dead; its process may still have to end."""
         agent.is_dead = True
+        agent.close()
         end_actor(agent.handle)
         for session in [*self.present.values()]:
             if session.agent is agent:

@@ -61,10 +61,11 @@ class Link:
                 wait.
             by_ray: Has Ray call `receive` of the peer.
             lost: Called with the reason, if a message cannot be sent again.
-            ended: Called when the socket has ended.
+            ended: Called when the socket has ended, unless there is another one.
         """
         self._take, self._by_ray, self._lost, self._ended = take, by_ray, lost, ended
         self._server: threading.Thread | None = None
+        self._is_replaced = False  # whether the peer has made another socket
         self._sending = threading.Lock()  # for all that follows
         self._connection: socket.socket | None = None
         self._wake = -1  # the descriptor of an event that makes the reader look at `_unsent`
@@ -85,16 +86,22 @@ class Link:
 
         An earlier connection ends: the peer has made another one.
         """
-        self.close()
         if self._server is not None:
+            self._is_replaced = True
+            self.close()
             self._server.join()
+            self._is_replaced, self._server = False, None
         connection.setblocking(False)
+        wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        server = threading.Thread(target=self._serve, args=(connection, wake), daemon=True)
+        server.name = "flatweights-link"
         with self._sending:
-            self._connection, self._wake = connection, os.eventfd(0, os.EFD_NONBLOCK)
-        self._server = threading.Thread(
-            target=self._serve, args=(connection, self._wake), name="flatweights-link", daemon=True
-        )
-        self._server.start()
+            try:
+                server.start()
+            except RuntimeError:  # there are too many threads
+                os.close(wake)
+                raise
+            self._connection, self._wake, self._server = connection, wake, server
 
     def send(self, message: Any, *, by_ray: bool = False) -> None:
         """Send a message; through Ray, if it has references to objects of Ray.
@@ -120,7 +127,10 @@ class Link:
             self._early[number] = message
             while self._taken + 1 in self._early:
                 self._taken += 1
-                self._take(self._early.pop(self._taken))
+                try:
+                    self._take(self._early.pop(self._taken))
+                except Exception:
+                    _log.exception("a message from another node has failed")
 
     def close(self) -> None:
         """End the socket."""
@@ -221,7 +231,8 @@ class Link:
                     self._by_ray(number, message)
             except Exception as error:  # Ray's store is full
                 self._lost(f"a message was not sent: {reason_in_a_line(error)}")
-        self._ended()
+        if not self._is_replaced:
+            self._ended()
 
 
 def _clear(event: int) -> None:

@@ -27,6 +27,7 @@ from flatweights.ray import _clock
 from flatweights.ray.nodes._address import HELLO, KEY, Address, family_of, listen
 from flatweights.ray.nodes._connections import NodeConnections, StreamError, set_up
 from flatweights.ray.nodes._tls import Tls, shake_hands
+from flatweights.ray.support._errors import reason_in_a_line
 from flatweights.ray.support._listener import Listener, PendingConnection, RefusedError, kept
 
 _EPOCH = 16  # bytes of an epoch
@@ -100,7 +101,11 @@ class Streams:
             return connections
 
     def expect(self, epoch: bytes, take: Callable[[socket.socket], object]) -> None:
-        """Have ``take`` called with the connection that another process makes by `connect`."""
+        """Have ``take`` called with the connection that another process makes by `connect`.
+
+        If it was expected with another epoch, that ends.
+        """
+        self._expected = {e: one for e, one in self._expected.items() if one != take}
         self._expected[epoch] = take
 
     def connect(self, address: Address, epoch: bytes, end: float) -> socket.socket:
@@ -154,7 +159,10 @@ class Streams:
         if take is not None:
             set_up(connection)
             connection.send(epoch)
-            take(connection)
+            try:
+                take(connection)
+            except Exception as error:
+                raise RefusedError(reason_in_a_line(error)) from error
             return
         connections = self._connections
         if connections is None or connections.epoch != epoch or connections.is_closed:

@@ -7,7 +7,7 @@ import functools
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import ray
@@ -29,12 +29,35 @@ from flatweights.ray.peers._result_metadata import Exchanged, ReadOptions
 from flatweights.ray.peers._store import argument_of, end_actor
 from flatweights.ray.peers._transport import Call, PendingResult
 from flatweights.ray.peers._wait import seconds_left
+from flatweights.ray.support._errors import is_restarting
 
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
 _DEAD = ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError
 _CALLS = 4  # calls of an agent that may run at a time
 _RECONNECT = 1.0  # seconds until a link gets another socket; twice as long after each failure
 _LONGEST_RECONNECT = 60.0
+
+
+def is_dead(error: BaseException | None) -> bool:
+    """Whether the error of a call says that the actor is dead, and not only out of reach."""
+    return isinstance(error, _DEAD) and not is_restarting(error)
+
+
+def call_while_alive(call: Callable[..., ray.ObjectRef], *args: Any) -> None:
+    """Make a call of an actor; again, if the actor was out of reach, as long as it lives."""
+
+    def again() -> None:
+        with contextlib.suppress(Exception):  # this process has left Ray
+            call_while_alive(call, *args)
+
+    def look(made: Future[Any]) -> None:
+        if is_restarting(made.exception()):
+            timer = threading.Timer(_RECONNECT, again)
+            timer.daemon = True
+            timer.start()
+
+    made: Future[Any] = call(*args).future()
+    made.add_done_callback(look)
 
 
 class NodeCall:
@@ -200,12 +223,12 @@ class AgentClient:
         self.is_dead = False
         self.link: Link | None = None
         if take is not None:
-            by_ray = handle.receive.remote
+            by_ray = functools.partial(call_while_alive, handle.receive.remote)
             take = functools.partial(take, self)
             self.link = Link(take, by_ray, lambda why: end_actor(handle), self._link_ended)
         self._reconnect: Callable[[], object] = lambda: None
         self._is_over = False
-        self._exchanges: dict[int, Future[Traffic | Exception]] = {}  # over the link
+        self._exchange: tuple[int, Future[Traffic | Exception]] | None = None  # over the link
         self.averages: set[int] = set()
         self.sent = self.settled = 0
         self._address: ray.ObjectRef = self.handle.address.remote()
@@ -257,37 +280,47 @@ class AgentClient:
             begun: Future[Traffic | Exception] = ref.future()
             return begun
         begun = Future()
-        self._exchanges = {plan.number: begun}  # it ends older ones
+        self._exchange = plan.number, begun  # it ends the last one
         self.link.send(StreamOrder(plan, me, endpoints))
         return begun
 
     def streamed(self, number: int, outcome: Traffic | Exception) -> None:
         """Take the outcome of the exchange ``number``, which has come over the link."""
-        begun = self._exchanges.pop(number, None)
-        if begun is not None:
-            begun.set_result(outcome)
+        exchange = self._exchange
+        if exchange is not None and exchange[0] == number:
+            with contextlib.suppress(InvalidStateError):
+                exchange[1].set_result(outcome)
 
     def connect(self, end: NodeReducer, pause: float = _RECONNECT) -> None:
         """Have the agent make a socket for its link to ``end``; try again later if it cannot."""
         link = self.link
-        if link is None or self.is_dead or self._is_over:
+        if link is None or link.has_socket or self.is_dead or self._is_over:
             return
-        epoch = secrets.token_bytes(16)
         self._reconnect = functools.partial(self.connect, end)
 
-        def look(made: Future[bool]) -> None:
-            if made.exception() is None and not made.result():
-                self._after(pause, self.connect, end, min(2 * pause, _LONGEST_RECONNECT))
+        def again() -> None:
+            self._after(pause, self.connect, end, min(2 * pause, _LONGEST_RECONNECT))
 
-        with contextlib.suppress(OSError):
+        def look(made: Future[bool]) -> None:
+            error = made.exception()
+            if is_dead(error) if error is not None else made.result():
+                return
+            again()
+
+        epoch = secrets.token_bytes(16)
+        try:
             address = end.expect(epoch, link.attach)
+        except OSError:
+            again()
+        else:
             self.handle.connect.remote(address, epoch).future().add_done_callback(look)
 
     def _link_ended(self) -> None:
         """Wait for no outcome that may not come any more, and connect again soon."""
-        exchanges, self._exchanges = self._exchanges, {}
-        for begun in exchanges.values():
-            begun.set_exception(StreamError(-1, "the link to the agent has ended"))
+        if self._exchange is not None:
+            with contextlib.suppress(InvalidStateError):
+                why = StreamError(-1, "the link to the agent has ended")
+                self._exchange[1].set_exception(why)
         self._after(_RECONNECT, self._reconnect)
 
     def _after(self, seconds: float, call: Callable[..., object], *args: Any) -> None:
@@ -379,6 +412,7 @@ class Agents:
         self._offer = offer
         self._agents = actor, args, max_concurrency, take
         self._by_node: dict[str, AgentClient] = {}
+        self._by_token: dict[str, AgentClient] = {}  # with links, even if dead
         self._gone: set[str] = set()  # dead nodes
         self._end: NodeReducer | None = None
         self._number = 0
@@ -432,13 +466,15 @@ class Agents:
             del self._by_node[node]
         if agent is None and starts:
             agent = self._by_node[node] = AgentClient(node, *self._agents)
-            if agent.link is not None and self.choice != "driver":
-                agent.connect(self.end)
+            if agent.link is not None:
+                self._by_token[agent.token] = agent
+                if self.choice != "driver":
+                    agent.connect(self.end)
         return agent
 
     def with_token(self, token: str) -> AgentClient | None:
-        """Return the agent with a token; None if it has been dropped. Any thread may ask."""
-        return next((one for one in [*self._by_node.values()] if one.token == token), None)
+        """Return the agent with a link that has a token; any thread may ask."""
+        return self._by_token.get(token)
 
     def keep(self, nodes: Collection[str]) -> None:
         """End the agents of all other nodes."""
@@ -447,8 +483,9 @@ class Agents:
 
     def shut_down(self) -> None:
         """End all agents."""
-        for agent in self._by_node.values():
+        for agent in self._by_token.values():
             agent.close()
+        for agent in self._by_node.values():
             end_actor(agent.handle)
         self._by_node.clear()
         if self._end is not None:

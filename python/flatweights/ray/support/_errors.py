@@ -142,7 +142,7 @@ def is_stale(error: Exception) -> bool:
     return isinstance(getattr(error, "cause", None), StaleWorkerError)
 
 
-def is_restarting(error: Exception | None) -> bool:
+def is_restarting(error: BaseException | None) -> bool:
     """Whether Ray is restarting the actor: it may answer soon."""
     return isinstance(error, ray.exceptions.ActorUnavailableError)
 
