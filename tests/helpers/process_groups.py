@@ -99,6 +99,11 @@ class LocalProcessGroup:
         """Count a process as lost, as the coordinator does when it gives up."""
         self.group.queue.post(self.group.lose, entry.token, why)
 
+    def last_call(self) -> int:
+        """Return the number of the last call, with those of a series that is made in C++ now."""
+        number: int = self.group.queue.call(lambda: self.group.calls.number)
+        return number
+
     def wait_until(self, is_true: Any) -> None:
         """Wait until ``is_true(group)`` holds in the thread of the process group.
 

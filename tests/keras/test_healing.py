@@ -217,7 +217,7 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     first, late, last = fits(group)
 
     def sleep() -> None:
-        number = group.group.calls.number
+        number = group.last_call()
         group.wait_until(lambda inside: inside.calls.number > number + 9)
         slept.set()
 
@@ -248,7 +248,7 @@ def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_o
         fit.optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
 
     def sleep() -> None:
-        number = group.group.calls.number
+        number = group.last_call()
         group.wait_until(lambda inside: inside.calls.number > number + 5)
         slept.set()
 
@@ -271,7 +271,7 @@ def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
     woken: list[Fit] = []
 
     def sleep(fit: Fit, calls: int) -> None:
-        number = group.group.calls.number
+        number = group.last_call()
         group.wait_until(lambda inside: inside.calls.number >= number + calls)
         woken.append(fit)
 
@@ -321,7 +321,7 @@ def test_the_others_go_on_without_a_member_in_the_middle_of_a_synchronized_step(
             if ends:
                 kill(late.member)
                 raise KilledError
-            number = group.group.calls.number
+            number = group.last_call()
             group.wait_until(lambda inside: inside.calls.number > number + 40)
             slept.set()
 
@@ -672,7 +672,7 @@ def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
         fit.more = [AverageWeights(every=3, unit="batch")]
 
     def sleep() -> None:
-        number = group.group.calls.number
+        number = group.last_call()
         group.wait_until(lambda inside: inside.calls.number > number + 9)
         slept.set()
 

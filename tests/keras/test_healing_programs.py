@@ -123,7 +123,7 @@ class Run:
                     kill(member)
                     return None
                 # While all members repeat a call, the group's core does not count.
-                number = results[-1].number if results else self.group.group.calls.number
+                number = results[-1].number if results else self.group.last_call()
                 self.sleep_until(number + sleeps)
             if done == STEPS - 2:
                 self.until_all_are_back(rank)
