@@ -13,6 +13,7 @@ An oracle checks every response while it runs. `python -m tests.sim --help` runs
 | `oracle.py` | what must hold |
 | `schedules.py` | one schedule: all of these together |
 | `mutants.py` | small wrong changes of the package, which the oracle has to find |
+| `nodes*.py` | members on several nodes: links and exchanges, plans, mutants |
 | `group_*.py` | the same for a group: its driver and its workers, in barrier rounds and in loops |
 | `fit_*.py` | what a `fit` of Keras adds to members |
 """

@@ -11,12 +11,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.sim import fit_plans, group_plans, mutants, plans
+from tests.sim import fit_plans, group_plans, mutants, nodes_plans, plans
 from tests.sim.plans import Plan
 
 # What imports the package is imported in functions, since a mutant changes the package before.
 
-PROTOCOLS = ("members", "group", "asynchronous", "fit")
+PROTOCOLS = ("members", "nodes", "group", "asynchronous", "fit")
 _COLLECT = 100  # schedules between two collections of garbage
 _MANY = 1_000_000_000
 _A_MINUTE = 6000  # schedules in which a wrong change has to be found
@@ -62,6 +62,8 @@ def plan_of(protocol: str, seed: int, mix: str | None) -> Plan:
     """Return the plan of a seed, of a mix if one is given."""
     if protocol == "members":
         return plans.plan_of(seed, mix or plans.mix_of(seed))
+    if protocol == "nodes":
+        return nodes_plans.plan_of(seed, mix or plans.mix_of(seed))
     if protocol == "fit":
         return fit_plans.plan_of(seed, mix or fit_plans.mix_of(seed))
     return group_plans.plan_of(seed, mix or group_plans.mix_of(seed), protocol)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import ray
 from tests.sim.platform import HeldExtent
-from tests.sim.world import Bell, Changing, Fault, Process, World
+from tests.sim.world import Bell, Changing, Fault, Process, SimulatedLock, World
 
 from flatweights.ray.channels._driver_channel import DriverChannel
 from flatweights.ray.channels._end import ChannelEnd, ChannelError
@@ -141,28 +141,6 @@ class SimulatedWorkers(GroupPlatform):
         if kind < 0.5:
             return 0.0
         return self.world.draw() * (0.003 if kind < 0.95 else 0.2)
-
-
-class SimulatedLock(Changing):
-    """A lock that the task that has it may take again."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self._owner: Any = None
-        self._depth = 0
-
-    def __enter__(self) -> None:
-        current = self._world.current
-        if self._owner is not current:
-            self._world.block(lambda: self._owner is None, self)
-        self._owner = current
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
-            self.changed()
 
 
 class Ref(ray.ObjectRef):  # type: ignore[misc]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from tests.sim.fit_mutants import FIT
 from tests.sim.group_mutants import ASYNCHRONOUS, GROUP
+from tests.sim.nodes_mutants import NODES
 
 
 class Mutant(NamedTuple):
@@ -436,6 +437,7 @@ MUTANTS = {
 }
 """By name. The names say what is wrong."""
 
+MUTANTS |= {name: Mutant(*texts, ("nodes",)) for name, texts in NODES.items()}
 MUTANTS |= {name: Mutant(*texts, ("group",)) for name, texts in GROUP.items()}
 MUTANTS |= {name: Mutant(*texts, ("asynchronous",)) for name, texts in ASYNCHRONOUS.items()}
 MUTANTS |= {name: Mutant(*texts, ("fit",), "flatweights.keras") for name, texts in FIT.items()}

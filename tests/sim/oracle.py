@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 _SLACK = 0.7  # seconds of messages
 _STUCK = 3.0  # seconds, without an answer, in which all members wait
+_SILENT = 7.0  # more seconds, if links may fall silent: until what was sent goes through Ray
+_EXCHANGED = 6.0  # seconds that exchanges between nodes may take, if some break off
 _KNOWN = 3.0  # seconds after which a coordinator knows of a death, unless it was stopped
 _REPORTED = 9.0  # seconds after which Ray has reported every death
 _SLICE = 1.0  # seconds between two looks of a coordinator that nothing wakes
@@ -95,7 +97,9 @@ class Noted:
         counts: Whether the others miss it if it dies.
         is_told: Whether it was told its first response.
         is_gone: Whether it has left, or has dropped its member.
+        agent: The agent of its node; None, if that is the coordinator's, or unknown.
         has_left: Whether it has left.
+        leave_came: Whether that has come to the coordinator, or is in the channel to it.
         may_have_left: Whether it has left, perhaps after it had dropped its member.
     """
 
@@ -103,18 +107,24 @@ class Noted:
         self.process, self.token = process, token
         self.rank: int | None = None
         self.number = self.has = self.of_state = 0
+        self.agent: Any = None
         self.open: Sent | None = None
         self.prepared: dict[int, Request] = {}
         self.got: dict[Any, int] = {}
         self.is_gone = self.is_told = self.has_joined = self.counts = False
-        self.has_left = self.may_have_left = False
+        self.has_left = self.may_have_left = self.leave_came = False
         self.last_operation = ""
         self.passed_by = 0
         self.told_at = float("inf")
 
     @property
+    def is_cut_off(self) -> bool:
+        """Whether the agent of its node is dead, and with it the weights that stayed there."""
+        return self.agent is not None and self.agent.process.is_dead
+
+    @property
     def is_there(self) -> bool:
-        return not (self.is_gone or self.process.is_dead)
+        return not (self.is_gone or self.process.is_dead or self.is_cut_off)
 
 
 class Known:
@@ -152,7 +162,7 @@ class Record:
         return {
             rank
             for rank, one in newest.items()
-            if one is not None and not (one.has_left and one.process.is_dead)
+            if one is not None and not (one.has_left and one.leave_came and one.process.is_dead)
         }
 
     def lost(self, is_dead: Callable[[Process], bool]) -> list[int]:
@@ -189,18 +199,22 @@ class Oracle:
         counts: How often things have happened, by name.
         losses: How often something was lost because memory was short.
         coordinators: All coordinators so far.
+        agents: All agents of other nodes so far.
     """
 
     def __init__(self, world: World, plan: dict[str, Any], state_layout: Any) -> None:
         self._world, self._plan, self._state_layout = world, plan, state_layout
         self.members: dict[bytes, Noted] = {}
         self.coordinators: list[Handle] = []
+        self.agents: list[Handle] = []
         self.mains: list[Process] = []
         self.counts: Counter[str] = Counter()
         self.losses = 0
         self._records: dict[int, Record] = {}
         self._states: dict[Any, Any] = {}
         self._waiting_since: float | None = None
+        # By token, requests that an agent has not handed on, and the call that each is of.
+        self._on_their_way: dict[bytes, list[tuple[bytes, Any]]] = defaultdict(list)
         self._entering: set[bytes] = set()  # tokens of processes that wait for a join reply
 
     def _fail(self, text: str) -> None:
@@ -232,9 +246,32 @@ class Oracle:
         member = self.members[token]
         self._entering.discard(token)
         member.rank, member.number = join_reply.rank, join_reply.session
+        member.agent = join_reply.node_agent
         self._record(group).entered[join_reply.rank].append(member)
 
-    def asked(self, process: Process, token: bytes, body: bytes, kind: int = REQUEST) -> None:
+    def agent_died(self, agent: Any) -> None:
+        """Note the end of the agent of a node: a leave may not have arrived."""
+        for member in self.members.values():
+            if member.agent is agent and agent.process.notes.get("broke"):
+                member.process.notes["broke"] = True
+
+    def asking(self, process: Process, token: bytes, body: bytes) -> None:
+        """Note a request that goes to the agent of a node; what ends a member counts at once."""
+        self._on_their_way[token].append((body, process.notes.get("call")))
+        if Request(*pickle.loads(body)[0]).operation == "leave":
+            self._leaves(self.members[token])
+
+    def handed(self, token: bytes, body: bytes) -> None:
+        """Note that the coordinator gets a request from the agent of a node."""
+        while self._on_their_way[token]:
+            sent, call = self._on_their_way[token].pop(0)
+            if sent == body:
+                self.asked(self.members[token].process, token, body, call=call)
+                return
+
+    def asked(
+        self, process: Process, token: bytes, body: bytes, kind: int = REQUEST, call: Any = None
+    ) -> None:
         """Note a request, which the coordinator can see from now on."""
         member = self.members[token]
         if kind == REPEAT:
@@ -244,15 +281,15 @@ class Oracle:
         else:
             request = Request(*pickle.loads(body)[0])
         if request.operation == "leave":
-            member.may_have_left = True
-            member.has_left = member.has_left or not member.is_gone  # not if it was dropped before
-            member.is_gone = True
-            self._world.note("leaves")
+            member.leave_came = True
+            if not member.may_have_left:
+                self._leaves(member)
             return
         if member.open is not None:
             self._fail(f"{process.name} asks twice")
         member.last_operation = request.operation
-        member.open = Sent(member, request, process.notes.get("call"), self._world.now)
+        call = call or process.notes.get("call")
+        member.open = Sent(member, request, call, self._world.now)
         self.counts["asks that lack the state"] += request.lacks
         self._waiting_since = None
         if self._world.transcript is not None:
@@ -260,11 +297,19 @@ class Oracle:
             lacks = ", and lacks the state" if request.lacks else ""
             self._world.note(f"asks {request}{weight}, timeout={request.timeout}{lacks}")
 
+    def _leaves(self, member: Noted) -> None:
+        member.may_have_left = True
+        member.has_left = member.has_left or not member.is_gone  # not if it was dropped before
+        member.is_gone = True
+        self._world.note("leaves")
+
     def answered(self, link: Link) -> None:
         """Check that the coordinator has dropped the weights of the request that it answers."""
         member = self.members[link.token]
-        # A state is copied after the answer.
-        if member.last_operation != "give" and any(view() is not None for view in link.views):
+        # A state is copied after the answer; a link keeps what was not confirmed.
+        is_far = link.channels is not None and link.channels.is_of_agent
+        may_be_held = is_far or member.last_operation == "give"
+        if not may_be_held and any(view() is not None for view in link.views):
             self._fail(f"the weights of an answered request of {link.member.name} are still held")
         link.views = []
 
@@ -364,7 +409,8 @@ class Oracle:
         request, took = sent.request, self._world.now - sent.at
         if request.timeout is not None and request.operation in _CALLS and not request.lacks:
             stopped = self._seconds_stopped(sent.at, member.process)
-            if took > request.timeout + _SLACK + stopped:
+            exchanged = _EXCHANGED if self._plan["exchanges"] else 0.0
+            if took > request.timeout + _SLACK + stopped + exchanged:
                 name = member.process.name
                 self._fail(f"{name} waited {took:.2f} s with timeout {request.timeout}")
 
@@ -548,7 +594,8 @@ class Oracle:
         waited = self._world.now - last
         # A request that does not fit into a channel is complete only once its member goes on.
         stopped = max(self._seconds_stopped(last, sent.member.process) for sent in parts.values())
-        if waited > _SLACK + _SLICE + stopped:
+        exchanged = _EXCHANGED if self._plan["exchanges"] else 0.0
+        if waited > _SLACK + _SLICE + stopped + exchanged:
             self._fail(f"{number}: has waited {waited:.2f} s for members that are late")
 
     def _check_order(self, record: Record, number: int, kind: Any, parts: dict[int, Sent]) -> None:
@@ -610,6 +657,7 @@ class Oracle:
     ) -> None:
         """Check an error that all members of a call get."""
         finite = {rank for rank, sent in parts.items() if sent.call.is_finite}
+        finite -= {rank for rank, sent in parts.items() if sent.member.is_cut_off}
         need = first.request.min_results
         if isinstance(error, WorkerError):
             if first.request.operation == "broadcast":
@@ -622,7 +670,9 @@ class Oracle:
             for rank, why in error.failed.items():
                 self._check_why(record, number, rank, why, parts)
                 is_early = need is None or len(parts) < need
-                if isinstance(why, TimeoutError) and is_early and not self._is_time_up(parts):
+                is_far = rank in parts and parts[rank].member.agent is not None
+                is_late = isinstance(why, TimeoutError) and not is_far
+                if is_late and is_early and not self._is_time_up(parts):
                     self._fail(f"{number}: failed for rank {rank}, which is late, before time")
         elif isinstance(error, ValueError) and "NaN" in str(error):
             is_right = first.request.nonfinite == "raise" and len(finite) < len(parts)
@@ -636,7 +686,10 @@ class Oracle:
     ) -> None:
         """Check the reason for which a rank has no part in a response."""
         member, joined, text = record.newest.get(rank), record.newest_joined(rank), str(why)
-        if isinstance(why, TimeoutError):
+        is_far = rank in parts and parts[rank].member.agent is not None
+        if is_far and (isinstance(why, TimeoutError) or parts[rank].member.is_cut_off):
+            pass  # its node is out of reach, or has died with its weights
+        elif isinstance(why, TimeoutError):
             if rank in parts:
                 self._fail(f"{number}: rank {rank} took part and is late")
         elif "NaN" in text:
@@ -660,8 +713,10 @@ class Oracle:
     def _check_average(
         self, record: Record, number: int, result: Round, parts: dict[int, Sent], buffer: Any
     ) -> None:
-        finite = tuple(rank for rank in sorted(parts) if parts[rank].call.is_finite)
-        not_finite = tuple(rank for rank in sorted(parts) if not parts[rank].call.is_finite)
+        lost = self._lost_weights(result, parts)
+        sent = [rank for rank in sorted(parts) if rank not in lost]
+        finite = tuple(rank for rank in sent if parts[rank].call.is_finite)
+        not_finite = tuple(rank for rank in sent if not parts[rank].call.is_finite)
         if result.used != finite:
             self._fail(f"{number}: used {result.used}, and requests of {finite}")
             return
@@ -681,6 +736,17 @@ class Oracle:
         if buffer.view(np.float64)[: mean.size].tobytes() != mean.tobytes():
             got = buffer.view(np.float64)
             self._fail(f"{number}: wrong average of {finite}: got {got}, expected {mean}")
+
+    def _lost_weights(self, result: Round, parts: dict[int, Sent]) -> set[int]:
+        """Return the ranks whose weights were on a node that has died, or is out of reach."""
+        lost = set()
+        for rank, why in result.failed.items():
+            is_far = rank in parts and parts[rank].member.agent is not None
+            if rank in result.quarantined:
+                continue
+            if is_far and (parts[rank].member.is_cut_off or "could not be reached" in str(why)):
+                lost.add(rank)
+        return lost
 
     def _check_gathered(
         self, number: int, result: Round, parts: dict[int, Sent], response: Response
@@ -768,9 +834,9 @@ class Oracle:
     # Time.
 
     def _seconds_stopped(self, since: float, own: Process) -> float:
-        """Return the seconds for which coordinators, or the process, were stopped since then."""
+        """Return the seconds for which the process, or an actor, was stopped since then."""
         total = 0.0
-        for process in (own, *[coordinator.process for coordinator in self.coordinators]):
+        for process in (own, *[actor.process for actor in (*self.coordinators, *self.agents)]):
             for begin, end in process.stops:
                 total += max(0.0, min(end, self._world.now) - max(begin, since))
         return total
@@ -784,14 +850,14 @@ class Oracle:
         """Check that something answers, if all members wait: called before the clock moves."""
         now = self._world.now
         since = self._waiting_since
-        is_soon = since is not None and now - since < _STUCK
-        if is_soon and all(
-            coordinator.process.stopped_until < now for coordinator in self.coordinators
-        ):
+        patience = _STUCK + (_SILENT if self._plan["rates"].get("silent") else 0.0)
+        is_soon = since is not None and now - since < patience
+        actors = [actor.process for actor in (*self.coordinators, *self.agents)]
+        if is_soon and all(process.stopped_until < now for process in actors):
             return
         mains = [process for process in self.mains if not process.is_dead]
         live = {one.process: one for one in self.members.values() if not one.is_gone}
-        everyone = [*mains, *[coordinator.process for coordinator in self.coordinators]]
+        everyone = [*mains, *actors]
         are_waiting = bool(mains) and all(
             process in live and live[process].open is not None for process in mains
         )
@@ -887,6 +953,9 @@ class Oracle:
                     session.who for session in coordinator.object._group.rendezvous.present.values()
                 ]
                 self._fail(f"a process group has not ended: {present}")
+        for agent in self.agents:
+            if not agent.process.is_dead:
+                self._fail(f"{agent.process.name} has not ended")
         if any(map(_is_held, links)):
             gc.collect()
             for link in filter(_is_held, links):

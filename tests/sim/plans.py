@@ -103,6 +103,7 @@ def plan_of(seed: int, mix: str) -> Plan:
       by the number of a point, and whether two start at once;
     - ``ways``: by rank, "shm" or "store"; ``coordinator_faults``: by coordinator, its faults,
       likewise;
+    - ``nodes``, ``agent_faults``: by rank, its node; by agent of a node, its faults, likewise;
     - ``keeps_few``: whether process groups keep the responses of one kind of call only;
     - ``in_place``: whether members average variables; ``alone``: after how many calls twins begin
       to take turns;
@@ -135,6 +136,8 @@ def plan_of(seed: int, mix: str) -> Plan:
         "any_rank": rng.random() < 0.1,
         "rates": {},
         "coordinator_faults": {},
+        "agent_faults": {},
+        "exchanges": False,
         "keeps_few": mix == "forgets",
     }
     if mix == "heal":
@@ -163,6 +166,7 @@ def plan_of(seed: int, mix: str) -> Plan:
         }
     plan["lives"] = [lives_of(rng, mix, plan["calls"]) for _ in range(plan["size"])]
     plan["ways"] = ["shm"] * plan["size"]
+    plan["nodes"] = ["node0"] * plan["size"]
     _add_faults(rng, plan)
     plan["in_place"] = rng.random() < (0.7 if mix == "repeats" else 0.2)
     plan["alone"] = rng.choice((0, 0, 5)) if mix != "repeats" else 8
@@ -292,7 +296,7 @@ def smaller(plan: Plan) -> Iterator[Plan]:
     if plan["size"] > 1:
         for rank in range(plan["size"]):
             less = with_(size=plan["size"] - 1)
-            del less["lives"][rank], less["ways"][rank]
+            del less["lives"][rank], less["ways"][rank], less["nodes"][rank]
             for name in ("min_size", "min_results"):
                 if less[name] is not None:
                     less[name] = min(less[name], less["size"])

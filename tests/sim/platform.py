@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from tests.sim.nodes import Exchange, SimulatedQueue, SimulatedReducer, SimulatedThread, copied
 from tests.sim.oracle import Oracle
 from tests.sim.repeating import SimulatedCalls
-from tests.sim.world import Bell, Changing, Process, World
+from tests.sim.world import Bell, Changing, Process, SimulatedLock, World
 
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._member_channel import CoordinatorDiedError, Shortcut
@@ -32,7 +33,6 @@ from flatweights.ray.channels._segments import Extent
 from flatweights.ray.members._platform import ActorPlace, MemberPlatform
 from flatweights.ray.members._process_group import ProcessGroup
 
-_NODE = "here"
 _AWAKE = 0.25  # seconds after which a member looks at its mailbox without being woken
 
 
@@ -43,7 +43,10 @@ class Simulated(MemberPlatform):
         actors: By name, the coordinator that processes find.
         coordinators: The number of coordinators so far.
         links: All connections by channels so far.
-        listeners: By address, the channels of a coordinator.
+        listeners: By address, the channels of a coordinator or an agent.
+        expected: By epoch, the process that expects a link, and what it does with that.
+        ports: The number of addresses for links.
+        exchanges: By epoch and number, the exchanges between nodes so far.
     """
 
     def __init__(self, world: World, oracle: Oracle, plan: dict[str, Any]) -> None:
@@ -52,6 +55,11 @@ class Simulated(MemberPlatform):
         self.coordinators = 0
         self.links: list[Link] = []
         self.listeners: dict[bytes, SimulatedChannels] = {}
+        self.expected: dict[bytes, tuple[Process, Callable[[Any], object]]] = {}
+        self.ports = 0
+        self.exchanges: dict[tuple[bytes, int], Exchange] = {}
+        if plan["exchanges"]:
+            self.least_exchanged = 1
         self._coordinator_faults = plan["coordinator_faults"]
 
         class Watched(ProcessGroup):
@@ -78,22 +86,126 @@ class Simulated(MemberPlatform):
                 sessions = [*self.rendezvous.present.values()]
                 oracle.posting(self, number, pickle.dumps(response.fields), weights, sessions)
 
+            def _take_handed(self, handed: Any) -> None:
+                for token, body, _ in handed:
+                    if body is not None:
+                        oracle.handed(token, body)
+                super()._take_handed(handed)
+
         self._group = Watched
 
     # Of a coordinator.
 
     def begin_coordinator(self) -> ActorPlace:
-        return ActorPlace(_NODE, self.world.process().notes["handle"])
+        notes = self.world.process().notes
+        return ActorPlace(notes["node"], notes["handle"])
 
     def channels(self) -> Any:
         return SimulatedChannels(self)
 
-    def agents(self, *_: Any) -> Any:
-        return NoAgents()
+    def lock(self) -> Any:
+        return SimulatedLock(self.world)
 
-    def start_thread(self, run: Callable[..., object], args: tuple[Any, ...], name: str) -> None:
-        process = self.world.process()
-        self.world.spawn(process, lambda: run(*args), f"{process.name}.thread")
+    def start_thread(self, run: Callable[..., object], args: tuple[Any, ...], name: str) -> Any:
+        return SimulatedThread(self.world, lambda: run(*args), name)
+
+    def queue(self) -> Any:
+        return SimulatedQueue(self.world)
+
+    def later(self, seconds: float, call: Callable[..., object], *args: Any) -> None:
+        world, process = self.world, self.world.process()
+
+        def begin() -> None:
+            world.spawn(process, lambda: call(*args), f"{process.name}.timer")
+
+        world.after(seconds, begin, process)
+
+    def when_done(self, ref: Any, look: Callable[[Future[Any]], object]) -> None:
+        world, process = self.world, self.world.process()
+
+        def begin() -> None:
+            if not process.is_dead:
+                world.spawn(process, lambda: look(self.future_of(ref)), f"{process.name}.callback")
+
+        ref.when(begin)
+
+    def future_of(self, ref: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+
+        def set_it() -> None:
+            try:
+                done.set_result(ref.result())
+            except Exception as error:
+                done.set_exception(error)
+
+        ref.when(set_it)
+        return done
+
+    def wait_for_all(self, futures: Iterable[Future[Any]], seconds: float) -> set[Future[Any]]:
+        waited, over = [*futures], Changing(self.world)
+        for one in waited:
+            one.add_done_callback(over.changed)
+        self.world.point("waiting for nodes")
+        self.world.block(lambda: all(one.done() for one in waited), over, seconds)
+        return {one for one in waited if one.done()}
+
+    def wait(self, refs: Sequence[Any], timeout: float | None = 0, enough: int = 1) -> list[Any]:
+        over = Changing(self.world)
+        for ref in refs:
+            ref.when(over.changed)
+        self.world.point("wait")
+
+        def is_enough() -> bool:
+            return sum(bool(ref.is_there()) for ref in refs) >= enough
+
+        if timeout is None or timeout > 0:
+            self.world.block(is_enough, over, timeout)
+        return [ref for ref in refs if ref.is_there()]
+
+    def result_of(self, done: Future[Any]) -> Any:
+        over = Changing(self.world)
+        done.add_done_callback(over.changed)
+        self.world.block(done.done, over)
+        return done.result()
+
+    def start_agent(self, node: str, cls: type, args: Sequence[Any], calls: int) -> Any:
+        world, number = self.world, len(self.oracle.agents) + 1
+        process = Process(world, f"agent{number}", self.plan["agent_faults"].get(number))
+        process.notes["node"] = node
+        handle = AgentHandle(self, process)
+        process.notes["handle"] = handle
+        process.at_death.append(handle.die)
+        self.oracle.agents.append(handle)
+
+        def start() -> None:
+            handle.object = cls(*args, self)
+            handle.beginning.changed()
+
+        # Ray ends an actor whose owner has died.
+        owner = world.process()
+        owner.at_death.append(lambda: world.after(self.delay(), process.kill))
+        process.at_death.append(lambda: self.oracle.agent_died(handle))
+        world.spawn(process, start, f"{process.name}.init")
+        return handle
+
+    def node_reducer(self, offer: Callable[[int], None]) -> Any:
+        return SimulatedReducer(self, offer)
+
+    def link_socket(self, connection: Any) -> Any:
+        return connection
+
+    def kill(self, handle: Any) -> None:
+        handle.process.kill()
+
+    def end(self, handle: Any) -> None:
+        self.kill(handle)
+
+    def has_agent_broken(self, node: str) -> bool:
+        """Whether an agent of a node has been killed, rather than ended by its coordinator."""
+        return any(
+            agent.process.notes.get("broke") and agent.process.notes["node"] == node
+            for agent in self.oracle.agents
+        )
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> Any:
         return LoopTask(self.world, coroutine)
@@ -146,8 +258,8 @@ class Simulated(MemberPlatform):
     # Of a member.
 
     def node(self) -> str:
-        self.world.process()
-        return _NODE
+        node: str = self.world.process().notes["node"]
+        return node
 
     def setting(self) -> str:
         way: str = self.world.process().notes["way"]
@@ -168,7 +280,7 @@ class Simulated(MemberPlatform):
                 self._coordinator_faults.get(self.coordinators),
             )
             actor = self.actors[name] = Handle(self, process)
-            process.notes["handle"] = actor
+            process.notes["handle"], process.notes["node"] = actor, node
             process.at_death.append(actor.die)
             self.oracle.started(actor)
             started = actor
@@ -229,6 +341,7 @@ class Ref(Changing):
         self._is_there = False
         self._value: Any = None
         self._error: BaseException | None = None
+        self._acts: list[Callable[[], None]] = []  # once it is there
 
     def is_there(self) -> bool:
         return self._is_there
@@ -238,6 +351,15 @@ class Ref(Changing):
         if not self._is_there:
             self._value, self._error, self._is_there = value, error, True
             self.changed()
+            for act in self._acts:
+                act()
+
+    def when(self, act: Callable[[], None]) -> None:
+        """Call ``act`` once it is there."""
+        if self._is_there:
+            act()
+        else:
+            self._acts.append(act)
 
     def lose_owner(self) -> None:
         """Fail, unless it is there: the process that owns it has died."""
@@ -262,7 +384,9 @@ class Ref(Changing):
 
 
 class Handle:
-    """The handle of an actor, whose calls may begin in any order until one was answered."""
+    """The handle of a coordinator, whose calls may begin in any order until one was answered."""
+
+    has_loop = True  # in which its calls run, as coroutines
 
     def __init__(self, platform: Simulated, process: Process) -> None:
         self.platform, self.process = platform, process
@@ -280,14 +404,27 @@ class Handle:
             platform.world.after(platform.delay(), ref.lose_actor)
         self.pending.clear()
 
+    def _passed(self, caller: Process, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of a call as the actor gets them, and tell the oracle of it."""
+        if name == "receive":
+            passed: tuple[Any, ...] = copied(args, (Ref, Handle))
+            return passed
+        args = tuple(arg.copy() if isinstance(arg, np.ndarray) else arg for arg in args)
+        self.platform.oracle.called(caller, name, args)
+        return args
+
+    def _returns(self, name: str, args: tuple[Any, ...], value: Any) -> None:
+        """Tell the oracle what a call returns."""
+        if name == "enter" and value is not None:
+            self.platform.oracle.entered(args[0], value, self.object._group)
+
     def _call(self, name: str, args: tuple[Any, ...]) -> Ref:
         platform, world = self.platform, self.platform.world
         caller = world.process()
         world.point(f"call of {name}")
         ref = Ref(world, caller)
         caller.notes.setdefault("refs", []).append(ref)
-        args = tuple(arg.copy() if isinstance(arg, np.ndarray) else arg for arg in args)
-        platform.oracle.called(caller, name, args)
+        args = self._passed(caller, name, args)
         arrives = world.now + platform.delay()
         if name not in ("stay", "enter"):
             line = "line", id(self)
@@ -299,7 +436,8 @@ class Handle:
                 world.after(platform.delay(), ref.lose_actor)
                 return
             self.pending.append(ref)
-            world.spawn(self.process, run, f"{self.process.name}.{name}").is_in_loop = True
+            task = world.spawn(self.process, run, f"{self.process.name}.{name}")
+            task.is_in_loop = self.has_loop
 
         def run() -> None:
             value, error = None, None
@@ -315,8 +453,7 @@ class Handle:
             except Exception as raised:
                 task_error = ray.exceptions.RayTaskError(name, str(raised), raised)
                 value, error = None, task_error.as_instanceof_cause()
-            if name == "enter" and value is not None:
-                platform.oracle.entered(args[0], value, self.object._group)
+            self._returns(name, args, value)
             if ref in self.pending:
                 self.pending.remove(ref)
             if caller.is_dead:
@@ -325,6 +462,21 @@ class Handle:
 
         world.after(arrives - world.now, arrive)
         return ref
+
+
+class AgentHandle(Handle):
+    """The handle of a node agent, whose calls threads run."""
+
+    has_loop = False
+
+    def _passed(self, caller: Process, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name == "deliver":
+            self.platform.oracle.asking(caller, *args[:2])
+        passed: tuple[Any, ...] = copied(args, (Ref, Handle))
+        return passed
+
+    def _returns(self, name: str, args: tuple[Any, ...], value: Any) -> None:
+        """Tell nothing: the coordinator decides."""
 
 
 def _run_through(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -354,18 +506,6 @@ class LoopTask:
 
     def add_done_callback(self, act: Callable[[Any], object]) -> None:
         self._acts.append(act)
-
-
-class NoAgents:
-    """The agents of other nodes: there is one node."""
-
-    nbytes = 0
-
-    def why_not(self) -> str:
-        return "there is one node"
-
-    def shut_down(self) -> None:
-        """End none."""
 
 
 class Link(Changing):
@@ -546,6 +686,8 @@ class SimulatedChannels(Bell):
     def __init__(self, platform: Simulated) -> None:
         super().__init__(platform.world)
         self.platform = platform
+        process = platform.world.process()
+        self.is_of_agent = isinstance(process.notes["handle"], AgentHandle)
         self.segments = SimulatedSegments(platform.world)
         self.address = b"address %d" % len(platform.listeners)
         platform.listeners[self.address] = self
@@ -554,7 +696,7 @@ class SimulatedChannels(Bell):
         self.has_news = False  # whether the coordinator itself has rung
         self.shows: Callable[..., None] | None = None
         self.is_closed = self.is_over = False
-        platform.world.process().at_death.append(self._die)
+        process.at_death.append(self._die)
 
     def _die(self) -> None:
         self.is_closed = True
@@ -680,6 +822,7 @@ class SimulatedMemberChannel:
         self.link = link = Link(world, process, token)
         platform.links.append(link)
         channels.met[token] = link
+        self._is_far = channels.is_of_agent
         self.mailbox = SimpleNamespace(nonce=b"nonce")
         self.is_closed = False
         self.pending: bool | None = None
@@ -728,7 +871,9 @@ class SimulatedMemberChannel:
         world.point("asking")
         link.request, link.is_answered = (kind, body, buffers), True
         del buffers
-        if body:
+        if body and self._is_far:
+            self._oracle.asking(link.member, link.token, body)
+        elif body:
             self._oracle.asked(link.member, link.token, body, kind)
         world.point("answered")
         channels = link.channels

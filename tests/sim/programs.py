@@ -127,17 +127,7 @@ class Program:
                 return
             except MemberError as error:
                 self._world.note(f"MemberError: {error}")
-                if self._was_interrupted:
-                    return
-                if (
-                    self._plan["program"] in ("state", "gathered", "fit")
-                    and self._has_a_coordinator_died()
-                ):
-                    return  # the members of another process group may have other states
-                if not self._has_a_coordinator_died():
-                    # A process that was stopped has no time left to find another coordinator.
-                    if not (self._oracle.losses or self._process.stops):
-                        self._world.fail(f"{self._process.name}: MemberError: {error}")
+                if not self._joins_again(error):
                     return
             except TimeoutError as error:
                 self._world.note(f"TimeoutError: {error}")
@@ -163,6 +153,18 @@ class Program:
         rank = None if plan["any_rank"] else self._rank
         config = GroupConfig.of(plan["size"], "float64", plan["min_size"], plan["grace"])
         return joined("simulated", rank, config, _JOIN, _clock.now() + _JOIN, self._platform)
+
+    def _joins_again(self, error: MemberError) -> bool:
+        """Whether the program joins again after its member has failed."""
+        if self._was_interrupted or self._platform.has_agent_broken(self._process.notes["node"]):
+            return False
+        if self._has_a_coordinator_died():
+            # The members of another process group may have other states.
+            return self._plan["program"] not in ("state", "gathered", "fit")
+        # A process that was stopped has no time left to find another coordinator.
+        if not (self._oracle.losses or self._process.stops):
+            self._world.fail(f"{self._process.name}: MemberError: {error}")
+        return False
 
     def _has_a_coordinator_died(self) -> bool:
         """Whether a coordinator was killed, rather than that it has ended with its last member."""

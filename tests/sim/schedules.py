@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tests.sim import fit_plans, group_plans, plans
+from tests.sim import fit_plans, group_plans, nodes_plans, plans
 from tests.sim.group_schedules import GroupSchedule
 from tests.sim.oracle import Oracle
 from tests.sim.plans import Plan
@@ -28,6 +28,7 @@ _MOST_STEPS = 60_000
 _TRIES = 8  # seeds with which a smaller plan is tried
 _SMALLER = {
     "members": plans.smaller,
+    "nodes": nodes_plans.smaller,
     "fit": fit_plans.smaller,
     "group": group_plans.smaller,
     "asynchronous": group_plans.smaller,
@@ -43,10 +44,8 @@ class Schedule:
 
     def __init__(self, plan: Plan, seed: int, *, has_transcript: bool = False) -> None:
         self.plan = plan.copy()  # programs change an entry
-        self.plan["coordinator_faults"] = {
-            int(coordinator): _faults(faults)
-            for coordinator, faults in plan["coordinator_faults"].items()
-        }
+        for entry in ("coordinator_faults", "agent_faults"):
+            self.plan[entry] = {int(k): _faults(faults) for k, faults in plan[entry].items()}
         self.world = World(seed, yields=plan["yields"], has_transcript=has_transcript)
         self.world.rates = self.plan["rates"]
         self.oracle, self._program = _parts_of(self.plan, self.world)
@@ -74,6 +73,7 @@ class Schedule:
         return [
             *self.oracle.mains,
             *[coordinator.process for coordinator in self.oracle.coordinators],
+            *[agent.process for agent in self.oracle.agents],
         ]
 
     def _start(self, rank: int, life: int) -> None:
@@ -90,6 +90,7 @@ class Schedule:
     def _begin(self, name: str, faults: dict[Any, Any], rank: int, life: int) -> None:
         process = Process(self.world, name, _faults(faults))
         process.notes["way"] = self.plan["ways"][rank]
+        process.notes["node"] = self.plan["nodes"][rank]
         self.oracle.mains.append(process)
 
         def end() -> None:
@@ -130,6 +131,9 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.thread != self._thread:  # of a process group of another test
+            return
+        current = self._world.current
+        if current is not None and current.process.is_dead:  # its task unwinds
             return
         if record.levelno >= logging.ERROR:
             self._world.fail(f"{record.getMessage()}: {sys.exc_info()[1]!r}")
@@ -211,7 +215,7 @@ class Failure(NamedTuple):
 
 def schedule_of(plan: Plan, seed: int, *, has_transcript: bool = False) -> Schedule | GroupSchedule:
     """Return the schedule of a plan of any protocol, which has run."""
-    if plan["protocol"] in ("members", "fit"):
+    if plan["protocol"] in ("members", "nodes", "fit"):
         schedule = Schedule(plan, seed, has_transcript=has_transcript)
         schedule.run()
         return schedule

@@ -9,25 +9,27 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.sim import fit_plans, group_plans, plans
+from tests.sim import fit_plans, group_plans, nodes_plans, plans
 from tests.sim.__main__ import PROTOCOLS, plan_of
 from tests.sim.mutants import MUTANTS, changed
 from tests.sim.schedules import schedule_of, transcript_of, without_collector
 
 import flatweights
 
-SCHEDULES = {"members": 2000, "group": 500, "asynchronous": 300, "fit": 100}
+SCHEDULES = {"members": 2000, "nodes": 300, "group": 500, "asynchronous": 300, "fit": 100}
 FOUND = {"group": (5840,), "members": (110992,)}  # later ones, which have found something
 # What is to be tested has to happen.
 GROUPS = ("rounds", "late", "failed", "errors")
 HAPPENS = {
     "members": ("calls", "late", "healed", "errors", "quarantined", "differ"),
+    "nodes": ("calls", "late", "healed", "errors", "exchanges"),
     "group": GROUPS,
     "asynchronous": GROUPS,
     "fit": ("ended", "late", "healed", "epochs seen"),
 }
 HASHED = {
     "members": range(24),
+    "nodes": range(0, 26, 3),
     "group": range(0, 18, 2),
     "asynchronous": range(1, 18, 2),
     "fit": range(2),
@@ -79,7 +81,7 @@ def test_a_seed_gives_one_schedule() -> None:
         check=True,
     )
     there = ran.stdout.split()
-    assert len(there) == 44
+    assert len(there) == 53
     assert there == hashes()
 
 
@@ -93,6 +95,8 @@ def test_a_transcript_does_not_change_the_schedule(protocol: str) -> None:
 
 def test_smaller_plans_run() -> None:
     for plan in plans.smaller(plan_of("members", 8, "wild")):
+        assert not schedule_of(plan, 8).world.failures
+    for plan in nodes_plans.smaller(plan_of("nodes", 8, "wild")):
         assert not schedule_of(plan, 8).world.failures
     for plan in group_plans.smaller(plan_of("group", 8, "wild")):
         assert not schedule_of(plan, 8).world.failures
@@ -115,6 +119,7 @@ def test_the_text_of_each_mutant_occurs_once() -> None:
         ("members", "a call does not wait for members on time", 1000),
         ("members", "one number per session", 1000),
         ("members", "the highest rank gives", 1000),
+        ("nodes", "what was not confirmed is forgotten", 300),
         ("group", "each worker starts from its own weights", 100),
         ("asynchronous", "staleness counts from the publication before", 100),
         ("fit", "the batches by which others are ahead are forgotten", 100),

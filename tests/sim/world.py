@@ -82,6 +82,28 @@ class Bell(Changing):
         return answered >= enough
 
 
+class SimulatedLock(Changing):
+    """A lock that the task that has it may take again."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._owner: Any = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        current = self._world.current
+        if self._owner is not current:
+            self._world.block(lambda: self._owner is None, self)
+        self._owner = current
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self.changed()
+
+
 class Task:
     """A thread or a coroutine of a process."""
 

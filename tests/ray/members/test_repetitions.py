@@ -251,6 +251,35 @@ def test_a_member_that_dies_in_a_series_is_left_out(
     assert group.made >= made + 10
 
 
+@pytest.mark.parametrize("min_results", [None, 1])
+def test_a_member_that_joins_and_dies_between_two_repetitions_is_named(
+    threads: ThreadPoolExecutor, min_results: int | None
+) -> None:
+    """Its only call gets an earlier average, so the other's calls are never made with it."""
+    group = LocalProcessGroup(2, min_size=1, grace=0.0)
+    made: list[Series] = []
+    group.watch_series(made.append)
+    first = group.join(0)
+    options: dict[str, Any] = {"min_results": min_results, "timeout": PATIENCE}
+    first.average({"other": np.ones(5)}, **options)
+    for _ in range(9):
+        first.average({"w": np.ones(3)}, **options)
+    group.last_call()
+    assert sum(series.calls for series in made) > 0
+    second = group.join(1)
+    assert second.average({"other": np.ones(5)}, **options).number == 1
+    kill(second)
+    group.wait_until(lambda own: len(own.rendezvous.present) == 1)
+    call = threads.submit(lambda: first.average({"w": np.ones(3)}, **options))
+    if min_results is None:
+        with pytest.raises(WorkerError, match="rank 1"):
+            call.result(PATIENCE)
+    else:
+        assert [*call.result(PATIENCE).failed] == [1]
+    first._break_off("the test is over")
+    group.thread.join(PATIENCE)
+
+
 def test_a_late_member_in_a_series_is_told_so(threads: ThreadPoolExecutor) -> None:
     group = Watched(2)
     is_late, may_go_on = threading.Event(), threading.Event()

@@ -35,6 +35,7 @@ from flatweights.ray.core._requests import Request, Response
 from flatweights.ray.members import _sessions
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._node_agent import NodeAgent, NodeAgentActor, NodeAgentResponse
+from flatweights.ray.members._platform import PLATFORM
 from flatweights.ray.members._sessions import Session, StoreRequest
 from flatweights.ray.peers._by_channel import GroupChannels
 
@@ -975,7 +976,7 @@ def channel_of(node_agent: NodeAgent, coordinator: TheCoordinator, rank: int) ->
 def test_members_of_a_node_agent_that_cannot_get_an_response_are_told(
     node_agent: tuple[NodeAgent, TheCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def get(_: Any) -> None:
+    def get(_: Any, timeout: float | None) -> None:
         raise ray.exceptions.ObjectLostError("11", "the coordinator", "")
 
     made, coordinator = node_agent
@@ -998,7 +999,7 @@ def test_an_answer_of_a_node_agent_replaces_no_response_that_another_has_still_t
     made, coordinator = node_agent
     channels = [channel_of(made, coordinator, rank) for rank in range(2)]
     buffer = np.arange(5000, dtype=np.uint8)
-    monkeypatch.setattr(ray, "get", lambda _: buffer)
+    monkeypatch.setattr(ray, "get", lambda _, timeout: buffer)
     tokens = [b"%016d" % rank for rank in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(Segments, "copy_in", lambda *_: None)  # no segment is free
@@ -1067,7 +1068,7 @@ def test_the_coordinator_learns_why_a_node_agent_has_failed(
     def fail() -> None:
         raise MemoryError("no room")
 
-    stays = SimpleNamespace(_node_agent=made)
+    stays = SimpleNamespace(_node_agent=made, _platform=PLATFORM)
     made.queue.post(fail)
     with pytest.raises(MemoryError, match="no room"):
         NodeAgentActor.stay(cast("Any", stays))

@@ -26,6 +26,7 @@ from flatweights.ray.nodes._link import Link
 from flatweights.ray.nodes._node_reducer import NodeReducer
 from flatweights.ray.nodes._streams import Streams
 from flatweights.ray.peers import _by_agent
+from flatweights.ray.peers._platform import PLATFORM
 
 PATIENCE = 20.0
 HERE = "127.0.0.1"
@@ -199,7 +200,7 @@ def test_a_call_that_may_not_have_come_is_made_again(monkeypatch: pytest.MonkeyP
             called.set_exception(result)
         return SimpleNamespace(future=lambda: called)
 
-    _by_agent.call_while_alive(call, 7)
+    _by_agent.call_while_alive(PLATFORM, call, 7)
     end = time.monotonic() + PATIENCE
     while len(made) < 3 and time.monotonic() < end:
         time.sleep(0.01)
@@ -299,6 +300,9 @@ def test_streams_make_the_socket(pair: Pair, listening: Callable[[], Streams]) -
     one, other = listening(), listening()
     one.expect(b"e" * 16, pair.links[0].attach)
     pair.links[1].attach(other.connect(one.address, b"e" * 16, time.monotonic() + PATIENCE))
+    end = time.monotonic() + PATIENCE
+    while not pair.links[0].has_socket and time.monotonic() < end:  # the listener's thread makes it
+        time.sleep(0.001)
     pair.links[0].send("to 1")
     pair.links[1].send("to 0")
     assert (pair.until(0, 1), pair.until(1, 1)) == (["to 0"], ["to 1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import ray
 
 from flatweights.ray.channels._driver_channel import Channels
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.support._errors import reason_in_a_line
 
 Result = TypeVar("Result")
@@ -23,9 +23,10 @@ class CallQueue:
         channels: The channels at which the thread waits, and by which it is woken.
     """
 
-    def __init__(self, channels: Channels) -> None:
+    def __init__(self, channels: Channels, platform: GroupPlatform = PLATFORM) -> None:
         """Begin without calls."""
         self.channels = channels
+        self._platform = platform
         self._calls: deque[Callable[[], object]] = deque()
 
     def __bool__(self) -> bool:
@@ -38,7 +39,7 @@ class CallQueue:
 
     def call(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the thread; return its result, or raise its exception."""
-        return self.called(method, *args).result()
+        return self._platform.result_of(self.called(method, *args))
 
     def called(self, method: Callable[..., Result], *args: Any) -> Future[Result]:
         """Make the thread call ``method``; return a future for its result or exception."""
@@ -58,13 +59,13 @@ class CallQueue:
 
         def wait() -> None:
             try:
-                ray.get(ref)
+                self._platform.get(ref)
             except ray.exceptions.OwnerDiedError:
                 self.post(lost, "it or its node has died")
             except Exception as error:
                 self.post(lost, reason_in_a_line(error))
 
-        threading.Thread(target=wait, daemon=True).start()
+        self._platform.start_thread(wait, (), "flatweights-watch")
 
     def read(self) -> None:
         """Make all calls; only the thread itself may call this."""

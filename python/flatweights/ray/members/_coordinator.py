@@ -170,7 +170,8 @@ class Coordinator:
         try:
             await stays
         except ray.exceptions.OwnerDiedError:
-            await self.lose(token, MemberDiedError(f"{who}: it or its node has died"))
+            why = MemberDiedError(f"{who}: it or its node has died")
+            self._group.queue.post(self._group.note_death, token, why)
         except ray.exceptions.ActorDiedError:
             return  # this actor is being killed, and its members must learn only that
         except Exception as error:

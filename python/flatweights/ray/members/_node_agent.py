@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from queue import SimpleQueue
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import ray
@@ -26,6 +24,7 @@ from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.core._peer import PeerState
 from flatweights.ray.core._requests import MemberDiedError
 from flatweights.ray.members._call_queue import CallQueue
+from flatweights.ray.members._platform import PLATFORM, MemberPlatform
 from flatweights.ray.members._sessions import (
     SLICE,
     Handed,
@@ -39,7 +38,6 @@ from flatweights.ray.members._sessions import (
 from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._link import Link
 from flatweights.ray.nodes._node_reducer import NodeReducer, Traffic
-from flatweights.ray.nodes._plan import SMALL
 from flatweights.ray.peers._agent import Agent, AverageOf, StreamOrder
 from flatweights.ray.peers._by_agent import call_while_alive
 from flatweights.ray.peers._by_channel import GroupChannels
@@ -94,7 +92,8 @@ class NodeAgent:
         hand: Callable[[list[Handed]], object],
         channels: GroupChannels,
         end: NodeReducer,
-        turn: threading.Lock,
+        turn: Any,
+        platform: MemberPlatform = PLATFORM,
     ) -> None:
         """Begin without members.
 
@@ -104,6 +103,7 @@ class NodeAgent:
             channels: The channels of this process.
             end: This node's part of exchanges.
             turn: The lock that a thread holds while it uses ``end``.
+            platform: What it uses of Ray, channels and threads.
 
         Raises:
             OSError: If there can be no channels.
@@ -119,9 +119,10 @@ class NodeAgent:
         self._sessions: dict[bytes, Session] = {}
         self._senders: dict[int, Session] = {}  # by rank, the member that a model here belongs to
         self._posts = 0
-        self.queue = CallQueue(made)
+        self._platform = platform
+        self.queue = CallQueue(made, platform)
         self.failure: Future[NoReturn] = Future()
-        threading.Thread(target=self._run, name="flatweights-node-agent", daemon=True).start()
+        platform.start_thread(self._run, (), "flatweights-node-agent")
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
         """Admit a member that the coordinator has; return the address for its channel."""
@@ -190,7 +191,7 @@ class NodeAgent:
                 self._lose(
                     session, MemberDiedError(f"{session.who}: {type(error).__name__}: {error}")
                 )
-        _core.Mailbox.wake(posted)
+        self._channels.wake(posted)
 
     def _buffer_of(self, weights: SentWeights) -> NDArray[np.uint8] | None:
         """Return the packed weights of a response; None if it has none."""
@@ -202,24 +203,28 @@ class NodeAgent:
         if isinstance(weights, AverageOf):
             buffer = self._end.weights(weights.number).buffer
         else:
-            buffer = ray.get(weights[0])
+            buffer = self._platform.get(weights[0])
         return buffer
 
     def _run(self) -> None:
         try:
             while True:
-                handed = []
-                for session in wait_for([*self._sessions.values()], self.queue, SLICE, 1):
-                    if session.fault is not None:
-                        self._lose(session, session.fault)
-                    else:
-                        handed.append(self._handed(session))
-                if handed:
-                    self._hand(handed)
+                self._hand_on()
                 self.queue.read()
         except BaseException as error:  # else the members would wait for ever
             _log.exception("the agent of a node of a process group has failed")
             self.failure.set_exception(error)
+
+    def _hand_on(self) -> None:
+        """Wait for requests, and send them to the coordinator."""
+        handed = []
+        for session in wait_for([*self._sessions.values()], self.queue, SLICE, 1):
+            if session.fault is not None:
+                self._lose(session, session.fault)
+            else:
+                handed.append(self._handed(session))
+        if handed:
+            self._hand(handed)
 
     def _handed(self, session: Session) -> Handed:
         """Return a member's request for the coordinator; large weights stay here."""
@@ -230,7 +235,7 @@ class NodeAgent:
         if request.operation == "leave":
             session.ends(None)
             session.close()
-        if packed is None or packed.buffer.nbytes < SMALL:
+        if packed is None or packed.buffer.nbytes < self._platform.least_exchanged:
             return Handed(session.token, answer.body, None if packed is None else packed.buffer)
         with self._turn:
             self._end.models[session.rank] = packed.buffer
@@ -252,22 +257,24 @@ class NodeAgent:
 class NodeAgentActor(Agent):
     """The actor; see `NodeAgent`."""
 
-    def __init__(self, coordinator: ray.actor.ActorHandle, token: str) -> None:
+    def __init__(
+        self, coordinator: ray.actor.ActorHandle, token: str, platform: MemberPlatform = PLATFORM
+    ) -> None:
         """Start, for the process group of ``coordinator``."""
-        super().__init__()
-        receive = functools.partial(call_while_alive, coordinator.receive.remote, token)
-        self._orders: SimpleQueue[StreamOrder] = SimpleQueue()
-        self._link = Link(self._take, receive, self._fail)
-        self._connecting = threading.Lock()
+        super().__init__(platform)
+        self._platform = platform
+        receive = functools.partial(call_while_alive, platform, coordinator.receive.remote, token)
+        self._orders = platform.queue()  # of `StreamOrder`
+        self._link = Link(self._take, receive, self._fail, platform=platform)
+        self._connecting = platform.lock()
         self._node_agent = NodeAgent(
-            coordinator, self._link.send, self.channels, self.end, self.turn
+            coordinator, self._link.send, self.channels, self.end, self.turn, platform
         )
-        name = "flatweights-exchanges"
-        threading.Thread(target=self._stream_all, name=name, daemon=True).start()
+        platform.start_thread(self._stream_all, (), "flatweights-exchanges")
 
     def stay(self) -> None:
         """Never return: the error tells the coordinator when the node agent has failed, or died."""
-        self._node_agent.failure.result()
+        self._platform.result_of(self._node_agent.failure)
 
     def enter(self, rank: int, who: str, token: bytes) -> bytes:
         """See `NodeAgent.enter`."""

@@ -15,18 +15,15 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 
 from flatweights._settings import ray_setting
-from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._ended import last_end, mark_end
 from flatweights.ray.nodes._plan import ReduceDType
 from flatweights.ray.peers._by_agent import AgentClient, Agents
+from flatweights.ray.peers._platform import GroupPlatform
 from flatweights.ray.peers._shared_actor import has_shared_actor, shared_actor
-from flatweights.ray.support._errors import check_connected
 
 _TOKEN = 16
 # With Ray 2.51.0 and 2.51.1, a node ends if two threads of one process get the same object at the
@@ -43,7 +40,7 @@ class ActorPlace(NamedTuple):
     actor: ray.actor.ActorHandle
 
 
-class MemberPlatform:
+class MemberPlatform(GroupPlatform):
     """Ray, memory that two processes map, threads, and the names of this process."""
 
     # Of a coordinator.
@@ -55,14 +52,6 @@ class MemberPlatform:
         context = ray.get_runtime_context()
         return ActorPlace(context.get_node_id(), context.current_actor)
 
-    def channels(self) -> Channels:
-        """Return the coordinator's ends of channels, without any.
-
-        Raises:
-            OSError: If there can be no channels on this system.
-        """
-        return Channels()
-
     def agents(
         self,
         offer: Callable[[int], None],
@@ -73,11 +62,7 @@ class MemberPlatform:
         take: Callable[[AgentClient, Any], object],
     ) -> Agents:
         """Return the agents of other nodes, without any; see `Agents`."""
-        return Agents(offer, reduce_dtype, cls, args, calls, take)
-
-    def start_thread(self, run: Callable[..., object], args: tuple[Any, ...], name: str) -> None:
-        """Call ``run`` in a thread of its own, which does not keep the process alive."""
-        threading.Thread(target=run, args=args, daemon=True, name=name).start()
+        return Agents(offer, reduce_dtype, cls, args, calls, take, self)
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a coroutine of the event loop, which holds the task weakly."""
@@ -91,14 +76,6 @@ class MemberPlatform:
         """
         return await asyncio.shield(asyncio.wrap_future(done))
 
-    def put(self, buffer: NDArray[np.uint8]) -> ray.ObjectRef:
-        """Put a buffer into the object store.
-
-        Raises:
-            ray.exceptions.ObjectStoreFullError: If it is full.
-        """
-        return ray.put(buffer)
-
     def end_coordinator(self, actor: ray.actor.ActorHandle) -> None:
         """End the actor of this process."""
         ray.kill(actor)
@@ -106,11 +83,6 @@ class MemberPlatform:
     mark_end = staticmethod(mark_end)
 
     # Of a member.
-
-    def node(self) -> str:
-        """Return the id of this node."""
-        node: str = ray.get_runtime_context().get_node_id()
-        return node
 
     def setting(self) -> str:
         """Return the transport that this process must use, if one is set; see `ray_setting`."""
@@ -150,16 +122,11 @@ class MemberPlatform:
         """
         return MemberChannel(address, token)
 
-    def get(self, ref: ray.ObjectRef, timeout: float | None = None) -> Any:
-        """Return the result of a call, or raise its exception."""
-        return ray.get(ref, timeout=timeout)
-
     def get_shared(self, ref: ray.ObjectRef) -> Any:
         """Return an object that other threads of this process may get at the same time."""
         with _getting:
             return ray.get(ref)
 
-    check_connected = staticmethod(check_connected)
     last_end = staticmethod(last_end)
 
 

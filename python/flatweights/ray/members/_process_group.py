@@ -96,6 +96,7 @@ from flatweights.ray.support._errors import (
 from flatweights.ray.support._failpoints import reach
 from flatweights.robust import Rule
 
+_AGENT_TELLS = 10.0  # seconds in which an agent tells how a member of its node has ended
 _CALLS = 16  # calls that an agent runs at a time, without waiting for each other
 
 _log = logging.getLogger("flatweights")
@@ -141,6 +142,7 @@ class ProcessGroup:
         self._config = config
         self._size = config.size
         self._node = node
+        self._platform = platform
         self._channels = platform.channels()
         offer = self._channels.segments.offer
         self._agents = platform.agents(
@@ -152,7 +154,7 @@ class ProcessGroup:
         self._kept: dict[int, _Encoded] = {}  # responses for members that are late, by number
         self._given: Packed | None = None  # a state that has just come
         self._states: dict[int, Packed] = {}  # states that heal members, by number of the response
-        self.queue = CallQueue(self._channels)
+        self.queue = CallQueue(self._channels, platform)
         self.rendezvous = Rendezvous(
             name, config, node, self._channels, self._agents, self.queue, self._on_event, self._lose
         )
@@ -644,6 +646,7 @@ class ProcessGroup:
         """Let go of a member that has left or is dead."""
         session.close()
         del self.rendezvous.present[session.token]
+        self._repetitions.clear()  # the next response names it, if it has died
         self._gpu.forget(session)
         self._forget_channel(session)
 
@@ -716,6 +719,20 @@ class ProcessGroup:
             self._on_event(session)
         if session is not None:
             self._lose(session, why)
+
+    def note_death(self, token: bytes, why: MemberDiedError) -> None:
+        """Take Ray's report that the process of a member has died.
+
+        A member on another node may have left before: then its leave is on its way from the agent
+        there, which also reports a death at once, and is waited for.
+        """
+        session = self.rendezvous.present.get(token)
+        agent = None if session is None else session.agent
+        has_joined = session is not None and session.state is not PeerState.ENTERING
+        if agent is None or agent.is_dead or not has_joined:
+            self.lose(token, why)
+        else:
+            self._platform.later(_AGENT_TELLS, self.queue.post, self.lose, token, why)
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return the body of a response that was announced by ``number``, and its weights.

@@ -24,7 +24,6 @@ from flatweights.ray.members._call_queue import CallQueue
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._sessions import Session
 from flatweights.ray.peers._by_agent import AgentClient, Agents
-from flatweights.ray.peers._store import end_actor
 from flatweights.ray.peers._wait import seconds_left
 
 _GRACE = 5.0  # seconds in which the end of a rank's old process may become known
@@ -255,9 +254,7 @@ class Rendezvous:
 
     def _lose_all(self, agent: AgentClient, why: str) -> None:
         """Count the members of a dead agent's node as dead; its process may still have to end."""
-        agent.is_dead = True
-        agent.close()
-        end_actor(agent.handle)
+        agent.end()
         for session in [*self.present.values()]:
             if session.agent is agent:
                 lost = f"{session.who}: the agent of its node: {why}"

@@ -302,7 +302,9 @@ class SessionResult(RayResult):
         self.away: RemoteWeights | None = None
         self.known_layout = layout
         if isinstance(buffer, RemoteWeights):
+            assert session.agent is not None
             self.away, self.agent = buffer, session.agent
+            self._platform = session.agent.platform
         elif layout is not None and request.root in (None, session.rank):
             is_sent = request.brings_weights and not request.is_in_segment
             given, expected = as_array(buffer), layout.nbytes if is_sent else 0
@@ -324,7 +326,7 @@ class SessionResult(RayResult):
     def result(self) -> Any:
         """Return the weights; if they stay with `agent`, metadata of them."""
         if self.ref is not None:
-            return FlatWeights.wrap(ray.get(self.ref), self.layout)
+            return FlatWeights.wrap(self._platform.get(self.ref), self.layout)
         if self.away is not None:
             template = Template(Kind.FLAT_WEIGHTS, self.layout)
             return ResultMetadata(

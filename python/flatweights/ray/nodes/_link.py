@@ -44,6 +44,97 @@ class _Unconfirmed(NamedTuple):
     at: float
 
 
+class LinkSocket:
+    """The socket of a link, which its reader alone waits for and closes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take a connection.
+
+        Raises:
+            OSError: If there is no free descriptor.
+        """
+        self._connection = connection
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+        connection.setblocking(False)
+
+    def wait(self, seconds: float, *, writes: bool) -> None:
+        """Wait until there is something to read, room for ``writes``, or `wake` is called."""
+        self._poll.register(self._connection, select.POLLIN | (select.POLLOUT if writes else 0))
+        self._poll.poll(int(1000 * seconds))
+
+    def wake(self) -> None:
+        """End the reader's wait."""
+        os.eventfd_write(self._wake, 1)
+
+    def read(self, received: bytearray) -> None:
+        """Append all that has arrived.
+
+        Raises:
+            OSError: If the socket has ended.
+        """
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        connection = self._connection
+        while True:
+            try:
+                block = connection.recv(_BLOCK)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return
+            if not block:
+                raise ConnectionError("the peer has closed it")
+            received += block
+            if len(block) < _BLOCK and not isinstance(connection, ssl.SSLSocket):
+                return
+
+    def write(self, data: bytearray) -> int:
+        """Send as much as the socket takes; return how many bytes that were.
+
+        Raises:
+            OSError: If the socket has ended.
+        """
+        try:
+            return self._connection.send(data)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return 0
+
+    def shut(self) -> None:
+        """End the socket, for the peer and for the reader."""
+        shut(self._connection)
+
+    def close(self) -> None:
+        """Close it; nobody may use it any more."""
+        shut(self._connection)
+        self._connection.close()
+        os.close(self._wake)
+
+
+class LinkPlatform:
+    """What links use of threads and sockets; `tests/sim` has another one."""
+
+    def lock(self) -> Any:
+        """Return a lock that the thread that has it may take again."""
+        return threading.RLock()
+
+    def start_thread(self, run: Callable[..., object], args: tuple[Any, ...], name: str) -> Any:
+        """Call ``run`` in a thread of its own, which does not keep the process alive.
+
+        Returns:
+            The thread: its `join` waits until it has ended.
+
+        Raises:
+            RuntimeError: If there are too many threads.
+        """
+        thread = threading.Thread(target=run, args=args, daemon=True, name=name)
+        thread.start()
+        return thread
+
+    def link_socket(self, connection: Any) -> LinkSocket:
+        """Return the socket of a link over a connection."""
+        return LinkSocket(connection)
+
+
 class Link:
     """One end."""
 
@@ -53,6 +144,7 @@ class Link:
         by_ray: Callable[[int, Any], object],
         lost: Callable[[str], object],
         ended: Callable[[], object] = lambda: None,
+        platform: LinkPlatform = LinkPlatform(),  # noqa: B008 - it has no state
     ) -> None:
         """Begin without a socket.
 
@@ -62,26 +154,27 @@ class Link:
             by_ray: Has Ray call `receive` of the peer.
             lost: Called with the reason, if a message cannot be sent again.
             ended: Called when the socket has ended, unless there is another one.
+            platform: What it uses of threads and sockets.
         """
         self._take, self._by_ray, self._lost, self._ended = take, by_ray, lost, ended
+        self._platform = platform
         self._server: threading.Thread | None = None
         self._is_replaced = False  # whether the peer has made another socket
-        self._sending = threading.Lock()  # for all that follows
-        self._connection: socket.socket | None = None
-        self._wake = -1  # the descriptor of an event that makes the reader look at `_unsent`
+        self._sending = platform.lock()  # for all that follows
+        self._socket: LinkSocket | None = None
         self._sent = 0  # the number of the last message
         self._unconfirmed: deque[_Unconfirmed] = deque()
         self._unsent = bytearray()
-        self._taking = threading.Lock()  # for all that follows
+        self._taking = platform.lock()  # for all that follows
         self._taken = 0  # the number of the last message of the peer
         self._early: dict[int, Any] = {}  # those that came before others
 
     @property
     def has_socket(self) -> bool:
         """Whether messages go over a socket."""
-        return self._connection is not None
+        return self._socket is not None
 
-    def attach(self, connection: socket.socket) -> None:
+    def attach(self, connection: Any) -> None:
         """Send messages over a connection to the peer from now on; read from it in a thread.
 
         An earlier connection ends: the peer has made another one.
@@ -91,17 +184,16 @@ class Link:
             self.close()
             self._server.join()
             self._is_replaced, self._server = False, None
-        connection.setblocking(False)
-        wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        server = threading.Thread(target=self._serve, args=(connection, wake), daemon=True)
-        server.name = "flatweights-link"
+        own = self._platform.link_socket(connection)
         with self._sending:
+            self._socket = own
             try:
-                server.start()
+                name = "flatweights-link"
+                self._server = self._platform.start_thread(self._serve, (own,), name)
             except RuntimeError:  # there are too many threads
-                os.close(wake)
+                self._socket = None
+                own.close()
                 raise
-            self._connection, self._wake, self._server = connection, wake, server
 
     def send(self, message: Any, *, by_ray: bool = False) -> None:
         """Send a message; through Ray, if it has references to objects of Ray.
@@ -111,7 +203,7 @@ class Link:
         """
         with self._sending:
             number = self._sent + 1
-            if by_ray or self._connection is None:
+            if by_ray or self._socket is None:
                 self._by_ray(number, message)
             else:
                 payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -135,42 +227,25 @@ class Link:
     def close(self) -> None:
         """End the socket."""
         with self._sending:
-            if self._connection is not None:
-                shut(self._connection)
+            if self._socket is not None:
+                self._socket.shut()
 
-    def _serve(self, connection: socket.socket, wake: int) -> None:
+    def _serve(self, own: LinkSocket) -> None:
         """Read and write until the socket ends, or a message is not confirmed in time."""
-        poll = select.poll()
-        poll.register(wake, select.POLLIN)
         received = bytearray()
         try:
             while True:
                 with self._sending:
-                    writes = select.POLLOUT if self._unsent else 0
-                poll.register(connection, select.POLLIN | writes)
-                poll.poll(int(1000 * _TICK))
+                    writes = bool(self._unsent)
+                own.wait(_TICK, writes=writes)
                 with self._sending:
-                    _clear(wake)
                     self._write(b"")
-                    self._read(connection, received)
+                    own.read(received)
                 self._take_frames(received)
                 with self._sending:
                     self._check_confirmed()
         except Exception as error:
-            self._end(connection, wake, reason_in_a_line(error))
-
-    def _read(self, connection: socket.socket, received: bytearray) -> None:
-        """Append all that has arrived to ``received``; the lock is held."""
-        while True:
-            try:
-                block = connection.recv(_BLOCK)
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return
-            if not block:
-                raise ConnectionError("the peer has closed it")
-            received += block
-            if len(block) < _BLOCK and not isinstance(connection, ssl.SSLSocket):
-                return
+            self._end(own, reason_in_a_line(error))
 
     def _take_frames(self, received: bytearray) -> None:
         """Take the messages and confirmations that have arrived as a whole."""
@@ -205,23 +280,19 @@ class Link:
         """Send, after what is still to be sent, as much as the socket takes; the lock is held."""
         had_to_wait = bool(self._unsent)
         self._unsent += data
-        if self._unsent and self._connection is not None:
+        if self._unsent and self._socket is not None:
             try:
-                del self._unsent[: self._connection.send(self._unsent)]
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                pass
+                del self._unsent[: self._socket.write(self._unsent)]
             except OSError:
                 return  # the reader finds out
             if self._unsent and not had_to_wait:
-                os.eventfd_write(self._wake, 1)
+                self._socket.wake()
 
-    def _end(self, connection: socket.socket, wake: int, why: str) -> None:
+    def _end(self, own: LinkSocket, why: str) -> None:
         """Close the socket, and send again what was not confirmed."""
         with self._sending:
-            self._connection = None
-            shut(connection)
-            connection.close()
-            os.close(wake)
+            self._socket = None
+            own.close()
             unconfirmed = [*self._unconfirmed]
             self._unconfirmed.clear()
             self._unsent.clear()
@@ -233,9 +304,3 @@ class Link:
                 self._lost(f"a message was not sent: {reason_in_a_line(error)}")
         if not self._is_replaced:
             self._ended()
-
-
-def _clear(event: int) -> None:
-    """Make an event wait for the next write."""
-    with contextlib.suppress(BlockingIOError):
-        os.eventfd_read(event)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +17,10 @@ import ray
 from flatweights.ray import _clock
 from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._connections import StreamError
-from flatweights.ray.nodes._node_reducer import Endpoints, NodeReducer, Traffic
+from flatweights.ray.nodes._node_reducer import Endpoints, Traffic
 from flatweights.ray.nodes._plan import Plan
 from flatweights.ray.peers._by_channel import GroupChannels, Worker
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._result_metadata import ReadOptions, read_into
 from flatweights.ray.peers._store import payload_of
 from flatweights.ray.peers._transport import Call, Payload, PendingResult, weights_of
@@ -91,13 +91,13 @@ class Agent:
         turn: The lock that a thread holds while it uses ``end``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, platform: GroupPlatform = PLATFORM) -> None:
         """Prepare for workers of a group."""
         # An actor without CPUs gets one thread. But its workers wait while it adds up.
         os.environ.pop("OMP_NUM_THREADS", None)
-        self.channels = GroupChannels()
-        self.end = NodeReducer(self.channels.offer, ray.util.get_node_ip_address())
-        self.turn = threading.Lock()
+        self.channels = GroupChannels(platform)
+        self.end = platform.node_reducer(self.channels.offer)
+        self.turn = platform.lock()
         self._workers: dict[int, Worker] = {}
         self._current = 0  # the number of the command whose results it has
         self._over = 0  # the number of the last command whose round is over

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights._settings import setting
 from flatweights.ray import _clock
@@ -20,13 +18,14 @@ from flatweights.ray.nodes._address import Address, chosen_ports
 from flatweights.ray.nodes._connections import StreamError
 from flatweights.ray.nodes._link import Link
 from flatweights.ray.nodes._node_reducer import Endpoints, NodeReducer, Traffic
-from flatweights.ray.nodes._plan import SMALL, Plan, ReduceDType, check_reduce_dtype
+from flatweights.ray.nodes._plan import Plan, ReduceDType, check_reduce_dtype
 from flatweights.ray.peers._agent import Agent, AverageOf, Command, Failure, StreamOrder
 from flatweights.ray.peers._backoff import Backoff
 from flatweights.ray.peers._by_channel import Worker
 from flatweights.ray.peers._call_log import CallLog
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._result_metadata import Exchanged, ReadOptions
-from flatweights.ray.peers._store import argument_of, end_actor
+from flatweights.ray.peers._store import argument_of
 from flatweights.ray.peers._transport import Call, PendingResult
 from flatweights.ray.peers._wait import seconds_left
 from flatweights.ray.support._errors import is_restarting
@@ -43,21 +42,20 @@ def is_dead(error: BaseException | None) -> bool:
     return isinstance(error, _DEAD) and not is_restarting(error)
 
 
-def call_while_alive(call: Callable[..., ray.ObjectRef], *args: Any) -> None:
+def call_while_alive(
+    platform: GroupPlatform, call: Callable[..., ray.ObjectRef], *args: Any
+) -> None:
     """Make a call of an actor; again, if the actor was out of reach, as long as it lives."""
 
     def again() -> None:
         with contextlib.suppress(Exception):  # this process has left Ray
-            call_while_alive(call, *args)
+            call_while_alive(platform, call, *args)
 
     def look(made: Future[Any]) -> None:
         if is_restarting(made.exception()):
-            timer = threading.Timer(_RECONNECT, again)
-            timer.daemon = True
-            timer.start()
+            platform.later(_RECONNECT, again)
 
-    made: Future[Any] = call(*args).future()
-    made.add_done_callback(look)
+    platform.when_done(call(*args), look)
 
 
 class NodeCall:
@@ -195,6 +193,7 @@ class AgentClient:
         averages: The numbers of the exchanges whose averages it has.
         sent: The number of the exchange whose average its workers were sent last; 0 if unknown.
         settled: The number of the last exchange that succeeded with it.
+        platform: What is used of Ray.
     """
 
     def __init__(
@@ -204,6 +203,7 @@ class AgentClient:
         args: Sequence[Any],
         max_concurrency: int,
         take: Callable[[AgentClient, Any], object] | None = None,
+        platform: GroupPlatform = PLATFORM,
     ) -> None:
         """Start an agent on ``node``.
 
@@ -213,19 +213,21 @@ class AgentClient:
             args: The arguments of its constructor.
             max_concurrency: The number of its calls that run at a time.
             take: See `Agents`.
+            platform: See `Agents`.
         """
         self.node = node
         self.token = secrets.token_hex(8)
-        where = NodeAffinitySchedulingStrategy(node, soft=False)
-        options: Any = {"num_cpus": 0, "max_concurrency": max_concurrency}
-        made: Any = ray.remote(actor).options(scheduling_strategy=where, **options)
-        self.handle = handle = made.remote(*args, *([] if take is None else [self.token]))
+        self.platform = platform
+        args = [*args, *([] if take is None else [self.token])]
+        self.handle = handle = platform.start_agent(node, actor, args, max_concurrency)
         self.is_dead = False
         self.link: Link | None = None
         if take is not None:
-            by_ray = functools.partial(call_while_alive, handle.receive.remote)
+            by_ray = functools.partial(call_while_alive, platform, handle.receive.remote)
             take = functools.partial(take, self)
-            self.link = Link(take, by_ray, lambda why: end_actor(handle), self._link_ended)
+            self.link = Link(
+                take, by_ray, lambda why: platform.end(handle), self._link_ended, platform
+            )
         self._reconnect: Callable[[], object] = lambda: None
         self._is_over = False
         self._exchange: tuple[int, Future[Traffic | Exception]] | None = None  # over the link
@@ -235,9 +237,9 @@ class AgentClient:
 
     def address(self, timeout: float) -> Address | str:
         """Return its address for streams, or the reason for which there is none."""
-        if isinstance(self._address, ray.ObjectRef):
+        if not isinstance(self._address, Address | str):
             try:
-                self._address = ray.get(self._address, timeout=timeout)
+                self._address = self.platform.get(self._address, timeout)
             except ray.exceptions.RayError as error:
                 return f"the agent of a node does not answer: {type(error).__name__}"
         address: Address | str = self._address
@@ -276,10 +278,8 @@ class AgentClient:
     def stream(self, plan: Plan, me: int, endpoints: Endpoints) -> Future[Traffic | Exception]:
         """Have it take part in an exchange; see `Agent.stream`."""
         if self.link is None:
-            ref = self.handle.stream.remote(plan, me, endpoints)
-            begun: Future[Traffic | Exception] = ref.future()
-            return begun
-        begun = Future()
+            return self.platform.future_of(self.handle.stream.remote(plan, me, endpoints))
+        begun: Future[Traffic | Exception] = Future()
         self._exchange = plan.number, begun  # it ends the last one
         self.link.send(StreamOrder(plan, me, endpoints))
         return begun
@@ -313,7 +313,7 @@ class AgentClient:
         except OSError:
             again()
         else:
-            self.handle.connect.remote(address, epoch).future().add_done_callback(look)
+            self.platform.when_done(self.handle.connect.remote(address, epoch), look)
 
     def _link_ended(self) -> None:
         """Wait for no outcome that may not come any more, and connect again soon."""
@@ -326,15 +326,19 @@ class AgentClient:
     def _after(self, seconds: float, call: Callable[..., object], *args: Any) -> None:
         """Make a call later, in another thread."""
         if not self._is_over:
-            timer = threading.Timer(seconds, call, args)
-            timer.daemon = True
-            timer.start()
+            self.platform.later(seconds, call, *args)
 
     def close(self) -> None:
         """End the link."""
         self._is_over = True
         if self.link is not None:
             self.link.close()
+
+    def end(self) -> None:
+        """Count it as dead, and end it if it is not."""
+        self.is_dead = True
+        self.close()
+        self.platform.end(self.handle)
 
     def has(self, one: Exchanged | None) -> bool:
         """Whether it has the average of an exchange."""
@@ -376,6 +380,7 @@ class Agents:
         streams: The reason for which there are no streams at present.
         epoch: The nodes of the last exchange over streams, and the id of its connections.
         settled: The number of the last exchange that succeeded.
+        platform: What is used of Ray.
     """
 
     def __init__(
@@ -386,6 +391,7 @@ class Agents:
         args: Sequence[Any],
         max_concurrency: int = _CALLS,
         take: Callable[[AgentClient, Any], object] | None = None,
+        platform: GroupPlatform = PLATFORM,
     ) -> None:
         """Begin without agents.
 
@@ -397,6 +403,7 @@ class Agents:
             max_concurrency: The number of calls of an agent that run at a time.
             take: Called with an agent, and each message of it, by any thread; with it, agents have
                 links.
+            platform: What it uses of Ray.
 
         Raises:
             ValueError: If an environment variable or ``reduce_dtype`` is malformed.
@@ -410,7 +417,8 @@ class Agents:
         self.streams = Backoff("other nodes are")
         self.epoch: tuple[tuple[str, ...], bytes] = (), b""
         self._offer = offer
-        self._agents = actor, args, max_concurrency, take
+        self._agents = actor, args, max_concurrency, take, platform
+        self.platform = platform
         self._by_node: dict[str, AgentClient] = {}
         self._by_token: dict[str, AgentClient] = {}  # with links, even if dead
         self._gone: set[str] = set()  # dead nodes
@@ -426,7 +434,7 @@ class Agents:
     def end(self) -> NodeReducer:
         """This process's part of exchanges."""
         if self._end is None:
-            self._end = NodeReducer(self._offer, ray.util.get_node_ip_address())
+            self._end = self.platform.node_reducer(self._offer)
         return self._end
 
     def why_not(self) -> str | None:
@@ -435,8 +443,9 @@ class Agents:
             return f"{_VARIABLE}=driver"
         if not self.nbytes:
             return "the size of the weights is not known yet"
-        if not self.choice and self.nbytes < SMALL:
-            return f"models of less than {SMALL >> 10} KiB go through the driver"
+        least = self.platform.least_exchanged
+        if not self.choice and self.nbytes < least:
+            return f"models of less than {least >> 10} KiB go through the driver"
         return None if self.streams.is_over else self.streams.reason
 
     def of(self, worker: Worker, *, starts: bool = False) -> AgentClient | None:
@@ -479,14 +488,14 @@ class Agents:
     def keep(self, nodes: Collection[str]) -> None:
         """End the agents of all other nodes."""
         for node in self._by_node.keys() - {*nodes}:
-            ray.kill(self._by_node.pop(node).handle)
+            self.platform.kill(self._by_node.pop(node).handle)
 
     def shut_down(self) -> None:
         """End all agents."""
         for agent in self._by_token.values():
             agent.close()
         for agent in self._by_node.values():
-            end_actor(agent.handle)
+            self.platform.end(agent.handle)
         self._by_node.clear()
         if self._end is not None:
             self._end.close()

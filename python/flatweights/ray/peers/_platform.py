@@ -6,22 +6,37 @@ workers run in one process, with a virtual clock (`_clock`), and die as a seed s
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.channels._worker_channel import WorkerChannel
+from flatweights.ray.nodes._link import LinkPlatform
+from flatweights.ray.nodes._node_reducer import NodeReducer
+from flatweights.ray.nodes._plan import SMALL
 from flatweights.ray.support._errors import check_connected, session_of_ray
 
+_Result = TypeVar("_Result")
 
-class GroupPlatform:
-    """Ray, threads, and memory that two processes map."""
+
+class GroupPlatform(LinkPlatform):
+    """Ray, threads, and memory that two processes map.
+
+    Attributes:
+        least_exchanged: Bytes of a model from which nodes exchange it; smaller ones are sent on.
+    """
+
+    least_exchanged = SMALL
 
     # Of a driver.
 
@@ -29,10 +44,6 @@ class GroupPlatform:
     check_connected = staticmethod(check_connected)
 
     thread = staticmethod(threading.get_ident)
-
-    def lock(self) -> Any:
-        """Return a lock that the thread that has it may take again."""
-        return threading.RLock()
 
     def channels(self) -> Channels:
         """Return the driver's ends of channels, without any.
@@ -66,6 +77,48 @@ class GroupPlatform:
         if ray.is_initialized():
             with contextlib.suppress(ValueError):  # the actor belongs to an earlier session of Ray
                 self.kill(handle)
+
+    # Of a driver, a coordinator and agents.
+
+    def start_agent(
+        self, node: str, cls: type, args: Sequence[Any], calls: int
+    ) -> ray.actor.ActorHandle:
+        """Start an actor without CPUs on ``node``, which runs so many calls at a time."""
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        options: Any = {"num_cpus": 0, "max_concurrency": calls}
+        made: Any = ray.remote(cls).options(scheduling_strategy=where, **options)
+        return made.remote(*args)
+
+    def node_reducer(self, offer: Callable[[int], None]) -> NodeReducer:
+        """Return this node's part of exchanges; ``offer`` as there."""
+        return NodeReducer(offer, ray.util.get_node_ip_address())
+
+    def queue(self) -> Any:
+        """Return a queue, whose `get` waits for what `put` has put there."""
+        return SimpleQueue()
+
+    def later(self, seconds: float, call: Callable[..., object], *args: Any) -> None:
+        """Make a call later, in another thread."""
+        timer = threading.Timer(seconds, call, args)
+        timer.daemon = True
+        timer.start()
+
+    def future_of(self, ref: ray.ObjectRef) -> Future[Any]:
+        """Return the future of the result of a call."""
+        made: Future[Any] = ref.future()
+        return made
+
+    def when_done(self, ref: ray.ObjectRef, look: Callable[[Future[Any]], object]) -> None:
+        """Call ``look`` with the future of a result once it is there, in any thread."""
+        self.future_of(ref).add_done_callback(look)
+
+    def result_of(self, done: Future[_Result]) -> _Result:
+        """Wait until ``done``; return its result, or raise its exception."""
+        return done.result()
+
+    def wait_for_all(self, futures: Iterable[Future[Any]], seconds: float) -> set[Future[Any]]:
+        """Wait for all ``futures``, at most for a time; return those that are done."""
+        return concurrent.futures.wait(futures, seconds).done
 
     # Of a driver and of a worker.
 

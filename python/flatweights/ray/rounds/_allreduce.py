@@ -13,11 +13,10 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import ray
 
 from flatweights import _core
 from flatweights._average import read_weights
@@ -80,6 +79,7 @@ class NodesAverage:
         )
         self._codec = codec
         self._agents = agents
+        self._platform = agents.platform
         self._arrivals = arrivals
         self._spec = spec
         self._out = out
@@ -320,14 +320,15 @@ class NodesAverage:
         except (StreamError, ValueError) as error:  # the second, if connections have ended
             raise _BrokenError(f"{type(error).__name__}: {error}") from error
         # They are as far as the driver, unless they hang.
-        there, _ = wait(calls.values(), self._within(PATIENCE))
+        there = self._platform.wait_for_all(calls.values(), self._within(PATIENCE))
         outcomes: dict[AgentClient, Any] = {
             agent: call.exception() or call.result()
             for agent, call in calls.items()
             if call in there
         }
         took = [agent for agent, outcome in outcomes.items() if isinstance(outcome, Traffic)]
-        self._traffic = {_id_of(None): own} | {agent.node: outcomes[agent] for agent in took}
+        here = self._platform.node()
+        self._traffic = {here: own} | {agent.node: outcomes[agent] for agent in took}
         if len(took) == len(calls):
             self._agents.epoch = tokens, epoch
         return took
@@ -335,9 +336,10 @@ class NodesAverage:
     def _unreachable(self, agents: Sequence[AgentClient]) -> list[AgentClient]:
         """Return the agents that do not answer."""
         pings: dict[AgentClient, Future[None]] = {
-            agent: agent.handle.ping.remote().future() for agent in agents
+            agent: self._platform.future_of(agent.handle.ping.remote()) for agent in agents
         }
-        there, _ = wait(pings.values(), max(_LEAST, self._within(_ANSWER)))
+        left = max(_LEAST, self._within(_ANSWER))
+        there = self._platform.wait_for_all(pings.values(), left)
         silent = [agent for agent, ping in pings.items() if ping not in there]
         for agent, ping in pings.items():
             error = ping.exception() if ping in there else None
@@ -349,14 +351,6 @@ class NodesAverage:
 
 class _BrokenError(Exception):
     """An exchange has failed; nodes still have their values."""
-
-
-def _id_of(node: Node) -> str:
-    """Return the id by which Ray knows a node."""
-    if node is not None:
-        return node.node
-    here: str = ray.get_runtime_context().get_node_id()
-    return here
 
 
 def _match(template: Template, other: Template, rank: int, first: int) -> None:

@@ -1,0 +1,82 @@
+"""Small wrong changes of what agents, links and exchanges between nodes do; see `mutants`."""
+
+NODES = {
+    # Links.
+    "messages are taken as they come": (
+        "nodes/_link.py",
+        "            while self._taken + 1 in self._early:\n                self._taken += 1\n",
+        "            while self._early:\n                self._taken = min(self._early)\n",
+    ),
+    "what was not confirmed is forgotten": (
+        "nodes/_link.py",
+        "            unconfirmed = [*self._unconfirmed]\n",
+        "            unconfirmed = []\n",
+    ),
+    "nobody looks whether messages are confirmed": (
+        "nodes/_link.py",
+        "        if self._unconfirmed and self._unconfirmed[0].at + _PATIENCE < _clock.now():\n",
+        "        if False:\n",
+    ),
+    "a confirmation is for one message more": (
+        "nodes/_link.py",
+        "self._unconfirmed[0].number <= number:",
+        "self._unconfirmed[0].number <= number + 1:",
+    ),
+    "what the socket did not take is dropped": (
+        "nodes/_link.py",
+        "                del self._unsent[: self._socket.write(self._unsent)]\n",
+        "                self._socket.write(self._unsent)\n                self._unsent.clear()\n",
+    ),
+    # Agents.
+    "an agent tells nobody of a death": (
+        "members/_node_agent.py",
+        "        self._coordinator.lose.remote(session.token, why)\n",
+        "        pass\n",
+    ),
+    "the members of a dead agent stay": (
+        "members/_rendezvous.py",
+        "                self._lose(session, MemberDiedError(lost))\n",
+        "                pass\n",
+    ),
+    "a dead agent is used again": (
+        "peers/_by_agent.py",
+        "        self.is_dead = True\n        self.close()\n",
+        "        self.close()\n",
+    ),
+    "a report of Ray comes before a leave": (
+        "members/_process_group.py",
+        "        if agent is None or agent.is_dead or not has_joined:\n",
+        "        if True:\n",
+    ),
+    "an agent answers only its first member": (
+        "members/_node_agent.py",
+        "for token in response.tokens if token in self._sessions]",
+        "for token in response.tokens[:1] if token in self._sessions]",
+    ),
+    "weights of a response go to other exchanges": (
+        "members/_responses.py",
+        "            sent = AverageOf(exchanged.number)\n",
+        "            sent = AverageOf(exchanged.number - 1)\n",
+    ),
+    # Exchanges.
+    "an agent that failed has the average": (
+        "rounds/_allreduce.py",
+        "if isinstance(outcome, Traffic)]",
+        "]",
+    ),
+    "a node that does not answer is asked for ever": (
+        "rounds/_allreduce.py",
+        "                if not lost:\n",
+        "                if False:\n",
+    ),
+    "NaN on another node is not seen": (
+        "members/_node_agent.py",
+        '        if request.nonfinite != "propagate" and request.rule is None:\n',
+        "        if False:\n",
+    ),
+    "calls are repeated after a death": (
+        "members/_process_group.py",
+        "        self._repetitions.clear()  # the next response names it, if it has died\n",
+        "",
+    ),
+}

@@ -1,0 +1,58 @@
+"""Plans of schedules between nodes: those of members, whose agents and links fail, too."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+
+from tests.sim import plans
+from tests.sim.plans import Plan
+
+_NODES = 3
+
+
+def plan_of(seed: int, mix: str) -> Plan:
+    """Return the plan of a seed and a mix: that of members, with more.
+
+    Its other keys are ``nodes``, ``agent_faults``, ``exchanges`` (whether weights stay on their
+    nodes, which exchange sums), and four ``rates``: how likely a link is cut or falls silent at a
+    write, one cannot be made, and an exchange breaks off.
+    """
+    plan = plans.plan_of(seed, mix)
+    rng = random.Random(f"{seed} {mix} nodes")
+    plan["protocol"] = "nodes"
+    plan["nodes"] = [f"node{rng.randrange(_NODES)}" for _ in range(plan["size"])]
+    plan["exchanges"] = rng.random() < 0.5
+    if mix == "calm":
+        return plan
+    rates = plan["rates"]
+    rates["broken"] = rng.choice((0.0, 0.0, 0.05, 0.3)) if plan["exchanges"] else 0.0
+    rates["cut"] = rng.choice((0.0, 0.01, 0.1))
+    rates["silent"] = rng.choice((0.0, 0.0, 0.01))
+    rates["no link"] = rng.choice((0.0, 0.0, 0.3, 1.0))
+    for agent in range(1, 4):
+        faults: dict[int, dict[str, object]] = {}
+        if rng.random() < 0.15:
+            faults[rng.randrange(5, 300)] = {"kind": "kill"}
+        if rng.random() < 0.2:
+            seconds = rng.choice((0.1, 1.5, 6.0))
+            faults[rng.randrange(5, 300)] = {"kind": "stop", "seconds": seconds}
+        if faults:
+            plan["agent_faults"][agent] = faults
+    return plan
+
+
+def smaller(plan: Plan) -> Iterator[Plan]:
+    """Return plans with one thing less than ``plan`` has."""
+    for agent, faults in plan["agent_faults"].items():
+        for point in faults:
+            less = copy.deepcopy(plan)
+            del less["agent_faults"][agent][point]
+            yield less
+    yield from plans.smaller(plan)
+    for rank, node in enumerate(plan["nodes"]):
+        if node != "node0":
+            less = copy.deepcopy(plan)
+            less["nodes"][rank] = "node0"
+            yield less
