@@ -82,6 +82,7 @@ def plan_of(seed: int, mix: str) -> Plan:
         plan["lives"] = [plans.lives_of(rng, mix, calls) for _ in range(size)]
     ways = ("shm", "store") if mix == "store" else ("shm",)
     plan["ways"] = [rng.choice(ways) for _ in range(size)]
+    plan["nodes"] = ["node0"] * size
     return plan
 
 

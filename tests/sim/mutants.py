@@ -189,7 +189,7 @@ MUTANTS = {
     ),
     "a death that Ray reports is not noticed": Mutant(
         "members/_coordinator.py",
-        '            await self.lose(token, MemberDiedError(f"{who}: it or its node has died"))\n',
+        "            self._group.queue.post(self._group.note_death, token, why)\n",
         "            pass\n",
     ),
     "a leave is taken for a death": Mutant(
