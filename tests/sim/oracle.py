@@ -205,6 +205,7 @@ class Oracle:
     def __init__(self, world: World, plan: dict[str, Any], state_layout: Any) -> None:
         self._world, self._plan, self._state_layout = world, plan, state_layout
         self.members: dict[bytes, Noted] = {}
+        self._exchanged = _EXCHANGED if plan["exchanges"] else 0.0
         self.coordinators: list[Handle] = []
         self.agents: list[Handle] = []
         self.mains: list[Process] = []
@@ -409,8 +410,7 @@ class Oracle:
         request, took = sent.request, self._world.now - sent.at
         if request.timeout is not None and request.operation in _CALLS and not request.lacks:
             stopped = self._seconds_stopped(sent.at, member.process)
-            exchanged = _EXCHANGED if self._plan["exchanges"] else 0.0
-            if took > request.timeout + _SLACK + stopped + exchanged:
+            if took > request.timeout + _SLACK + stopped + self._exchanged:
                 name = member.process.name
                 self._fail(f"{name} waited {took:.2f} s with timeout {request.timeout}")
 
@@ -594,8 +594,7 @@ class Oracle:
         waited = self._world.now - last
         # A request that does not fit into a channel is complete only once its member goes on.
         stopped = max(self._seconds_stopped(last, sent.member.process) for sent in parts.values())
-        exchanged = _EXCHANGED if self._plan["exchanges"] else 0.0
-        if waited > _SLACK + _SLICE + stopped + exchanged:
+        if waited > _SLACK + _SLICE + stopped + self._exchanged:
             self._fail(f"{number}: has waited {waited:.2f} s for members that are late")
 
     def _check_order(self, record: Record, number: int, kind: Any, parts: dict[int, Sent]) -> None:
@@ -627,7 +626,7 @@ class Oracle:
                 sent = member.open
                 if sent is None or not member.is_there:
                     continue
-                patience = 1.3 + self._seconds_stopped(sent.at, member.process)
+                patience = 1.3 + self._seconds_stopped(sent.at, member.process) + self._exchanged
                 if self._world.now - sent.at < patience or member.number in response.sessions:
                     continue
                 name = member.process.name
