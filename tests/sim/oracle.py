@@ -205,7 +205,9 @@ class Oracle:
     def __init__(self, world: World, plan: dict[str, Any], state_layout: Any) -> None:
         self._world, self._plan, self._state_layout = world, plan, state_layout
         self.members: dict[bytes, Noted] = {}
-        self._exchanged = _EXCHANGED if plan["exchanges"] else 0.0
+        rates = plan["rates"]
+        is_calm = not (plan["agent_faults"] or rates.get("broken") or rates.get("silent"))
+        self._exchanged = _EXCHANGED if plan["exchanges"] and not is_calm else 0.0
         self.coordinators: list[Handle] = []
         self.agents: list[Handle] = []
         self.mains: list[Process] = []
@@ -237,6 +239,8 @@ class Oracle:
             self.members[args[0]] = Noted(process, args[0])
         elif name == "enter":
             self._entering.add(args[0])
+        elif name == "exchange" and len(args) == 1:  # it has no channel, nor an agent
+            self.members[args[0]].agent = None
         elif name in ("exchange", "deliver") and len(args) > 1 and args[1]:
             self.asked(process, args[0], args[1])
         elif name == "lose" and self.members[args[0]].process is process:
@@ -253,7 +257,8 @@ class Oracle:
     def agent_died(self, agent: Any) -> None:
         """Note the end of the agent of a node: a leave may not have arrived."""
         for member in self.members.values():
-            if member.agent is agent and agent.process.notes.get("broke"):
+            is_under_way = member.agent is agent and not member.leave_came
+            if is_under_way and agent.process.notes.get("broke"):
                 member.process.notes["broke"] = True
 
     def asking(self, process: Process, token: bytes, body: bytes) -> None:
@@ -704,10 +709,18 @@ class Oracle:
             kind = parts[min(parts)].request.kind
             if member is None or member.open is None or member.open.request.kind == kind:
                 self._fail(f"{number}: rank {rank} does not wait for others: {why!r}")
+        elif self._is_replaced(record, rank, joined):
+            pass  # a successor has waited for its leave
         elif joined is None or (joined.has_left and not joined.process.notes.get("broke")):
             self._fail(f"{number}: rank {rank} died while it joined, and others see {why!r}")
         elif member is not None and member.is_there and not self.losses:
             self._fail(f"{number}: rank {rank} is alive and has failed: {why!r}")
+
+    @staticmethod
+    def _is_replaced(record: Record, rank: int, joined: Noted | None) -> bool:
+        """Whether a member whose leave is still on its way has a successor."""
+        is_newest = record.entered[rank][-1:] == [joined]
+        return joined is not None and not joined.leave_came and not is_newest
 
     def _check_average(
         self, record: Record, number: int, result: Round, parts: dict[int, Sent], buffer: Any

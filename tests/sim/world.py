@@ -92,6 +92,7 @@ class SimulatedLock(Changing):
 
     def __enter__(self) -> None:
         current = self._world.current
+        self._world.point("a lock")
         if self._owner is not current:
             self._world.block(lambda: self._owner is None, self)
         self._owner = current

@@ -1,11 +1,13 @@
 """A process group without an actor: its counts, and members whose coordinator is killed."""
 
 import json
+import pickle
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,17 @@ import pytest
 from process_groups import LocalProcessGroup, entry_of, with_sessions
 from reference import clean_environment
 
-from flatweights.ray import MemberDiedError, MemberError
+from flatweights.ray import MemberDiedError, MemberError, _clock
 from flatweights.ray.channels._member_channel import MemberChannel
+from flatweights.ray.core._peer import PeerState
+from flatweights.ray.core._requests import Request
 from flatweights.ray.members._client import ChannelClient, Identity
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._member import Member
+from flatweights.ray.members._platform import PLATFORM
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._rendezvous import JoinReply
+from flatweights.ray.members._sessions import StoreRequest
 from flatweights.ray.nodes._plan import check_reduce_dtype
 from flatweights.ray.results._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.support import _failpoints
@@ -173,3 +179,81 @@ def test_a_coordinator_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> N
     assert (used, sent) == (1, ({SENT: 4032},))
     assert counts == {ROUND: 1, RECEIVED: 4032, ("transports", "transport", "shm"): 1}
     assert {"wait", "average"} <= seconds.keys()
+
+
+class Far:
+    """A process group whose rank 1 is on another node; the agent of that is played."""
+
+    def __init__(self, *, is_agent_dead: bool = False) -> None:
+        self.group = ProcessGroup("far", GroupConfig.of(2), "here", None)
+        with_sessions(self.group, 0, 1)
+        self.session = self.group.rendezvous.sessions[1]
+        forget = SimpleNamespace(remote=lambda token: None)
+        agent: Any = SimpleNamespace(
+            is_dead=is_agent_dead, handle=SimpleNamespace(forget=forget), platform=PLATFORM
+        )
+        self.session.agent = agent
+
+    def report(self) -> None:
+        """Have Ray report that the process has died."""
+        self.group.note_death(self.session.token, MemberDiedError("Ray says so"))
+
+    def believe(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        """Have the group look at the report, so many seconds later."""
+        now = _clock.now()
+        with monkeypatch.context() as patch:
+            patch.setattr(_clock, "now", lambda: now + seconds)
+            self.group.rendezvous.believe_reports()
+
+
+def test_a_leave_that_comes_after_the_report_of_a_death_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    far = Far()
+    far.session.expect(None)
+    far.session.told(0)
+    far.report()
+    far.believe(monkeypatch, 9.0)
+    leave = StoreRequest(pickle.dumps((Request("leave").fields, None)), None, None)
+    far.group.put(far.session.token, leave)
+    assert far.session.poll()
+    far.group._on_event(far.session)
+    far.believe(monkeypatch, 11.0)
+    assert far.session.state is PeerState.LEFT
+    assert far.group.rendezvous.peers.lost() == {}
+
+
+def test_a_report_is_believed_if_the_agent_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = Far()
+    far.session.expect(None)
+    far.session.told(0)
+    far.report()
+    assert far.session.is_present
+    assert far.group._patience(None) == pytest.approx(10.0, abs=1.0)
+    far.believe(monkeypatch, 11.0)
+    assert str(far.session.why) == "Ray says so"
+
+
+@pytest.mark.parametrize("is_agent_dead", [False, True])
+def test_a_report_counts_at_once_without_an_agent_that_knows_the_member(
+    *, is_agent_dead: bool
+) -> None:
+    far = Far(is_agent_dead=is_agent_dead)
+    if is_agent_dead:
+        far.session.expect(None)
+    far.report()
+    assert not far.session.is_present
+
+
+def test_a_replacement_waits_less_for_an_agent_that_tells_nothing() -> None:
+    far = Far()
+    far.session.expect(None)
+    far.report()
+    early, late = (entry_of(1, GroupConfig.of(2))._replace(since=_clock.now() - s) for s in (4, 6))
+    far.group.rendezvous.enter(early)
+    far.group.rendezvous.admit()
+    assert not early.join_reply.done()
+    assert far.session.is_present
+    far.group.rendezvous.enter(late)
+    far.group.rendezvous.admit()
+    assert late.join_reply.result(0).rank == 1

@@ -213,10 +213,18 @@ class NodeAgent:
                 self.queue.read()
         except BaseException as error:  # else the members would wait for ever
             _log.exception("the agent of a node of a process group has failed")
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the coordinator that this agent has failed; the first error counts."""
+        with contextlib.suppress(InvalidStateError):
             self.failure.set_exception(error)
 
     def _hand_on(self) -> None:
-        """Wait for requests, and send them to the coordinator."""
+        """Wait for requests, and send them to the coordinator.
+
+        Nothing here may hold a request during the next wait: its member would need more segments.
+        """
         handed = []
         for session in wait_for([*self._sessions.values()], self.queue, SLICE, 1):
             if session.fault is not None:
@@ -327,8 +335,7 @@ class NodeAgentActor(Agent):
 
     def _fail(self, why: str) -> None:
         """Count this agent as failed, since it cannot do its part."""
-        with contextlib.suppress(InvalidStateError):
-            self._node_agent.failure.set_exception(RuntimeError(why))
+        self._node_agent.fail(RuntimeError(why))
 
     def _result(self, rank: int) -> NDArray[np.uint8]:
         """Return the weights of a member."""

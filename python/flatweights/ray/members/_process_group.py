@@ -96,7 +96,6 @@ from flatweights.ray.support._errors import (
 from flatweights.ray.support._failpoints import reach
 from flatweights.robust import Rule
 
-_AGENT_TELLS = 10.0  # seconds in which an agent tells how a member of its node has ended
 _CALLS = 16  # calls that an agent runs at a time, without waiting for each other
 
 _log = logging.getLogger("flatweights")
@@ -142,7 +141,6 @@ class ProcessGroup:
         self._config = config
         self._size = config.size
         self._node = node
-        self._platform = platform
         self._channels = platform.channels()
         offer = self._channels.segments.offer
         self._agents = platform.agents(
@@ -175,6 +173,7 @@ class ProcessGroup:
 
     def _step(self) -> None:
         """Do everything that is due, or wait until something happens."""
+        self.rendezvous.believe_reports()
         self.rendezvous.admit()
         self._welcome()
         if self._receive(Tick()):
@@ -646,7 +645,8 @@ class ProcessGroup:
         """Let go of a member that has left or is dead."""
         session.close()
         del self.rendezvous.present[session.token]
-        self._repetitions.clear()  # the next response names it, if it has died
+        if session.has_joined:  # calls in C++ name no dead member, so the next one is made here
+            self._repetitions.clear()
         self._gpu.forget(session)
         self._forget_channel(session)
 
@@ -723,16 +723,16 @@ class ProcessGroup:
     def note_death(self, token: bytes, why: MemberDiedError) -> None:
         """Take Ray's report that the process of a member has died.
 
-        A member on another node may have left before: then its leave is on its way from the agent
-        there, which also reports a death at once, and is waited for.
+        A member on another node may have left before that, and its leave be on its way from the
+        agent of its node. The agent sees the end of a process at once, and tells of it. So it is
+        waited for, unless it does not know the member yet.
         """
         session = self.rendezvous.present.get(token)
         agent = None if session is None else session.agent
-        has_joined = session is not None and session.state is not PeerState.ENTERING
-        if agent is None or agent.is_dead or not has_joined:
+        if session is None or agent is None or agent.is_dead or not session.is_attached:
             self.lose(token, why)
         else:
-            self._platform.later(_AGENT_TELLS, self.queue.post, self.lose, token, why)
+            self.rendezvous.doubt(session, why)
 
     def fetch(self, number: int) -> tuple[bytes, NDArray[np.uint8] | None]:
         """Return the body of a response that was announced by ``number``, and its weights.

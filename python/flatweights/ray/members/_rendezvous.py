@@ -27,6 +27,7 @@ from flatweights.ray.peers._by_agent import AgentClient, Agents
 from flatweights.ray.peers._wait import seconds_left
 
 _GRACE = 5.0  # seconds in which the end of a rank's old process may become known
+_AGENT_TELLS = 10.0  # seconds: a link that is silent sends again after 5 to 6, through Ray
 _EMPTY = 60.0  # seconds for which a process group without members waits for the first one
 
 _log = logging.getLogger("flatweights")
@@ -124,6 +125,7 @@ class Rendezvous:
         self._entered = 0  # the number of sessions so far
         self._grace: Deadline | None = None  # runs from the first member that is ready
         self._watched: set[str] = set()  # the tokens of agents
+        self._doubted: list[tuple[float, Session]] = []  # until when their agents may tell more
         self._empty_until = _clock.now() + _EMPTY
 
     @property
@@ -163,10 +165,28 @@ class Rendezvous:
     def ends(self) -> list[float]:
         """Return the times, by `time.monotonic`, at which something is due here."""
         ends = [entry.since + _GRACE for entry in self._entries]
+        ends += [end for end, _ in self._doubted]
         if not self.sessions:
             ends.append(_clock.now() + _GRACE)
         grace = None if self._grace is None or self.is_open else self._grace.end
         return [*ends, grace] if grace is not None and seconds_left(grace) else ends
+
+    def doubt(self, session: Session, why: MemberDiedError) -> None:
+        """Wait for what the agent of a member tells, although Ray reports the member's death."""
+        session.reported = why
+        self._doubted.append((_clock.now() + _AGENT_TELLS, session))
+
+    def believe_reports(self) -> None:
+        """Count members as dead of which agents have told nothing in time."""
+        now = _clock.now()
+        over = [session for end, session in self._doubted if end <= now]
+        self._doubted = [pair for pair in self._doubted if pair[0] > now and pair[1].is_present]
+        for session in over:
+            self._believe(session)
+
+    def _believe(self, session: Session) -> None:
+        if session.is_present and session.reported is not None:
+            self._lose(session, session.reported)
 
     def enter(self, entry: Entry) -> None:
         """Queue ``entry``, to get a join reply or an error."""
@@ -218,12 +238,16 @@ class Rendezvous:
         if rank is None:
             if now - entry.since < _GRACE:
                 return None
+            for taken in wanted:
+                self._believe(self.sessions[taken])
+            rank = next((rank for rank in wanted if self._is_free(rank)), None)
+        if rank is None:
             if entry.rank is None:
                 raise ValueError(
                     f"process group {self._name!r}: all {self._config.size} ranks are taken"
                 )
-            taken = f"{entry.rank}, which is {self.sessions[entry.rank].who}'s"
-            raise ValueError(f"rank: expected one that is free, got {taken}")
+            who = self.sessions[entry.rank].who
+            raise ValueError(f"rank: expected one that is free, got {entry.rank}, which is {who}'s")
         self._entered += 1
         before = self.sessions.get(rank)
         session = Session(
@@ -254,7 +278,7 @@ class Rendezvous:
 
     def _lose_all(self, agent: AgentClient, why: str) -> None:
         """Count the members of a dead agent's node as dead; its process may still have to end."""
-        agent.end()
+        agent.give_up()
         for session in [*self.present.values()]:
             if session.agent is agent:
                 lost = f"{session.who}: the agent of its node: {why}"

@@ -45,7 +45,11 @@ class _Unconfirmed(NamedTuple):
 
 
 class LinkSocket:
-    """The socket of a link, which its reader alone waits for and closes."""
+    """The socket of a link.
+
+    One thread, the reader, waits for it and closes it. It waits without the link's lock, which all
+    other methods need.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         """Take a connection.
@@ -53,14 +57,14 @@ class LinkSocket:
         Raises:
             OSError: If there is no free descriptor.
         """
+        connection.setblocking(False)
         self._connection = connection
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
-        connection.setblocking(False)
 
     def wait(self, seconds: float, *, writes: bool) -> None:
-        """Wait until there is something to read, room for ``writes``, or `wake` is called."""
+        """Wait until something can be read, or sent if it ``writes``, or `wake` is called."""
         self._poll.register(self._connection, select.POLLIN | (select.POLLOUT if writes else 0))
         self._poll.poll(int(1000 * seconds))
 

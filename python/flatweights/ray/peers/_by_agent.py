@@ -334,8 +334,8 @@ class AgentClient:
         if self.link is not None:
             self.link.close()
 
-    def end(self) -> None:
-        """Count it as dead, and end it if it is not."""
+    def give_up(self) -> None:
+        """Count it as dead, and end its process, which may still run."""
         self.is_dead = True
         self.close()
         self.platform.end(self.handle)

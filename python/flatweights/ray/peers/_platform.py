@@ -83,14 +83,14 @@ class GroupPlatform(LinkPlatform):
     def start_agent(
         self, node: str, cls: type, args: Sequence[Any], calls: int
     ) -> ray.actor.ActorHandle:
-        """Start an actor without CPUs on ``node``, which runs so many calls at a time."""
+        """Start an actor without CPUs on ``node``, which runs ``calls`` calls at a time."""
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         options: Any = {"num_cpus": 0, "max_concurrency": calls}
         made: Any = ray.remote(cls).options(scheduling_strategy=where, **options)
         return made.remote(*args)
 
     def node_reducer(self, offer: Callable[[int], None]) -> NodeReducer:
-        """Return this node's part of exchanges; ``offer`` as there."""
+        """Return this node's part of exchanges; see `NodeReducer`."""
         return NodeReducer(offer, ray.util.get_node_ip_address())
 
     def queue(self) -> Any:
@@ -117,7 +117,7 @@ class GroupPlatform(LinkPlatform):
         return done.result()
 
     def wait_for_all(self, futures: Iterable[Future[Any]], seconds: float) -> set[Future[Any]]:
-        """Wait for all ``futures``, at most for a time; return those that are done."""
+        """Wait for all ``futures``, for at most ``seconds``; return those that are done."""
         return concurrent.futures.wait(futures, seconds).done
 
     # Of a driver and of a worker.

@@ -107,9 +107,6 @@ def sent_weights(payload: Payload) -> Any:
     return weights_of(sent, payload.platform)
 
 
-end_actor = PLATFORM.end
-
-
 def call_actor(handle: ray.actor.ActorHandle, call: Call, platform: GroupPlatform) -> RayResult:
     """Make a call on an actor; references among the arguments are resolved, as Ray does."""
     run, weights = handle.call_version, argument_of(call.payload)

@@ -104,7 +104,7 @@ class WorkerSet:
         check_cluster()
         self.ranks = Ranks(handles, platform)
         self.platform, self.channels = platform, self.ranks.channels
-        self.agents = Agents(self.channels.offer, reduce_dtype, Agent, ())
+        self.agents = Agents(self.channels.offer, reduce_dtype, Agent, (), platform=platform)
         self.latest = Latest(wire, platform=platform)
         self._start = GroupStart(initial, platform)
         self._nbytes = 0  # of the last average that was made in this process
