@@ -719,8 +719,9 @@ class Oracle:
     @staticmethod
     def _is_replaced(record: Record, rank: int, joined: Noted | None) -> bool:
         """Whether a member whose leave is still on its way has a successor."""
-        is_newest = record.entered[rank][-1:] == [joined]
-        return joined is not None and not joined.leave_came and not is_newest
+        if joined is None or not joined.has_left or joined.leave_came:
+            return False
+        return record.entered[rank][-1] is not joined
 
     def _check_average(
         self, record: Record, number: int, result: Round, parts: dict[int, Sent], buffer: Any
