@@ -45,7 +45,7 @@ NODES = {
     ),
     "a report of Ray comes before a leave": (
         "members/_process_group.py",
-        "        if agent is None or agent.is_dead or not has_joined:\n",
+        "        if session is None or agent is None or agent.is_dead or not session.is_attached:\n",
         "        if True:\n",
     ),
     "an agent answers only its first member": (
@@ -69,6 +69,11 @@ NODES = {
         "                if not lost:\n",
         "                if False:\n",
     ),
+    "all nodes are lost if one is": (
+        "rounds/_allreduce.py",
+        "        silent = [agent for agent, ping in pings.items() if ping not in there]\n",
+        "        silent = [*agents]\n",
+    ),
     "NaN on another node is not seen": (
         "members/_node_agent.py",
         '        if request.nonfinite != "propagate" and request.rule is None:\n',
@@ -76,7 +81,7 @@ NODES = {
     ),
     "calls are repeated after a death": (
         "members/_process_group.py",
-        "        self._repetitions.clear()  # the next response names it, if it has died\n",
-        "",
+        "            self._repetitions.clear()\n",
+        "            pass\n",
     ),
 }

@@ -15,9 +15,9 @@ _NODES = 3
 def plan_of(seed: int, mix: str) -> Plan:
     """Return the plan of a seed and a mix: that of members, with more.
 
-    Its other keys are ``nodes``, ``agent_faults``, ``exchanges`` (whether weights stay on their
-    nodes, which exchange sums), and four ``rates``: how likely a link is cut or falls silent at a
-    write, one cannot be made, and an exchange breaks off.
+    Several nodes have members, agents have faults, and there may be exchanges. Four more ``rates``
+    say how likely a link is ``cut`` or falls ``silent`` at a write, ``no link`` can be made, and an
+    exchange is ``broken`` off.
     """
     plan = plans.plan_of(seed, mix)
     rng = random.Random(f"{seed} {mix} nodes")

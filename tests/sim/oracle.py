@@ -13,6 +13,9 @@ weights are small powers of two, so exactly one average is right, bit by bit. In
 - a call ends within its timeout, unless the coordinator or the member was stopped;
 - nobody waits if nothing is going to answer;
 - at the end the process group is over, and no weights of members are held.
+
+Of members on other nodes, a request counts from its arrival at the coordinator on, and an answer
+until it is sent there. Their agents may hold weights for longer.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ _SLACK = 0.7  # seconds of messages
 _STUCK = 3.0  # seconds, without an answer, in which all members wait
 _SILENT = 7.0  # more seconds, if links may fall silent: until what was sent goes through Ray
 _EXCHANGED = 6.0  # seconds that exchanges between nodes may take, if some break off
+_REACHED = 15.0  # seconds after which an agent that was stopped has answered a ping
 _KNOWN = 3.0  # seconds after which a coordinator knows of a death, unless it was stopped
 _REPORTED = 9.0  # seconds after which Ray has reported every death
 _SLICE = 1.0  # seconds between two looks of a coordinator that nothing wakes
@@ -674,8 +678,7 @@ class Oracle:
             for rank, why in error.failed.items():
                 self._check_why(record, number, rank, why, parts)
                 is_early = need is None or len(parts) < need
-                is_far = rank in parts and parts[rank].member.agent is not None
-                is_late = isinstance(why, TimeoutError) and not is_far
+                is_late = isinstance(why, TimeoutError) and not self._is_out_of_reach(rank, parts)
                 if is_late and is_early and not self._is_time_up(parts):
                     self._fail(f"{number}: failed for rank {rank}, which is late, before time")
         elif isinstance(error, ValueError) and "NaN" in str(error):
@@ -690,9 +693,8 @@ class Oracle:
     ) -> None:
         """Check the reason for which a rank has no part in a response."""
         member, joined, text = record.newest.get(rank), record.newest_joined(rank), str(why)
-        is_far = rank in parts and parts[rank].member.agent is not None
-        if is_far and (isinstance(why, TimeoutError) or parts[rank].member.is_cut_off):
-            pass  # its node is out of reach, or has died with its weights
+        if self._is_out_of_reach(rank, parts):
+            pass
         elif isinstance(why, TimeoutError):
             if rank in parts:
                 self._fail(f"{number}: rank {rank} took part and is late")
@@ -753,13 +755,18 @@ class Oracle:
     def _lost_weights(self, result: Round, parts: dict[int, Sent]) -> set[int]:
         """Return the ranks whose weights were on a node that has died, or is out of reach."""
         lost = set()
-        for rank, why in result.failed.items():
-            is_far = rank in parts and parts[rank].member.agent is not None
-            if rank in result.quarantined:
-                continue
-            if is_far and (parts[rank].member.is_cut_off or "could not be reached" in str(why)):
+        for rank in result.failed:
+            if rank not in result.quarantined and self._is_out_of_reach(rank, parts):
                 lost.add(rank)
         return lost
+
+    def _is_out_of_reach(self, rank: int, parts: dict[int, Sent]) -> bool:
+        """Whether the agent of a rank that took part has died, with its weights, or was stopped."""
+        agent = parts[rank].member.agent if rank in parts else None
+        if agent is None:
+            return False
+        since = self._world.now - _REACHED
+        return agent.process.is_dead or any(end > since for _, end in agent.process.stops)
 
     def _check_gathered(
         self, number: int, result: Round, parts: dict[int, Sent], response: Response

@@ -104,6 +104,7 @@ def plan_of(seed: int, mix: str) -> Plan:
     - ``ways``: by rank, "shm" or "store"; ``coordinator_faults``: by coordinator, its faults,
       likewise;
     - ``nodes``, ``agent_faults``: by rank, its node; by agent of a node, its faults, likewise;
+    - ``exchanges``: whether weights stay on their nodes, which exchange sums;
     - ``keeps_few``: whether process groups keep the responses of one kind of call only;
     - ``in_place``: whether members average variables; ``alone``: after how many calls twins begin
       to take turns;

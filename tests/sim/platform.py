@@ -94,7 +94,7 @@ class Simulated(MemberPlatform):
 
         self._group = Watched
 
-    # Of a coordinator.
+    # Of a coordinator, or the agent of a node.
 
     def begin_coordinator(self) -> ActorPlace:
         notes = self.world.process().notes
@@ -588,7 +588,7 @@ def _opened(message: Any) -> tuple[bytes, Any]:
 
 
 class CoordinatorChannel:
-    """The coordinator's end of a channel."""
+    """The end of a channel at the coordinator, or at the agent of a node."""
 
     def __init__(self, platform: Simulated, link: Link) -> None:
         self._world, self._oracle, self.link = platform.world, platform.oracle, link
@@ -681,7 +681,7 @@ class CoordinatorChannel:
 
 
 class SimulatedChannels(Bell):
-    """A coordinator's ends of channels."""
+    """The ends of channels at a coordinator, or at the agent of a node."""
 
     def __init__(self, platform: Simulated) -> None:
         super().__init__(platform.world)

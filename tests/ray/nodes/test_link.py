@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from links import wait_for_socket
 
 from flatweights.ray.nodes import _link
 from flatweights.ray.nodes._address import Address
@@ -300,9 +301,7 @@ def test_streams_make_the_socket(pair: Pair, listening: Callable[[], Streams]) -
     one, other = listening(), listening()
     one.expect(b"e" * 16, pair.links[0].attach)
     pair.links[1].attach(other.connect(one.address, b"e" * 16, time.monotonic() + PATIENCE))
-    end = time.monotonic() + PATIENCE
-    while not pair.links[0].has_socket and time.monotonic() < end:  # the listener's thread makes it
-        time.sleep(0.001)
+    wait_for_socket(pair.links[0])
     pair.links[0].send("to 1")
     pair.links[1].send("to 0")
     assert (pair.until(0, 1), pair.until(1, 1)) == (["to 0"], ["to 1"])

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 from certificates import make_authority, make_certificate, tls_environment
+from links import wait_for_socket
 from stream_nodes import Nodes, await_bytes, nodes, random_bytes
 
 from flatweights.ray.nodes._address import chosen_ports
@@ -248,9 +249,7 @@ def test_links_take_messages_over_tls(good: Path) -> None:
     links = [Link(one.put, by_ray, pytest.fail) for one in got]
     ends[0].expect(b"e" * 16, links[0].attach)
     links[1].attach(ends[1].connect(ends[0].address, b"e" * 16, time.monotonic() + 60))
-    over = time.monotonic() + 60
-    while not links[0].has_socket and time.monotonic() < over:  # the listener's thread makes it
-        time.sleep(0.001)
+    wait_for_socket(links[0])
     sent = [
         secrets.token_bytes(nbytes) for nbytes in (10, 16_384, 3_000_001, 0, 100_000, 1_000_000)
     ]
