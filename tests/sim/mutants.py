@@ -187,6 +187,11 @@ MUTANTS = {
         "        if self.channel is None or not self.channel.is_closed or not self.is_present:\n",
         "        if self.state is not PeerState.ASKING or not self.channel or not self.channel.is_closed:\n",
     ),
+    "calls are repeated after a death": Mutant(
+        "members/_process_group.py",
+        "            self._repetitions.clear()\n",
+        "            pass\n",
+    ),
     "a death that Ray reports is not noticed": Mutant(
         "members/_coordinator.py",
         "            self._group.queue.post(self._group.note_death, token, why)\n",

@@ -168,8 +168,10 @@ class SimulatedReducer(NodeReducer):
 
     def stream(self, plan: Plan, me: int, endpoints: Endpoints) -> Traffic:
         world, number = self._world, (endpoints.epoch, plan.number)
-        if not self.models.keys() >= {*plan.groups[me]}:
-            raise StreamError(-1, "the round is over, and its results are gone")
+        try:
+            models = {rank: self.models[rank].copy() for rank in plan.groups[me]}
+        except KeyError:
+            raise StreamError(-1, "the round is over, and its results are gone") from None
         world.point("exchanging")
         exchange = self._platform.exchanges.get(number)
         if exchange is None:
@@ -177,7 +179,7 @@ class SimulatedReducer(NodeReducer):
         self._under_way[endpoints.epoch] = exchange
         self._process.at_death.append(exchange.break_off)
         mean = self._new_mean(plan)
-        exchange.bring(me, {rank: self.models[rank].copy() for rank in plan.groups[me]})
+        exchange.bring(me, models)
         left = PATIENCE if endpoints.left is None else min(PATIENCE, endpoints.left / 3)
 
         def is_over() -> bool:

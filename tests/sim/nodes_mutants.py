@@ -38,11 +38,6 @@ NODES = {
         "                self._lose(session, MemberDiedError(lost))\n",
         "                pass\n",
     ),
-    "a dead agent is used again": (
-        "peers/_by_agent.py",
-        "        self.is_dead = True\n        self.close()\n",
-        "        self.close()\n",
-    ),
     "a report of Ray comes before a leave": (
         "members/_process_group.py",
         "        if session is None or agent is None or agent.is_dead or not session.is_attached:\n",
@@ -78,10 +73,5 @@ NODES = {
         "members/_node_agent.py",
         '        if request.nonfinite != "propagate" and request.rule is None:\n',
         "        if False:\n",
-    ),
-    "calls are repeated after a death": (
-        "members/_process_group.py",
-        "            self._repetitions.clear()\n",
-        "            pass\n",
     ),
 }

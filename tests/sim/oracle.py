@@ -669,7 +669,8 @@ class Oracle:
         need = first.request.min_results
         if isinstance(error, WorkerError):
             if first.request.operation == "broadcast":
-                if first.request.root in parts:
+                root = first.request.root
+                if root in parts and not self._is_out_of_reach(root, parts):
                     self._fail(f"{number}: the root took part, and all got {error!r}")
             elif need is not None and len(finite) >= need:
                 self._fail(f"{number}: {finite} are enough for {need}, and all got {error!r}")

@@ -17,7 +17,11 @@ from tests.sim.schedules import schedule_of, transcript_of, without_collector
 import flatweights
 
 SCHEDULES = {"members": 2000, "nodes": 300, "group": 500, "asynchronous": 300, "fit": 100}
-FOUND = {"group": (5840,), "members": (110992,)}  # later ones, which have found something
+FOUND = {
+    "group": (5840,),
+    "members": (110992,),
+    "nodes": (62020,),
+}  # later ones, which have found something
 # What is to be tested has to happen.
 GROUPS = ("rounds", "late", "failed", "errors")
 HAPPENS = {

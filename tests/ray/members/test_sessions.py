@@ -953,7 +953,7 @@ def node_agent() -> Iterator[tuple[NodeAgent, TheCoordinator]]:
     coordinator = TheCoordinator()
     end: Any = SimpleNamespace(models={})
     handle: Any = coordinator
-    made = NodeAgent(handle, handle.hand.remote, coordinator.channels, end, threading.Lock())
+    made = NodeAgent(handle, handle.hand.remote, coordinator.channels, end)
     yield made, coordinator
     made.queue.post(sys.exit)  # its thread ends
     for thread in threading.enumerate():

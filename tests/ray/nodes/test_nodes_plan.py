@@ -24,6 +24,7 @@ from flatweights.ray.nodes._plan import Plan, ReduceDType, nbytes_of
 from flatweights.ray.nodes._shards import canonical, packed_bytes
 from flatweights.ray.peers._by_channel import GroupChannels
 from flatweights.ray.peers._result_metadata import ReadOptions, read_into
+from flatweights.ray.support import _failpoints
 
 DTYPES = [*REAL, *map(np.dtype, ("c8", "c16", "i8", "i4", "u1", "?"))]
 SUMS: tuple[ReduceDType, ...] = ("float64", "float32")
@@ -246,6 +247,31 @@ def test_a_node_that_does_not_come_breaks_the_exchange_off(ends: Ends) -> None:
     ends.together(plan)
     for end in ends.ends:
         assert bits(plan, end.weights(1)) == bits(plan, fw.average(models))
+
+
+@pytest.mark.parametrize("ends", [2], indirect=True)
+def test_models_that_are_replaced_in_an_exchange_stay_in_it(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent may get an order and the response that ends its call at once, after a delay."""
+    models = [some_model(np.random.default_rng(k), k) for k in range(2)]
+    plan = plan_of([[0], [1]], [1.0] * 2, "float64", models)
+    ends.read(plan, models)
+
+    both = threading.Barrier(2)
+
+    def forget(reached: str) -> None:
+        if reached == "exchanging":
+            both.wait(10.0)
+            for end in ends.ends:
+                end.models.clear()
+
+    monkeypatch.setattr(_failpoints, "hook", forget)
+    ends.together(plan)
+    for end in ends.ends:
+        assert bits(plan, end.weights(1)) == bits(plan, fw.average(models))
+    with pytest.raises(StreamError, match="its results are gone"):
+        ends.ends[0].stream(plan, 0, Endpoints((ends.ends[0].address,), ends.epoch, 1.0))
 
 
 @pytest.mark.parametrize("ends", [2], indirect=True)

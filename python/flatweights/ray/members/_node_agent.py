@@ -12,7 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import ray
@@ -92,7 +92,6 @@ class NodeAgent:
         hand: Callable[[list[Handed]], object],
         channels: GroupChannels,
         end: NodeReducer,
-        turn: Any,
         platform: MemberPlatform = PLATFORM,
     ) -> None:
         """Begin without members.
@@ -102,7 +101,6 @@ class NodeAgent:
             hand: Sends requests to it.
             channels: The channels of this process.
             end: This node's part of exchanges.
-            turn: The lock that a thread holds while it uses ``end``.
             platform: What it uses of Ray, channels and threads.
 
         Raises:
@@ -115,7 +113,6 @@ class NodeAgent:
         self._hand = hand
         self._channels = made
         self._end = end
-        self._turn = turn
         self._sessions: dict[bytes, Session] = {}
         self._senders: dict[int, Session] = {}  # by rank, the member that a model here belongs to
         self._posts = 0
@@ -245,9 +242,8 @@ class NodeAgent:
             session.close()
         if packed is None or packed.buffer.nbytes < self._platform.least_exchanged:
             return Handed(session.token, answer.body, None if packed is None else packed.buffer)
-        with self._turn:
-            self._end.models[session.rank] = packed.buffer
-            self._senders[session.rank] = session
+        self._end.models[session.rank] = packed.buffer
+        self._senders[session.rank] = session
         not_finite = None
         if request.nonfinite != "propagate" and request.rule is None:
             template = Template(Kind.FLAT_WEIGHTS, packed.layout)
@@ -276,7 +272,7 @@ class NodeAgentActor(Agent):
         self._link = Link(self._take, receive, self._fail, platform=platform)
         self._connecting = platform.lock()
         self._node_agent = NodeAgent(
-            coordinator, self._link.send, self.channels, self.end, self.turn, platform
+            coordinator, self._link.send, self.channels, self.end, platform
         )
         platform.start_thread(self._stream_all, (), "flatweights-exchanges")
 

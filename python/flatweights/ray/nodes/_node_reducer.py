@@ -136,8 +136,10 @@ class NodeReducer:
             StreamError: If a node does not answer, its answer is invalid, or the round is over.
         """
         assert self._streams is not None
-        if not self.models.keys() >= {*plan.groups[me]}:
-            raise StreamError(-1, "the round is over, and its results are gone")
+        try:  # another thread may replace them meanwhile
+            models = {rank: self.models[rank] for rank in plan.groups[me]}
+        except KeyError:
+            raise StreamError(-1, "the round is over, and its results are gone") from None
         reach("exchanging")
         now = _clock.now()
         end = None if endpoints.left is None else now + endpoints.left
@@ -146,7 +148,7 @@ class NodeReducer:
         plan = self._begin(plan, me)
         connections = self._streams.open(endpoints.peers, me, endpoints.epoch, opened)
         before = Traffic(sum(connections.sent_bytes), sum(connections.received_bytes))
-        exchange = StreamAllreduce(plan, me, self.models, self._new_mean(plan))
+        exchange = StreamAllreduce(plan, me, models, self._new_mean(plan))
         exchange.run(connections, patience=patience, end=end)
         after = Traffic(sum(connections.sent_bytes), sum(connections.received_bytes))
         return Traffic(after.sent - before.sent, after.received - before.received)
