@@ -125,7 +125,8 @@ class Rendezvous:
         self._entered = 0  # the number of sessions so far
         self._grace: Deadline | None = None  # runs from the first member that is ready
         self._watched: set[str] = set()  # the tokens of agents
-        self._doubted: list[tuple[float, Session]] = []  # until when their agents may tell more
+        # Reports of deaths that agents may still correct, and until when.
+        self._reports: dict[Session, tuple[float, MemberDiedError]] = {}
         self._empty_until = _clock.now() + _EMPTY
 
     @property
@@ -165,7 +166,7 @@ class Rendezvous:
     def ends(self) -> list[float]:
         """Return the times, by `time.monotonic`, at which something is due here."""
         ends = [entry.since + _GRACE for entry in self._entries]
-        ends += [end for end, _ in self._doubted]
+        ends += [end for end, _ in self._reports.values()]
         if not self.sessions:
             ends.append(_clock.now() + _GRACE)
         grace = None if self._grace is None or self.is_open else self._grace.end
@@ -173,20 +174,19 @@ class Rendezvous:
 
     def doubt(self, session: Session, why: MemberDiedError) -> None:
         """Wait for what the agent of a member tells, although Ray reports the member's death."""
-        session.reported = why
-        self._doubted.append((_clock.now() + _AGENT_TELLS, session))
+        self._reports[session] = _clock.now() + _AGENT_TELLS, why
 
     def believe_reports(self) -> None:
         """Count members as dead of which agents have told nothing in time."""
-        now = _clock.now()
-        over = [session for end, session in self._doubted if end <= now]
-        self._doubted = [pair for pair in self._doubted if pair[0] > now and pair[1].is_present]
-        for session in over:
-            self._believe(session)
+        for session, (end, _) in [*self._reports.items()]:
+            if not session.is_present or end <= _clock.now():
+                self._believe(session)
 
     def _believe(self, session: Session) -> None:
-        if session.is_present and session.reported is not None:
-            self._lose(session, session.reported)
+        """Count a member as dead if there is a report of that, unless it has ended otherwise."""
+        _, why = self._reports.pop(session, (0.0, None))
+        if session.is_present and why is not None:
+            self._lose(session, why)
 
     def enter(self, entry: Entry) -> None:
         """Queue ``entry``, to get a join reply or an error."""

@@ -115,7 +115,6 @@ class Session(Peer):
         prepared: What it may ask for again, by number.
         seen: The time at which its request was seen, before it was read; 0, if it was not.
         is_quiet: Whether its next request may ring no bell although it has a timeout.
-        reported: The report that its process has died, until its agent tells how it has ended.
     """
 
     agent: AgentClient | None = None
@@ -128,7 +127,6 @@ class Session(Peer):
     prepared: dict[int, Prepared] = field(default_factory=dict)
     seen: float = 0.0
     is_quiet: bool = False
-    reported: MemberDiedError | None = None
     _store_requests: deque[StoreRequest] = field(default_factory=deque)
     _caller: Future[Reply] | None = None  # of its call through Ray, which waits
     _layouts: dict[str, Layout] = field(default_factory=dict)  # layouts that it has sent, by digest
