@@ -8,6 +8,7 @@ An oracle checks every response while it runs. `python -m tests.sim --help` runs
 | --- | --- |
 | `world.py` | the scheduler: processes, their tasks, events, and the virtual clock |
 | `platform.py` | Ray, channels and threads for coordinators and members, in that world |
+| `copies.py` | what another process gets of a value |
 | `programs.py` | the programs of members: what users write |
 | `plans.py` | plans, drawn from a seed, and smaller ones of a plan that fails |
 | `oracle.py` | what must hold |

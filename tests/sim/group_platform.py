@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
 import itertools
-import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from tests.sim.copies import copied
 from tests.sim.platform import HeldExtent
 from tests.sim.world import Bell, Changing, Fault, Process, SimulatedLock, World
 
@@ -96,7 +95,7 @@ class SimulatedWorkers(GroupPlatform):
             self.losses += 1
             raise ray.exceptions.ObjectStoreFullError("no room")
         ref = Ref.of(self, process)
-        ref.set(_copied(value))
+        ref.set(copied(value, Ref, Actor))
         return ref
 
     def get(self, ref: Any, timeout: float | None = None) -> Any:
@@ -173,36 +172,6 @@ class Ref(ray.ObjectRef):  # type: ignore[misc]
         if error is not None:
             raise copy.copy(error)
         return self._value
-
-
-class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Copies values as Ray does, and keeps references and actors."""
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, Ref | Actor):
-            self.kept.append(value)
-            return len(self.kept) - 1
-        return None
-
-
-class _Unpickler(pickle.Unpickler):
-    kept: list[Any]
-
-    def persistent_load(self, index: Any) -> Any:
-        return self.kept[index]
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a value, whose arrays are read-only."""
-    buffers: list[pickle.PickleBuffer] = []
-    with io.BytesIO() as file:
-        pickler = _Pickler(file, protocol=5, buffer_callback=buffers.append)
-        pickler.kept = []
-        pickler.dump(value)
-        file.seek(0)
-        unpickler = _Unpickler(file, buffers=[bytes(buffer.raw()) for buffer in buffers])
-        unpickler.kept = pickler.kept
-        return unpickler.load()
 
 
 class _Call:
@@ -339,7 +308,7 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
         try:
             world.point(f"call of {name}")
             ref = Ref.of(platform, caller)
-            call = _Call(name, _copied((args, kwargs)), ref)
+            call = _Call(name, copied((args, kwargs), Ref, Actor), ref)
         finally:
             if name != "serve_channel" and log is not None:
                 log.last = name
@@ -373,14 +342,14 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
             try:
                 args, kwargs = call.args
                 args = [platform.get(arg) if isinstance(arg, Ref) else arg for arg in args]
-                value = _copied(getattr(self.object, call.name)(*args, **kwargs))
+                value = copied(getattr(self.object, call.name)(*args, **kwargs), Ref, Actor)
                 del args, kwargs
                 if call.name in ("call_version", "serve_channel") and value is not None:
                     self._check_room()
             except ray.exceptions.RayError as raised:
                 value, error = None, raised
             except Exception as raised:
-                cause = _copied(raised)  # without its frames
+                cause = copied(raised, Ref, Actor)  # without its frames
                 error = ray.exceptions.RayTaskError(call.name, str(raised), cause)
                 value = None
             world.point("returning")

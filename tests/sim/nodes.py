@@ -6,8 +6,6 @@ loses what is on its way when it ends, and it may take all and deliver nothing.
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -239,33 +237,3 @@ class SimulatedQueue(Changing):
     def get(self) -> Any:
         self._world.block(lambda: bool(self._items), self)
         return self._items.pop(0)
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: Any, kept: list[Any], kinds: tuple[type, ...]) -> None:
-        super().__init__(file, protocol=5)
-        self._kept, self._kinds = kept, kinds
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, self._kinds):
-            return None
-        self._kept.append(obj)
-        return len(self._kept) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, kept: list[Any]) -> None:
-        super().__init__(file)
-        self._kept = kept
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._kept[pid]
-
-
-def copied(value: Any, kinds: tuple[type, ...]) -> Any:
-    """Return what another process gets of ``value``; objects of these ``kinds`` are the same."""
-    kept: list[Any] = []
-    file = io.BytesIO()
-    _Pickler(file, kept, kinds).dump(value)
-    file.seek(0)
-    return _Unpickler(file, kept).load()

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from tests.sim.nodes import Exchange, SimulatedQueue, SimulatedReducer, SimulatedThread, copied
+from tests.sim.copies import copied
+from tests.sim.nodes import Exchange, SimulatedQueue, SimulatedReducer, SimulatedThread
 from tests.sim.oracle import Oracle
 from tests.sim.repeating import SimulatedCalls
 from tests.sim.world import Bell, Changing, Process, SimulatedLock, World
@@ -407,7 +408,7 @@ class Handle:
     def _passed(self, caller: Process, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of a call as the actor gets them, and tell the oracle of it."""
         if name == "receive":
-            passed: tuple[Any, ...] = copied(args, (Ref, Handle))
+            passed: tuple[Any, ...] = copied(args, Ref, Handle)
             return passed
         args = tuple(arg.copy() if isinstance(arg, np.ndarray) else arg for arg in args)
         self.platform.oracle.called(caller, name, args)
@@ -472,7 +473,7 @@ class AgentHandle(Handle):
     def _passed(self, caller: Process, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if name == "deliver":
             self.platform.oracle.asking(caller, *args[:2])
-        passed: tuple[Any, ...] = copied(args, (Ref, Handle))
+        passed: tuple[Any, ...] = copied(args, Ref, Handle)
         return passed
 
     def _returns(self, name: str, args: tuple[Any, ...], value: Any) -> None:
