@@ -16,6 +16,9 @@ from ray_cluster import LEAN, start_lean_cluster
 from ray_programs import output_of
 
 from flatweights.ray import Publisher, Subscriber
+from flatweights.ray.publishing import _names
+from flatweights.ray.publishing._relay_tree import RelayTree
+from flatweights.ray.publishing._transports import proxy_of
 
 pytestmark = [
     pytest.mark.ray(own=True),
@@ -27,9 +30,9 @@ NODE = LEAN | {"object_store_memory": 75 * 2**20, "num_cpus": 1}
 
 
 class Actor:
-    def __init__(self) -> None:
+    def __init__(self, name: str = "nodes") -> None:
         self.weights = np.zeros(SIZE)
-        self.subscriber = Subscriber("nodes", self.weights, timeout=120)
+        self.subscriber = Subscriber(name, self.weights, timeout=120)
 
     def update(self) -> tuple[bool, int, float, str]:
         is_new = self.subscriber.update()
@@ -47,6 +50,7 @@ def read_at_once(setting: str) -> tuple[str, float]:
 
 remote_reader: Any = ray.remote(num_cpus=0, resources={"away": 1})(read_at_once)
 remote_actor: Any = ray.remote(num_cpus=0, resources={"away": 1})(Actor)
+any_actor: Any = ray.remote(num_cpus=0)(Actor)
 
 
 def alive(kind: str) -> list[int]:
@@ -127,3 +131,93 @@ def test_one_actor_of_a_node_reads_for_all_of_its_processes() -> None:
     found = json.loads(output_of(publish_to_nodes).splitlines()[-1])
     at_once = [["agent", 1.0], ["store", 1.0]]
     assert found == {"at once": at_once, "relays": 1, "version": 10**12 + 1}
+
+
+class Chain:
+    """A publisher and two relays, one of which passes weights on to the other."""
+
+    def __init__(self) -> None:
+        cluster = start_lean_cluster(**NODE)
+        for name in "ab":
+            cluster.add_node(resources={name: 10}, **NODE)
+        self.weights = np.zeros(SIZE)
+        self.publisher = Publisher("chain", self.weights)
+        self.publish()
+        record = _names.find("chain")
+        assert record is not None
+        proxy = proxy_of("chain", record)
+
+        def make_chain(actor: Any) -> None:
+            actor._tree = RelayTree(1)
+
+        ray.get(proxy.__ray_call__.remote(make_chain))
+        self.actors = {name: self.reader(name) for name in "ab"}
+
+    def reader(self, node: str) -> Any:
+        actor = any_actor.options(resources={node: 1}).remote("chain")
+        ray.get(actor.update.remote())
+        return actor
+
+    def relay(self, node: str) -> Any:
+        """Return the relay of a node."""
+        (name,) = [
+            one
+            for one in ray.util.list_named_actors(all_namespaces=True)
+            if one["name"] == f"flatweights:relay:chain:{self.id_of(node)}"
+        ]
+        return ray.get_actor(name["name"], name["namespace"])
+
+    def id_of(self, node: str) -> str:
+        (found,) = [one["NodeID"] for one in ray.nodes() if node in one["Resources"]]
+        return str(found)
+
+    def process(self, node: str) -> int:
+        return int(ray.get(self.relay(node).__ray_call__.remote(lambda _: os.getpid())))
+
+    def has_parent(self, node: str) -> bool:
+        """Whether the relay of a node gets weights from another relay."""
+        call = self.relay(node).__ray_call__
+        return bool(ray.get(call.remote(lambda relay: relay._source._pull._parent is not None)))
+
+    def publish(self) -> None:
+        self.weights += 1
+        self.publisher.publish()
+
+    def wait(self, *nodes: str) -> None:
+        """Wait until the readers of these nodes have the newest weights."""
+        actors = [self.actors[node] for node in nodes]
+        version = self.publisher.version
+        wait_until(lambda: has(actors, version, float(self.weights[0])))
+
+
+def publish_along_a_chain() -> None:
+    chain = Chain()
+    assert not chain.has_parent("a")
+    assert chain.has_parent("b")
+    for _ in range(5):
+        chain.publish()
+        chain.wait("a", "b")
+    process = chain.process("a")
+    os.kill(process, signal.SIGSTOP)
+    chain.publish()
+    chain.wait("b")
+    assert not chain.has_parent("b")
+    os.kill(process, signal.SIGCONT)
+    chain.wait("a", "b")
+    os.kill(process, signal.SIGKILL)
+    chain.publish()
+    chain.wait("a", "b")
+    # Another relay takes the place of that of each node.
+    os.kill(chain.process("b"), signal.SIGKILL)
+    chain.publish()
+    chain.wait("a", "b")
+    assert chain.has_parent("b")
+    os.kill(chain.process("a"), signal.SIGKILL)
+    chain.publish()
+    chain.wait("a", "b")
+    chain.publisher.close()
+    print("all have all versions")
+
+
+def test_a_relay_that_is_stopped_or_killed_keeps_no_weights_from_others() -> None:
+    assert output_of(publish_along_a_chain).splitlines()[-1] == "all have all versions"

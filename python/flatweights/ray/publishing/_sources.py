@@ -8,6 +8,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import ray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from flatweights.ray import _clock
 from flatweights.ray.publishing._answer import answer_of
+from flatweights.ray.publishing._names import PublisherRecord
 from flatweights.ray.publishing._publication_server import PublicationAddress, PublicationConnection
 from flatweights.ray.support._errors import check_connected
 from flatweights.ray.support._listener import kept, milliseconds
@@ -22,10 +24,19 @@ from flatweights.ray.support._listener import kept, milliseconds
 News = tuple[int, float, NDArray[np.uint8]]
 """A version, the `time.monotonic` of its publication on this machine, and its packed buffer."""
 
+Told: TypeAlias = NDArray[np.uint8] | list[ray.ObjectRef]
+"""A packed buffer, or a reference to it, in a list."""
+
+Newest: TypeAlias = tuple[int, float, Told]
+"""A version, its age in seconds, and its bytes."""
+
+Answer: TypeAlias = Newest | tuple[()] | None
+"""Newer weights; or an empty tuple, if there are none for a while; or None, if none will come."""
+
 PULL = 2.0
 """Seconds after which a proxy answers that there is nothing new."""
-_GRACE = 10.0  # more seconds, after which this gives a proxy up
-_FETCH = 60.0  # seconds to wait for weights that a proxy has announced
+_FETCH = 60.0  # seconds to wait for weights that were announced
+_SLOWEST = 10e6  # bytes per second that come in any case: more seconds for large weights
 
 
 class Source(ABC):
@@ -120,21 +131,26 @@ class BoardSource(Source):
 
 
 class PulledSource(Source):
-    """Calls of a proxy, through Ray: each brings the newest weights once there are newer ones.
+    """Calls through Ray: each brings the newest weights once there are newer ones.
 
     A thread makes them, so `take` waits for none.
     """
 
-    def __init__(
-        self, transport: str, number: int, layout: bytes, proxy: ray.actor.ActorHandle
-    ) -> None:
-        """Take the proxy, an actor."""
-        super().__init__(transport, number, layout, self._take)
-        self._proxy = proxy
+    def __init__(self, record: PublisherRecord, pull: Callable[[int], Answer]) -> None:
+        """Begin to get the weights of a publisher.
+
+        Args:
+            record: The publisher.
+            pull: Makes one call: returns weights of versions above its argument.
+        """
+        super().__init__("store", record.number, record.layout, self._take)
+        self._pull = pull
+        self._patience = _FETCH + record.address.nbytes / _SLOWEST
         self._news: News | None = None
+        self._told: Told = []  # the bytes of these
         self._is_closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._pull, name="flatweights-pull", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="flatweights-pull", daemon=True)
         self._is_over = False
         self._thread.start()
 
@@ -152,8 +168,15 @@ class PulledSource(Source):
         with self._changed:
             return self._changed.wait_for(lambda: self.newest > seen, seconds)
 
+    def told(self) -> Newest:
+        """Return the newest weights as they were told, to pass them on."""
+        with self._changed:
+            assert self._news is not None
+            version, published, _ = self._news
+            return version, _clock.now() - published, self._told
+
     def wait_for_end(self, seconds: float) -> bool:
-        """Wait until the proxy says that the publisher has ended, or cannot be reached."""
+        """Wait until a call says that the publisher has ended, or cannot be made."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._is_closed, seconds)
         return self._is_over
@@ -172,21 +195,26 @@ class PulledSource(Source):
         news = self._news
         return None if news is None or news[0] <= seen else news
 
-    def _pull(self) -> None:
-        with contextlib.suppress(Exception):  # the proxy is gone, or Ray is shut down
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):  # nobody can be asked, or Ray is shut down
             while not self._is_closed:
                 check_connected()
-                call = self._proxy.newer.remote(self.newest)
-                answer = answer_of(call, PULL + _GRACE)
+                answer = self._pull(self.newest)
                 if answer is None:
                     break
                 if answer:
-                    version, age, buffer = answer
-                    if isinstance(buffer, list):
-                        buffer = answer_of(buffer[0], _FETCH)
+                    version, age, told = answer
+                    published = _clock.now() - age
+                    buffer = self._fetched(told)
                     with self._changed:
-                        self._news = version, _clock.now() - age, buffer
+                        self._news, self._told = (version, published, buffer), told
                         self._changed.notify_all()
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
+
+    def _fetched(self, told: Told) -> NDArray[np.uint8]:
+        if not isinstance(told, list):
+            return told
+        buffer: NDArray[np.uint8] = answer_of(told[0], self._patience)
+        return buffer

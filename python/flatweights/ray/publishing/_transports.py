@@ -1,9 +1,10 @@
 """The transports by which published weights reach a process, and the choice among them.
 
 On the publisher's node, subscribers read its server. On another node, they read the server of that
-node's relay, which the first subscriber starts. The relay pulls from the proxy on the publisher's
-node, so each version travels there once. If no memory can be shared, a subscriber pulls from the
-proxy itself.
+node's relay, which the first subscriber starts, so each version travels there once. The first
+relays pull from the proxy on the publisher's node, later ones from earlier ones (`RelayTree`): one
+answers with large weights once these are in Ray's store on its node, and Ray fetches them from any
+node that has them. If no memory can be shared, a subscriber pulls from the proxy itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import ray
@@ -30,13 +31,23 @@ from flatweights.ray.publishing._publication_server import (
     PublicationAddress,
     PublicationServer,
 )
-from flatweights.ray.publishing._sources import PULL, BoardSource, PulledSource, Source
+from flatweights.ray.publishing._relay_tree import CHILDREN, MANY_CHILDREN, RelayTree
+from flatweights.ray.publishing._sources import (
+    PULL,
+    Answer,
+    BoardSource,
+    PulledSource,
+    Source,
+    Told,
+)
 
 _TRY = 2.0  # seconds after which a publication server that does not answer counts as stopped
 _IDLE = 10.0  # seconds without readers after which an actor of a node ends
 _LOOK = 0.5  # seconds between two looks of an actor at its readers
 _INLINE = 100 << 10  # bytes up to which an array travels with the answer
 _START = 60.0  # seconds in which an actor has to start
+_GRACE = 10.0  # seconds beyond `PULL` after which a proxy that does not answer counts as ended
+_RELAY_GRACE = 3.0  # the same of a relay, in whose place another one answers
 
 _log = logging.getLogger("flatweights")
 
@@ -76,7 +87,7 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
     except ray.exceptions.RayTaskError as error:
         raise ConnectionError(str(error.cause)) from None
     _log.info("weights of %r come through Ray: %s", name, why)
-    source = PulledSource("store", record.number, record.layout, proxy)
+    source = PulledSource(record, lambda seen: _pulled(proxy, seen))
     try:
         while newest and not (source.wait(0, _LOOK) or source.wait_for_end(0.0)):
             if _clock.now() >= end:
@@ -95,14 +106,15 @@ def proxy_of(name: str, record: PublisherRecord) -> ray.actor.ActorHandle:
 
 def _relay_board(name: str, node: str, end: float) -> tuple[bytes, PublicationAddress]:
     """Return layout and address of the server of the relay of this ``node``."""
-    relay = shared_actor(Relay, f"relay:{name}:{node}", node, 16, name)
+    relay = shared_actor(Relay, f"relay:{name}:{node}", node, 64, name)
     seconds = max(0.0, end - _clock.now())
     layout, address = answer_of(relay.serve.remote(seconds), seconds + _LOOK)
     return layout, PublicationAddress(*address)
 
 
-Newest: TypeAlias = tuple[int, float, "NDArray[np.uint8] | list[ray.ObjectRef]"]
-"""Version, time and bytes of weights; the bytes perhaps as a reference, in a list."""
+def _pulled(proxy: ray.actor.ActorHandle, seen: int) -> Answer:
+    answer: Answer = answer_of(proxy.newer.remote(seen), PULL + _GRACE)
+    return answer
 
 
 class Proxy:
@@ -114,8 +126,10 @@ class Proxy:
         self._record = PublisherRecord(*record)
         self._asked = _clock.now()
         self._turn = threading.Lock()
-        self._put: Newest | None = None
+        self._put: tuple[int, float, Told] | None = None
         self._source: BoardSource | None = None
+        is_small = self._record.address.nbytes <= _INLINE
+        self._tree: RelayTree[Any] = RelayTree(MANY_CHILDREN if is_small else CHILDREN)
         _start(self._watch, ray.get_runtime_context().current_actor)
 
     def ping(self) -> int:
@@ -136,12 +150,24 @@ class Proxy:
                 raise ConnectionError("the publisher has ended")
             return self._source.newest
 
-    def newer(self, seen: int) -> Newest | tuple[()] | None:
-        """Return version, age and bytes of weights newer than ``seen``, once there are any.
+    def place(
+        self, node: str, relay: ray.actor.ActorHandle, lost: ray.actor.ActorHandle | None
+    ) -> ray.actor.ActorHandle | None:
+        """Return the relay from which that of ``node`` is to pull; None, if from this actor.
+
+        Args:
+            node: The node.
+            relay: Its relay.
+            lost: A relay from which it cannot pull any more.
+        """
+        with self._turn:
+            return self._tree.parent_of(node, relay, lost)
+
+    def newer(self, seen: int) -> Answer:
+        """Return weights newer than ``seen``, once there are any.
 
         Returns:
-            The bytes as an array, or a reference to it in a list; an empty tuple if there is
-            nothing new for a while; None if the publisher has ended or is superseded.
+            None if the publisher has ended or is superseded.
         """
         self._asked = _clock.now()
         source = self._source
@@ -157,7 +183,7 @@ class Proxy:
             version, published, buffer = self._newest(source)
             return version, _clock.now() - published, buffer
 
-    def _newest(self, source: BoardSource) -> Newest:
+    def _newest(self, source: BoardSource) -> tuple[int, float, Told]:
         """Return version, time and bytes; of each version, there is one object in Ray's store."""
         before = 0 if self._put is None else self._put[0]
         news = source.take(before)
@@ -174,7 +200,10 @@ class Proxy:
 
 
 class Relay:
-    """The actor of a node that reads for all its processes. It ends when it has no readers."""
+    """The actor of a node that reads for all its processes, and for relays of other nodes.
+
+    It ends when it has no readers.
+    """
 
     def __init__(self, name: str) -> None:
         """Begin to look for the publisher of ``name``."""
@@ -185,8 +214,10 @@ class Relay:
         self._layout = b""
         self._server: PublicationServer | None = None
         self._is_offered = False  # once it has what there was to read when it was made
+        self._source: PulledSource | None = None
         self._changed = threading.Condition()
-        _start(self._run, ray.get_runtime_context().current_actor)
+        self._actor = ray.get_runtime_context().current_actor
+        _start(self._run, self._actor)
 
     def serve(self, seconds: float) -> tuple[bytes, tuple[Any, ...]]:
         """Return the layout of the weights, and the address of the server.
@@ -207,6 +238,25 @@ class Relay:
             finally:
                 self._asking -= 1
                 self._asked = _clock.now()
+
+    def newer(self, number: int, seen: int) -> Answer:
+        """Return weights of a publisher newer than ``seen``, once they have come to this node.
+
+        Args:
+            number: The number of the publisher.
+            seen: A version.
+
+        Returns:
+            None if this relay has lost that publisher, or goes on with a newer one.
+        """
+        self._asked = _clock.now()
+        with self._changed:
+            source = self._source
+        if source is None or source.number != number:
+            return None
+        if source.wait(seen, PULL):
+            return source.told()
+        return None if source.wait_for_end(0.0) else ()
 
     @property
     def _is_needed(self) -> bool:
@@ -229,7 +279,9 @@ class Relay:
         proxy = proxy_of(self._name, record)
         newest = answer_of(proxy.ping.remote(), _START)
         server = self._server_for(record, is_offered=not newest)
-        source = PulledSource("store", record.number, record.layout, proxy)
+        pull = RelayPull(record.number, proxy, self._actor)
+        with self._changed:  # others may ask as soon as it has a place
+            source = self._source = PulledSource(record, pull)
         try:
             while self._is_needed and not source.wait_for_end(0.0):
                 if not source.wait(self._seen, _LOOK):
@@ -239,6 +291,7 @@ class Relay:
                     self._publish(server, *news)
                     self._offer()
         finally:
+            self._source = None
             source.interrupt()
             self._offer()
 
@@ -269,6 +322,39 @@ class Relay:
         del target
         server.publication.commit(version, _clock.now() - published)
         self._seen = version
+
+
+class RelayPull:
+    """The calls by which a relay gets newer weights, of another relay or the proxy."""
+
+    def __init__(
+        self, number: int, proxy: ray.actor.ActorHandle, relay: ray.actor.ActorHandle
+    ) -> None:
+        """Take the number of the publisher, its proxy, and the relay itself."""
+        self._number = number
+        self._proxy = proxy
+        self._relay = relay
+        self._parent: ray.actor.ActorHandle | None = None
+        self._is_placed = False
+
+    def __call__(self, seen: int) -> Answer:
+        """Return what there is above ``seen``; a relay that does not answer is asked no more."""
+        if not self._is_placed:
+            self._place()
+        while self._parent is not None:
+            answer: Answer = None
+            with contextlib.suppress(ray.exceptions.RayError):
+                call = self._parent.newer.remote(self._number, seen)
+                answer = answer_of(call, PULL + _RELAY_GRACE)
+            if answer is not None:
+                return answer
+            self._place()
+        return _pulled(self._proxy, seen)
+
+    def _place(self) -> None:
+        """Get another parent than the last one."""
+        call = self._proxy.place.remote(this_node(), self._relay, self._parent)
+        self._parent, self._is_placed = answer_of(call, _START), True
 
 
 def _start(run: Callable[[], None], actor: ray.actor.ActorHandle) -> None:

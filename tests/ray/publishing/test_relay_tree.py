@@ -1,0 +1,51 @@
+"""The places of relays: a tree without cycles, whichever relays are lost or replaced."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatweights.ray.publishing._relay_tree import RelayTree
+
+
+def test_each_passes_weights_on_to_as_many() -> None:
+    tree: RelayTree[int] = RelayTree(3)
+    parents = [tree.parent_of(f"node {k}", k, None) for k in range(124)]
+    assert parents[:4] == [None, None, None, 0]
+    assert max(Counter(parents).values()) == 3
+    depth = [0] * 124
+    for k, parent in enumerate(parents):
+        depth[k] = 1 if parent is None else 1 + depth[parent]
+    assert max(depth) == 5
+
+
+def test_the_children_of_a_lost_relay_get_weights_from_its_parent() -> None:
+    tree: RelayTree[int] = RelayTree(1)
+    assert [tree.parent_of(f"node {k}", k, None) for k in range(3)] == [None, 0, 1]
+    assert tree.parent_of("node 2", 2, 1) == 0
+    assert tree.parent_of("node 2", 2, 0) is None
+    # The relay of a node that has another one now takes its place again.
+    assert tree.parent_of("node 1", 11, 0) is None
+    assert tree.parent_of("node 3", 3, None) == 2
+    assert tree.parent_of("node 3", 3, 2) == 11
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["asks", "has lost", "is new"]))),
+)
+def test_there_is_never_a_cycle(children: int, events: list[tuple[int, str]]) -> None:
+    tree: RelayTree[tuple[int, int]] = RelayTree(children)
+    relays: dict[int, tuple[int, int]] = {}
+    parents: dict[tuple[int, int], tuple[int, int] | None] = {}
+    for number, (node, event) in enumerate(events):
+        is_new = event == "is new" or node not in relays
+        relay = relays[node] = (node, number) if is_new else relays[node]
+        lost = parents.get(relay) if event == "has lost" else None
+        parent = tree.parent_of(f"node {node}", relay, lost)
+        assert parent is None or parent != lost
+        parents[relay] = parent
+        chain = [relay]
+        while (above := parents[chain[-1]]) is not None:
+            assert above[0] not in [one[0] for one in chain]
+            chain.append(above)
