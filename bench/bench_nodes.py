@@ -1,6 +1,7 @@
 """Rounds between nodes, over links shaped to a rate: ours, the guide's loop, and two rings.
 
-``python -m bench.bench_nodes [--quick] [--case NODES WORKERS MB MBIT] [--json FILE] [--plot FILE]``
+``python -m bench.bench_nodes [--quick] [--scale] [--case NODES WORKERS MB MBIT] [--json FILE]
+[--plot FILE]``
 
 The bench makes its own nodes (see `bench.nodes`). It needs root, ``ip`` and ``tc``; if one is
 missing, it says so and ends. Workers are actors without TensorFlow and do not train, so only the
@@ -11,8 +12,11 @@ after the other. "count" is the number of bytes that must pass the busier direct
 link. "of it" is the number of bytes by the counters of the nodes' interfaces, divided by that
 count; they include headers, which are 4.6 % at 1,500 bytes a packet. "predicted" is the time that
 `flatweights.ray.plan` predicts, divided by the measured time; "simulated" is the same for ``python
--m tests.sim --scale``, for the way that a group takes by itself. The ring over plain sockets is the
-limit in practice.
+-m tests.sim --scale --of group``, for the way that a group takes by itself. The ring over plain
+sockets is the limit in practice.
+
+``--scale`` compares these two with what is measured, in six cases, without rivals: docs/scale.md
+has the figures.
 """
 
 import functools
@@ -35,6 +39,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from tests.sim import scale
+from tests.sim.cluster import Cluster
 
 from bench import machine, models, nodes, runner
 from bench.nodes import Nodes, Traffic
@@ -99,6 +104,11 @@ CASES = (
     Case(4, 1, 20 * MB, 500, queue=100),
     Case(2, 1, 100 * MB, None),
     Case(3, 1, POLICY, 1000),
+)
+SCALE = tuple(
+    Case(count, workers, mbytes * MB, mbit)
+    for count, workers, mbit in ((6, 1, 1000), (3, 2, 1000), (4, 4, 400))
+    for mbytes in (20, 100)
 )
 
 
@@ -221,8 +231,8 @@ class Contender:
 class Rounds:
     """Ways to do rounds over one set of workers, and the two rings."""
 
-    def __init__(self, case: Case, cluster: Nodes) -> None:
-        """Start the workers, ``case.workers`` on each node, and the rings."""
+    def __init__(self, case: Case, cluster: Nodes, *, rivals: bool) -> None:
+        """Start the workers, ``case.workers`` on each node, and the rings if there are rivals."""
         actor = ray.remote(num_cpus=0)(Worker)
         ranks = range(case.nodes * case.workers)
         self._case = case
@@ -234,7 +244,8 @@ class Rounds:
         for rank in ranks:
             self._oracle += np.concatenate([*parts_of(case.nbytes, rank).values()])
         self._oracle /= len(ranks)
-        self._rings = {kind: Ring(kind, cluster, case.nodes) for kind in RINGS}
+        self._rivals = rivals
+        self._rings = {kind: Ring(kind, cluster, case.nodes) for kind in RINGS if rivals}
         rate = 100e9 if case.mbit is None else case.mbit * 1e6
         of = functools.partial(plan, nodes=case.nodes, model=case.nbytes, link=rate)
         self._plan = of(workers=case.workers)
@@ -245,10 +256,13 @@ class Rounds:
         for kind, ring in self._rings.items():
             times = functools.partial(ring.times, self._case.nbytes)
             yield Contender(RINGS[kind], self._ring, functools.partial(times, 1), times)
-        self._check(GUIDE, self._guide())
-        guide = lambda count: [_seconds(self._guide) for _ in range(count)]  # noqa: E731
-        yield Contender(GUIDE, self._plan[GUIDE], self._guide, guide)
+        if self._rivals:
+            self._check(GUIDE, self._guide())
+            guide = lambda count: [_seconds(self._guide) for _ in range(count)]  # noqa: E731
+            yield Contender(GUIDE, self._plan[GUIDE], self._guide, guide)
         for name, (way, key, options) in ours_of(self._case).items():
+            if not self._rivals and name != OURS:
+                continue
             yield self._group(name, way, self._plan[key], options)
 
     def close(self) -> None:
@@ -335,16 +349,17 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def run_case(case: Case, cluster: Nodes, budget: float) -> list[Row]:
+def run_case(case: Case, cluster: Nodes, budget: float, *, rivals: bool) -> list[Row]:
     """Return the rows of one case.
 
     Args:
         case: The case.
         cluster: The nodes.
         budget: Seconds of rounds for each contender.
+        rivals: Whether there are rows of others than `OURS`.
     """
     cluster.shape(case.mbit, queue=case.queue)
-    rounds = Rounds(case, cluster)
+    rounds = Rounds(case, cluster, rivals=rivals)
     contenders = list(rounds.contenders())
     times: dict[str, list[float]] = {one.name: [] for one in contenders}
     passed: dict[str, list[Traffic]] = {}
@@ -373,7 +388,7 @@ def _row(
     rate: float | None,
 ) -> Row:
     row = runner.row_of(str(case), one.name, times)
-    cluster = scale.Cluster.of(case.nodes, case.workers, case.nbytes, 8 * (rate or 1.0))
+    cluster = Cluster.of(case.nodes, case.workers, case.nbytes, 8 * (rate or 1.0))
     return Row(
         case=row.case,
         contender=row.contender,
@@ -387,7 +402,7 @@ def _row(
         received=max(link.received for link in passed),
         count=max(one.cost.sent, one.cost.received),
         predicted=None if rate is None or one.name in RINGS.values() else one.cost.seconds,
-        simulated=None if rate is None or one.name != OURS else scale.seconds_of(cluster),
+        simulated=None if rate is None or one.name != OURS else scale.seconds_of(cluster, "group"),
     )
 
 
@@ -437,7 +452,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def run(options: Namespace) -> None:
     """Run the bench: this process starts itself again in namespaces, and then on the first node."""
     again = ["-m", "bench.bench_nodes", *sys.argv[1:]]
-    cases = [_case_of(given) for given in options.case or []] or (QUICK if options.quick else CASES)
+    cases = SCALE if options.scale else QUICK if options.quick else CASES
+    cases = tuple(_case_of(given) for given in options.case or []) or cases
     if nodes.is_among_nodes():
         return drive(cases, options)
     why = nodes.missing()
@@ -463,7 +479,9 @@ def drive(cases: Sequence[Case], options: Namespace) -> None:
     info, rows = machine.describe(), list[Row]()
     for case in cases:
         print(f"{case} ...", file=sys.stderr, flush=True)
-        rows += run_case(case, cluster, budget=3.0 if options.quick else 9.0)
+        rows += run_case(
+            case, cluster, budget=3.0 if options.quick else 9.0, rivals=not options.scale
+        )
         if options.json:  # after each case, since all of them take long
             record = {"machine": info, "nodes": [asdict(row) for row in rows]}
             options.json.write_text(json.dumps(record, indent=1))
@@ -479,6 +497,7 @@ def drive(cases: Sequence[Case], options: Namespace) -> None:
 def arguments() -> Namespace:
     """Return the options."""
     parser = runner.parser(__doc__ or "")
+    parser.add_argument("--scale", action="store_true", help="six cases, and no rivals")
     names = ("NODES", "WORKERS", "MB", "MBIT")
     what = "one case instead: nodes, workers on each, size of the model, rate (0: not shaped)"
     parser.add_argument("--case", nargs=4, type=float, action="append", metavar=names, help=what)

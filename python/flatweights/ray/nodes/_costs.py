@@ -37,6 +37,9 @@ _FIXED: Mapping[TransportName, float] = {
 _CHANNEL_MEMORY = 50e9
 _MEMORY = 10e9
 
+# Fetches of published weights that pass one link one after the other, at each level of their tree.
+_FETCHES_OF_LEVEL = 2.4
+
 _LEGEND = (
     "M: the bytes of the model. N workers on K nodes, W on each. Memory: on the node that needs",
     "most, beside the workers' own models. The arrow: the way that a group takes by itself.",
@@ -82,11 +85,14 @@ class CostEstimate:
         transports: The cost of a round, by transport and options.
         chosen: The cost of the transport that a group chooses by itself.
         title: The arguments, as text.
+        published: The seconds until weights that a `flatweights.ray.Publisher` publishes are set by
+            a `flatweights.ray.Subscriber` in each worker.
     """
 
     transports: tuple[TransportCost, ...]
     chosen: TransportCost
     title: str
+    published: float
 
     def __getitem__(self, key: str | tuple[str, str]) -> TransportCost:
         """Return the cost of a transport, or of one with options."""
@@ -112,7 +118,8 @@ class CostEstimate:
             cells = [mark.ljust(widths[0]), name.ljust(widths[1])]
             cells += [text.rjust(widths[2 + i]) for i, text in enumerate(numbers)]
             lines.append("  ".join([*cells, formula]).rstrip())
-        return "\n".join([self.title, "", *lines, "", *_LEGEND])
+        published = f"Published weights are set by all workers after {self.published:.3g} s."
+        return "\n".join([self.title, "", *lines, "", published, "", *_LEGEND])
 
 
 def plan(
@@ -171,7 +178,7 @@ def plan(
     transports = tuple(setting.transports())
     best = "shm" if nodes == 1 else "streams" if nbytes >= SMALL else "driver"
     chosen = next(cost for cost in transports if cost.transport == best and not cost.options)
-    return CostEstimate(transports, chosen, title)
+    return CostEstimate(transports, chosen, title, setting.published())
 
 
 @dataclass(frozen=True)
@@ -209,6 +216,17 @@ class _Setting:
         if self.nodes > 1 and self.is_float32:
             yield self._by_agents(sums=0.5, mean=0.5, options='wire_dtype="bfloat16"')
 
+    def published(self) -> float:
+        """Return the seconds until published weights are set by all workers."""
+        # The publisher writes them, its proxy and the relay of another node copy them, and all
+        # workers set them. Of a tree in which each relay tells two more, and all fetch from any
+        # that has them, as many levels as there are; as simulated with up to 125 nodes.
+        copies = (1 if self.nodes == 1 else 3) + self.workers
+        levels = math.log2((self.nodes + 1) / 2)
+        passed = min(self.nodes - 1, _FETCHES_OF_LEVEL * levels)
+        seconds = passed * self.nbytes / (self.link * _SHARE["driver"]) if passed else 0.0
+        return seconds + 2 * copies * self.nbytes / (self.memory or _MEMORY)
+
     def _by_channels(self) -> TransportCost:
         # Each worker gathers into its segment and sets from the driver's segment; the driver
         # averages.
@@ -237,10 +255,13 @@ class _Setting:
         # A node sends the values of its ranks as long as they take no more bytes than a sum.
         sums = min(self.workers, self.wide) if sums is None else sums
         links = (self.nodes - 1) / self.nodes * (sums + mean)
-        moved = 5 * self.workers + 3 * (sums + mean)
+        moved = 4 * self.workers
+        beside = self.workers + 3 * (sums + mean)  # they are summed and averaged while they travel
         formula = f"(K - 1) / K x ({sums:g} + {mean:g}) M each way"
         kept = self.workers + 3 + sums + mean
-        return self._cost("streams", options, (links, links, links), moved, formula, kept)
+        return self._cost(
+            "streams", options, (links, links, links), moved, formula, kept, beside=beside
+        )
 
     def _cost(
         self,
@@ -251,6 +272,7 @@ class _Setting:
         formula: str,
         kept: float,
         rate: float | None = None,
+        beside: float = 0.0,
     ) -> TransportCost:
         """Return the cost of a transport.
 
@@ -262,10 +284,11 @@ class _Setting:
             formula: See `TransportCost`.
             kept: Models that it keeps in memory.
             rate: Bytes per second of a node's memory, if not the usual rate.
+            beside: Models that pass it while others pass the links.
         """
         rate = rate or self.memory or _MEMORY
         sent, received, critical = (count * self.nbytes for count in links)
-        seconds = critical / (self.link * _SHARE[transport])
+        seconds = max(critical / (self.link * _SHARE[transport]), beside * self.nbytes / rate)
         seconds += moved * self.nbytes / rate + _FIXED[transport]
         nbytes = kept * self.nbytes
         return TransportCost(transport, options, sent, received, critical, seconds, formula, nbytes)

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 Relay = TypeVar("Relay")
 
-CHILDREN = 3
+CHILDREN = 2
 """The number of nodes that get large weights from one: it shares its link among them."""
 
 MANY_CHILDREN = 32

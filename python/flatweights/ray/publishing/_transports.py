@@ -36,6 +36,7 @@ from flatweights.ray.publishing._sources import (
     PULL,
     Answer,
     BoardSource,
+    Newest,
     PulledSource,
     Source,
     Told,
@@ -47,6 +48,8 @@ _LOOK = 0.5  # seconds between two looks of an actor at its readers
 _INLINE = 100 << 10  # bytes up to which an array travels with the answer
 _START = 60.0  # seconds in which an actor has to start
 _GRACE = 10.0  # seconds beyond `PULL` after which a proxy that does not answer counts as ended
+_KNOWN = 0.5  # seconds in which Ray knows of a copy
+_SOON = 0.002  # seconds between two looks whether it does
 _RELAY_GRACE = 3.0  # the same of a relay, in whose place another one answers
 
 _log = logging.getLogger("flatweights")
@@ -255,7 +258,9 @@ class Relay:
         if source is None or source.number != number:
             return None
         if source.wait(seen, PULL):
-            return source.told()
+            told = source.told()
+            _wait_until_known(told)
+            return told
         return None if source.wait_for_end(0.0) else ()
 
     @property
@@ -322,6 +327,17 @@ class Relay:
         del target
         server.publication.commit(version, _clock.now() - published)
         self._seen = version
+
+
+def _wait_until_known(news: Newest) -> None:
+    """Wait until Ray fetches large weights from this node, too: it learns of copies later."""
+    told, node = news[2], this_node()
+    end = _clock.now() + _KNOWN
+    while isinstance(told, list) and _clock.now() < end:
+        (found,) = ray.experimental.get_object_locations(told, int(1000 * _KNOWN)).values()
+        if node in found["node_ids"]:
+            break
+        _clock.sleep(_SOON)
 
 
 class RelayPull:
