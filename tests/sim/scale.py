@@ -49,7 +49,7 @@ def text_of(one: Made) -> str:
     cluster, nodes = one.cluster, one.nodes
     used = "" if isinstance(one, Publishing) else f": {len(one.used)} of {cluster.size} averaged"
     away = cluster.nodes - 1
-    streams = away if isinstance(one, Publishing) or cluster.nbytes >= SMALL else 0
+    streams = away if cluster.nbytes >= SMALL else 0
     lines = [
         f"{cluster.nodes} nodes of {cluster.workers} processes, {cluster.nbytes / 1e9:g} GB, "
         f"{cluster.link * 8 / 1e9:.3g} Gbit/s of weights{used}"
@@ -62,7 +62,7 @@ def text_of(one: Made) -> str:
         f"{nodes[0].agent.served:10.0f}    messages at the busiest process",
         f"{max(one.agent.served for one in [*nodes[1:], Node()]):10.0f}    at an agent",
     ]
-    if not isinstance(one, Publishing):
+    if isinstance(one, MembersCall):
         lines += [
             f"{2 + away:10d}    threads of the package at the busiest process",
             f"{cluster.workers + away + streams:10d}    sockets there",
@@ -110,6 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     workers, rest = divmod(args.members, args.nodes)
     if rest or not workers:
         parser.error(f"--members: expected a multiple of the {args.nodes} nodes")
+    if args.of == "published" and (args.dead or args.step):
+        parser.error("--of published: expected neither --dead nor --step")
     cluster = Cluster.of(args.nodes, workers, nbytes, bits, args.latency, args.dead, args.step)
     print(text_of(made(args.of, cluster)))
     print(f"{planned(args.of, cluster, bits):10.4g} s  says flatweights plan")

@@ -164,7 +164,7 @@ class Average(ABC):
         layout = Layout(["w"], [(cluster.nbytes // 4,)], ["float32"])
         template = Template(Kind.FLAT_WEIGHTS, layout)
         plan = Plan(1, template, groups, dict.fromkeys(self.used, 1.0), "float64")
-        # All agents are called; each sums its own models before it sends.
+        # All agents are called; each sums its own models while it sends.
         begun = self.clock.now
         for number, (node, group) in enumerate(zip(self.nodes, groups, strict=True)):
             begun = self.nodes[0].agent.serve(self.clock.now, costs["message"])
@@ -299,7 +299,7 @@ class GroupRound(Average):
         """Make the round; the driver finds out that workers have died when it sends commands."""
         costs = self.cluster.costs
         for number, node in enumerate(self.nodes):
-            begun = self._tell_agent(number, number != 0)
+            begun = self._tell_agent() if number else self.clock.now
             if number and self._is_small:
                 nbytes = self.cluster.nbytes
                 begun = self.nodes[0].out.serve(begun, nbytes / self.cluster.link, nbytes)
@@ -310,9 +310,10 @@ class GroupRound(Average):
                 self.clock.at(told, lambda k=number, r=rank: self._work(k, r))  # type: ignore[misc]
         self.clock.run()
 
-    def _tell_agent(self, number: int, is_away: bool) -> float:
-        told = self.nodes[0].agent.serve(self.clock.now, self.cluster.costs["message"], is_away)
-        return told + is_away * (self.cluster.costs["message latency"] + self.cluster.latency)
+    def _tell_agent(self) -> float:
+        costs = self.cluster.costs
+        told = self.nodes[0].agent.serve(self.clock.now, costs["message"])
+        return told + costs["message latency"] + self.cluster.latency
 
     def _work(self, number: int, rank: int) -> None:
         self._note("commands are there")

@@ -1,7 +1,7 @@
 """Published weights in a modelled cluster: from the publisher's memory to all subscribers.
 
-The tree of the relays is that of production. Ray fetches weights from a node that has them, drawn
-at random, and sends those that it is asked for at the same time in turns.
+The tree of the relays is that of production, of weights above 100 KiB. Ray fetches these from a
+node that has them, drawn at random, and sends what it is asked for at the same time in turns.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class Publishing:
         nbytes = self.cluster.nbytes / _PIECES
         seconds = nbytes / self.cluster.link
         end = self.nodes[source].out.serve(self.clock.now, seconds, nbytes)
-        came = self.nodes[node].into.serve(end - seconds + self.cluster.latency, seconds, nbytes)
-        self.clock.at(max(end, came), lambda: self._piece(node, source, left - 1))
+        came = max(end, self.nodes[node].into.serve(end - seconds, seconds, nbytes))
+        came += self.cluster.latency * (left == 1)
+        self.clock.at(came, lambda: self._piece(node, source, left - 1))
 
     def _read(self, node: int) -> None:
         """Let the subscribers of a node set their variables."""

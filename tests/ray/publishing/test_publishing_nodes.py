@@ -190,6 +190,22 @@ class Chain:
         wait_until(lambda: has(actors, version, float(self.weights[0])))
 
 
+def fetch_slowly_from_a_proxy() -> None:
+    """Fetch weights long after a proxy without readers would have ended."""
+    publisher = Publisher("slow", np.ones(SIZE))
+    publisher.publish()
+    record = _names.find("slow")
+    assert record is not None
+    proxy = proxy_of("slow", record)
+    ray.get(proxy.ping.remote())
+    expect_readers_soon("Proxy")
+    _, _, told = ray.get(proxy.newer.remote(0))
+    time.sleep(3.0)
+    buffer = ray.get(told[0], timeout=10)
+    assert (buffer.view(np.float64) == 1.0).all()
+    publisher.close()
+
+
 def publish_along_a_chain() -> None:
     chain = Chain()
     assert not chain.has_parent("a")
@@ -216,6 +232,7 @@ def publish_along_a_chain() -> None:
     chain.publish()
     chain.wait("a", "b")
     chain.publisher.close()
+    fetch_slowly_from_a_proxy()
     print("all have all versions")
 
 

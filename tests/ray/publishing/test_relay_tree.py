@@ -19,7 +19,7 @@ def test_each_passes_weights_on_to_as_many() -> None:
     assert max(depth) == 5
 
 
-def test_the_children_of_a_lost_relay_get_weights_from_its_parent() -> None:
+def test_the_children_of_a_lost_relay_get_weights_from_others() -> None:
     tree: RelayTree[int] = RelayTree(1)
     assert [tree.parent_of(f"node {k}", k, None) for k in range(3)] == [None, 0, 1]
     assert tree.parent_of("node 2", 2, 1) == 0
@@ -28,6 +28,30 @@ def test_the_children_of_a_lost_relay_get_weights_from_its_parent() -> None:
     assert tree.parent_of("node 1", 11, 0) is None
     assert tree.parent_of("node 3", 3, None) == 2
     assert tree.parent_of("node 3", 3, 2) == 11
+
+
+def test_a_lost_relay_that_asks_again_passes_weights_on_again() -> None:
+    tree: RelayTree[int] = RelayTree(1)
+    assert [tree.parent_of(f"node {k}", k, None) for k in range(2)] == [None, 0]
+    assert tree.parent_of("node 1", 1, 0) is None
+    assert tree.parent_of("node 1", 1, None) is None
+    assert tree.parent_of("node 0", 0, None) is None
+    assert tree.parent_of("node 1", 1, None) == 0
+
+
+def test_the_children_of_lost_relays_are_shared_among_the_others() -> None:
+    tree: RelayTree[int] = RelayTree(2)
+    for k in range(30):
+        tree.parent_of(f"node {k}", k, None)
+    # The first six have gone; those that got weights from them find others.
+    parents = {}
+    for k in range(6, 30):
+        parent = tree.parent_of(f"node {k}", k, None)
+        while parent is not None and parent < 6:
+            parent = tree.parent_of(f"node {k}", k, parent)
+        parents[k] = parent
+    assert sum(parent is None for parent in parents.values()) <= 4
+    assert max(Counter(parent for parent in parents.values() if parent is not None).values()) <= 4
 
 
 @given(

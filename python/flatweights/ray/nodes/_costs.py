@@ -39,6 +39,7 @@ _MEMORY = 10e9
 
 # Fetches of published weights that pass one link one after the other, at each level of their tree.
 _FETCHES_OF_LEVEL = 2.4
+_FIXED_OF_LEVEL = 5e-3  # seconds
 
 _LEGEND = (
     "M: the bytes of the model. N workers on K nodes, W on each. Memory: on the node that needs",
@@ -224,7 +225,9 @@ class _Setting:
         copies = (1 if self.nodes == 1 else 3) + self.workers
         levels = math.log2((self.nodes + 1) / 2)
         passed = min(self.nodes - 1, _FETCHES_OF_LEVEL * levels)
-        seconds = passed * self.nbytes / (self.link * _SHARE["driver"]) if passed else 0.0
+        seconds = levels * _FIXED_OF_LEVEL
+        if passed:
+            seconds += passed * self.nbytes / (self.link * _SHARE["driver"])
         return seconds + 2 * copies * self.nbytes / (self.memory or _MEMORY)
 
     def _by_channels(self) -> TransportCost:

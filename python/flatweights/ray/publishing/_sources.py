@@ -34,9 +34,16 @@ Answer: TypeAlias = Newest | tuple[()] | None
 """Newer weights; or an empty tuple, if there are none for a while; or None, if none will come."""
 
 PULL = 2.0
-"""Seconds after which a proxy answers that there is nothing new."""
+"""Seconds after which a proxy or a relay answers that there is nothing new."""
 _FETCH = 60.0  # seconds to wait for weights that were announced
 _SLOWEST = 10e6  # bytes per second that come in any case: more seconds for large weights
+_SOON = 2.0  # seconds in which small weights that were announced usually come
+_USUAL = 100e6  # bytes per second that usually come
+
+
+def patience_of(nbytes: int) -> float:
+    """Return the seconds to wait for weights that were announced."""
+    return _FETCH + nbytes / _SLOWEST
 
 
 class Source(ABC):
@@ -145,9 +152,11 @@ class PulledSource(Source):
         """
         super().__init__("store", record.number, record.layout, self._take)
         self._pull = pull
-        self._patience = _FETCH + record.address.nbytes / _SLOWEST
+        self._nbytes = record.address.nbytes
         self._news: News | None = None
         self._told: Told = []  # the bytes of these
+        self._announced: tuple[int, float, Told] | None = None  # what is fetched: as `News`
+        self._fetching = 0.0  # the time since which it is
         self._is_closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="flatweights-pull", daemon=True)
@@ -164,9 +173,12 @@ class PulledSource(Source):
         """Do nothing: weights that have arrived are never written to."""
 
     def wait(self, seen: int, seconds: float) -> bool:
-        """Sleep until the thread has brought something."""
+        """Sleep until the thread has brought something, or this has ended."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.newest > seen, seconds)
+            self._changed.wait_for(
+                lambda: self.newest > seen or self._is_over or self._is_closed, seconds
+            )
+            return self.newest > seen
 
     def told(self) -> Newest:
         """Return the newest weights as they were told, to pass them on."""
@@ -174,6 +186,15 @@ class PulledSource(Source):
             assert self._news is not None
             version, published, _ = self._news
             return version, _clock.now() - published, self._told
+
+    def overdue(self, seen: int) -> Newest | None:
+        """Return weights above ``seen`` that take long to fetch here: others may be faster."""
+        with self._changed:
+            announced, since = self._announced, _clock.now() - self._fetching
+        if announced is None or announced[0] <= seen or since < _SOON + self._nbytes / _USUAL:
+            return None
+        version, published, told = announced
+        return version, _clock.now() - published, told
 
     def wait_for_end(self, seconds: float) -> bool:
         """Wait until a call says that the publisher has ended, or cannot be made."""
@@ -205,9 +226,12 @@ class PulledSource(Source):
                 if answer:
                     version, age, told = answer
                     published = _clock.now() - age
+                    with self._changed:
+                        self._announced, self._fetching = (version, published, told), _clock.now()
                     buffer = self._fetched(told)
                     with self._changed:
                         self._news, self._told = (version, published, buffer), told
+                        self._announced = None
                         self._changed.notify_all()
         with self._changed:
             self._is_over = True
@@ -216,5 +240,5 @@ class PulledSource(Source):
     def _fetched(self, told: Told) -> NDArray[np.uint8]:
         if not isinstance(told, list):
             return told
-        buffer: NDArray[np.uint8] = answer_of(told[0], self._patience)
+        buffer: NDArray[np.uint8] = answer_of(told[0], patience_of(self._nbytes))
         return buffer

@@ -36,10 +36,10 @@ from flatweights.ray.publishing._sources import (
     PULL,
     Answer,
     BoardSource,
-    Newest,
     PulledSource,
     Source,
     Told,
+    patience_of,
 )
 
 _TRY = 2.0  # seconds after which a publication server that does not answer counts as stopped
@@ -48,9 +48,10 @@ _LOOK = 0.5  # seconds between two looks of an actor at its readers
 _INLINE = 100 << 10  # bytes up to which an array travels with the answer
 _START = 60.0  # seconds in which an actor has to start
 _GRACE = 10.0  # seconds beyond `PULL` after which a proxy that does not answer counts as ended
+_RELAY_GRACE = 3.0  # the same of a relay, in whose place another one answers
+_AGAIN = 60.0  # seconds after which a relay asks for its place again: others may be back
 _KNOWN = 0.5  # seconds in which Ray knows of a copy
 _SOON = 0.002  # seconds between two looks whether it does
-_RELAY_GRACE = 3.0  # the same of a relay, in whose place another one answers
 
 _log = logging.getLogger("flatweights")
 
@@ -109,7 +110,7 @@ def proxy_of(name: str, record: PublisherRecord) -> ray.actor.ActorHandle:
 
 def _relay_board(name: str, node: str, end: float) -> tuple[bytes, PublicationAddress]:
     """Return layout and address of the server of the relay of this ``node``."""
-    relay = shared_actor(Relay, f"relay:{name}:{node}", node, 64, name)
+    relay = shared_actor(Relay, f"relay:{name}:{node}", node, 256, name)
     seconds = max(0.0, end - _clock.now())
     layout, address = answer_of(relay.serve.remote(seconds), seconds + _LOOK)
     return layout, PublicationAddress(*address)
@@ -131,6 +132,7 @@ class Proxy:
         self._turn = threading.Lock()
         self._put: tuple[int, float, Told] | None = None
         self._source: BoardSource | None = None
+        self._fetching = 0  # answers with a reference after which nobody has asked again
         is_small = self._record.address.nbytes <= _INLINE
         self._tree: RelayTree[Any] = RelayTree(MANY_CHILDREN if is_small else CHILDREN)
         _start(self._watch, ray.get_runtime_context().current_actor)
@@ -163,6 +165,7 @@ class Proxy:
             relay: Its relay.
             lost: A relay from which it cannot pull any more.
         """
+        self._asked = _clock.now()
         with self._turn:
             return self._tree.parent_of(node, relay, lost)
 
@@ -176,6 +179,9 @@ class Proxy:
         source = self._source
         if source is None:
             return None
+        with self._turn:
+            if self._put is not None and seen >= self._put[0]:
+                self._fetching = max(0, self._fetching - 1)
         end = self._asked + PULL
         while not source.wait(seen, max(0.0, min(_LOOK, end - _clock.now()))):
             if source.wait_for_end(0.0) or is_superseded(self._name, self._record.number):
@@ -183,8 +189,10 @@ class Proxy:
             if _clock.now() >= end:
                 return ()
         with self._turn:
-            version, published, buffer = self._newest(source)
-            return version, _clock.now() - published, buffer
+            version, published, told = self._newest(source)
+            self._fetching += isinstance(told, list)
+            self._asked = _clock.now()
+            return version, _clock.now() - published, told
 
     def _newest(self, source: BoardSource) -> tuple[int, float, Told]:
         """Return version, time and bytes; of each version, there is one object in Ray's store."""
@@ -193,19 +201,23 @@ class Proxy:
         if news is not None:
             version, published, buffer = news
             kept = [ray.put(buffer)] if buffer.nbytes > _INLINE else buffer.copy()
-            self._put = version, published, kept
+            self._put, self._fetching = (version, published, kept), 0
         assert self._put is not None
         return self._put
 
     def _watch(self) -> None:
-        while _clock.now() - self._asked < _IDLE:
+        while True:
+            # The object is lost with this process, while others may still fetch it.
+            longer = patience_of(self._record.address.nbytes) if self._fetching else 0.0
+            if _clock.now() - self._asked >= _IDLE + longer:
+                break
             _clock.sleep(_LOOK)
 
 
 class Relay:
     """The actor of a node that reads for all its processes, and for relays of other nodes.
 
-    It ends when it has no readers.
+    It ends when nobody has asked it for a while.
     """
 
     def __init__(self, name: str) -> None:
@@ -258,10 +270,9 @@ class Relay:
         if source is None or source.number != number:
             return None
         if source.wait(seen, PULL):
-            told = source.told()
-            _wait_until_known(told)
-            return told
-        return None if source.wait_for_end(0.0) else ()
+            _wait_until_known(source.told()[2])
+            return source.told()
+        return None if source.wait_for_end(0.0) else source.overdue(seen) or ()
 
     @property
     def _is_needed(self) -> bool:
@@ -289,15 +300,18 @@ class Relay:
             source = self._source = PulledSource(record, pull)
         try:
             while self._is_needed and not source.wait_for_end(0.0):
-                if not source.wait(self._seen, _LOOK):
-                    continue
-                news = source.take(self._seen)
-                if news is not None:
-                    self._publish(server, *news)
-                    self._offer()
+                if source.wait(self._seen, _LOOK):
+                    self._pass_on(server, source)
+            self._pass_on(server, source)  # the last weights, if they came just then
         finally:
             self._source = None
             source.interrupt()
+            self._offer()
+
+    def _pass_on(self, server: PublicationServer, source: PulledSource) -> None:
+        news = source.take(self._seen)
+        if news is not None:
+            self._publish(server, *news)
             self._offer()
 
     def _offer(self) -> None:
@@ -329,15 +343,16 @@ class Relay:
         self._seen = version
 
 
-def _wait_until_known(news: Newest) -> None:
+def _wait_until_known(told: Told) -> None:
     """Wait until Ray fetches large weights from this node, too: it learns of copies later."""
-    told, node = news[2], this_node()
-    end = _clock.now() + _KNOWN
-    while isinstance(told, list) and _clock.now() < end:
-        (found,) = ray.experimental.get_object_locations(told, int(1000 * _KNOWN)).values()
-        if node in found["node_ids"]:
-            break
-        _clock.sleep(_SOON)
+    node, end = this_node(), _clock.now() + _KNOWN
+    # The owner may be too busy to answer: then others fetch from elsewhere.
+    with contextlib.suppress(ray.exceptions.RayError):
+        while isinstance(told, list) and (left := end - _clock.now()) > 0:
+            found = ray.experimental.get_object_locations(told, max(1, int(1000 * left)))
+            if any(node in one["node_ids"] for one in found.values()):
+                break
+            _clock.sleep(_SOON)
 
 
 class RelayPull:
@@ -351,12 +366,13 @@ class RelayPull:
         self._proxy = proxy
         self._relay = relay
         self._parent: ray.actor.ActorHandle | None = None
-        self._is_placed = False
+        self._placed = -float("inf")  # the time at which it has got its place
+        self._lasts = _AGAIN  # seconds for which it keeps that
 
     def __call__(self, seen: int) -> Answer:
         """Return what there is above ``seen``; a relay that does not answer is asked no more."""
-        if not self._is_placed:
-            self._place()
+        if _clock.now() - self._placed > self._lasts:
+            self._place(None)
         while self._parent is not None:
             answer: Answer = None
             with contextlib.suppress(ray.exceptions.RayError):
@@ -364,13 +380,14 @@ class RelayPull:
                 answer = answer_of(call, PULL + _RELAY_GRACE)
             if answer is not None:
                 return answer
-            self._place()
+            self._lasts *= 2
+            self._place(self._parent)
         return _pulled(self._proxy, seen)
 
-    def _place(self) -> None:
-        """Get another parent than the last one."""
-        call = self._proxy.place.remote(this_node(), self._relay, self._parent)
-        self._parent, self._is_placed = answer_of(call, _START), True
+    def _place(self, lost: ray.actor.ActorHandle | None) -> None:
+        """Get a parent, another one than that which is ``lost``."""
+        call = self._proxy.place.remote(this_node(), self._relay, lost)
+        self._parent, self._placed = answer_of(call, _START), _clock.now()
 
 
 def _start(run: Callable[[], None], actor: ray.actor.ActorHandle) -> None:
