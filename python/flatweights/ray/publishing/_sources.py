@@ -8,7 +8,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import ray
@@ -29,6 +29,25 @@ Told: TypeAlias = NDArray[np.uint8] | list[ray.ObjectRef]
 
 Newest: TypeAlias = tuple[int, float, Told]
 """A version, its age in seconds, and its bytes."""
+
+
+class AnnouncedWeights(NamedTuple):
+    """Weights of which a process was told, or tells others; perhaps they have not come yet.
+
+    Attributes:
+        version: Their version.
+        published: The `time.monotonic` of their publication on this machine.
+        told: Their bytes.
+    """
+
+    version: int
+    published: float
+    told: Told
+
+    def answer(self) -> Newest:
+        """Return what one answers to those that ask for them."""
+        return self.version, _clock.now() - self.published, self.told
+
 
 Answer: TypeAlias = Newest | tuple[()] | None
 """Newer weights; or an empty tuple, if there are none for a while; or None, if none will come."""
@@ -154,8 +173,8 @@ class PulledSource(Source):
         self._pull = pull
         self._nbytes = record.address.nbytes
         self._news: News | None = None
-        self._told: Told = []  # the bytes of these
-        self._announced: tuple[int, float, Told] | None = None  # what is fetched: as `News`
+        self._told: AnnouncedWeights | None = None  # these, as they were told
+        self._announced: AnnouncedWeights | None = None  # what is fetched
         self._fetching = 0.0  # the time since which it is
         self._is_closed = False
         self._changed = threading.Condition()
@@ -183,18 +202,16 @@ class PulledSource(Source):
     def told(self) -> Newest:
         """Return the newest weights as they were told, to pass them on."""
         with self._changed:
-            assert self._news is not None
-            version, published, _ = self._news
-            return version, _clock.now() - published, self._told
+            assert self._told is not None
+            return self._told.answer()
 
     def overdue(self, seen: int) -> Newest | None:
         """Return weights above ``seen`` that take long to fetch here: others may be faster."""
         with self._changed:
             announced, since = self._announced, _clock.now() - self._fetching
-        if announced is None or announced[0] <= seen or since < _SOON + self._nbytes / _USUAL:
+        if announced is None or announced.version <= seen:
             return None
-        version, published, told = announced
-        return version, _clock.now() - published, told
+        return announced.answer() if since >= _SOON + self._nbytes / _USUAL else None
 
     def wait_for_end(self, seconds: float) -> bool:
         """Wait until a call says that the publisher has ended, or cannot be made."""
@@ -225,12 +242,12 @@ class PulledSource(Source):
                     break
                 if answer:
                     version, age, told = answer
-                    published = _clock.now() - age
+                    announced = AnnouncedWeights(version, _clock.now() - age, told)
                     with self._changed:
-                        self._announced, self._fetching = (version, published, told), _clock.now()
+                        self._announced, self._fetching = announced, _clock.now()
                     buffer = self._fetched(told)
                     with self._changed:
-                        self._news, self._told = (version, published, buffer), told
+                        self._news, self._told = (version, announced.published, buffer), announced
                         self._announced = None
                         self._changed.notify_all()
         with self._changed:

@@ -34,6 +34,7 @@ from flatweights.ray.publishing._publication_server import (
 from flatweights.ray.publishing._relay_tree import CHILDREN, MANY_CHILDREN, RelayTree
 from flatweights.ray.publishing._sources import (
     PULL,
+    AnnouncedWeights,
     Answer,
     BoardSource,
     PulledSource,
@@ -130,7 +131,7 @@ class Proxy:
         self._record = PublisherRecord(*record)
         self._asked = _clock.now()
         self._turn = threading.Lock()
-        self._put: tuple[int, float, Told] | None = None
+        self._put: AnnouncedWeights | None = None
         self._source: BoardSource | None = None
         self._fetching = 0  # answers with a reference after which nobody has asked again
         is_small = self._record.address.nbytes <= _INLINE
@@ -180,7 +181,7 @@ class Proxy:
         if source is None:
             return None
         with self._turn:
-            if self._put is not None and seen >= self._put[0]:
+            if self._put is not None and seen >= self._put.version:
                 self._fetching = max(0, self._fetching - 1)
         end = self._asked + PULL
         while not source.wait(seen, max(0.0, min(_LOOK, end - _clock.now()))):
@@ -189,19 +190,19 @@ class Proxy:
             if _clock.now() >= end:
                 return ()
         with self._turn:
-            version, published, told = self._newest(source)
-            self._fetching += isinstance(told, list)
+            newest = self._newest(source)
+            self._fetching += isinstance(newest.told, list)
             self._asked = _clock.now()
-            return version, _clock.now() - published, told
+            return newest.answer()
 
-    def _newest(self, source: BoardSource) -> tuple[int, float, Told]:
-        """Return version, time and bytes; of each version, there is one object in Ray's store."""
-        before = 0 if self._put is None else self._put[0]
+    def _newest(self, source: BoardSource) -> AnnouncedWeights:
+        """Return the newest weights; of each version, there is one object in Ray's store."""
+        before = 0 if self._put is None else self._put.version
         news = source.take(before)
         if news is not None:
             version, published, buffer = news
             kept = [ray.put(buffer)] if buffer.nbytes > _INLINE else buffer.copy()
-            self._put, self._fetching = (version, published, kept), 0
+            self._put, self._fetching = AnnouncedWeights(version, published, kept), 0
         assert self._put is not None
         return self._put
 
