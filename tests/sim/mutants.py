@@ -53,7 +53,7 @@ MUTANTS = {
     ),
     "a rank is refused at once": Mutant(
         "members/_rendezvous.py",
-        "            if now - entry.since < _GRACE:\n",
+        "            if now < self._patience_of(entry):\n",
         "            if False:\n",
     ),
     "a group opens with too few": Mutant(

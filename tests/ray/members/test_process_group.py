@@ -198,6 +198,13 @@ class Far:
         """Have Ray report that the process has died."""
         self.group.note_death(self.session.token, MemberDiedError("Ray says so"))
 
+    def leave(self) -> None:
+        """Have the agent pass on that the member leaves."""
+        leave = StoreRequest(pickle.dumps((Request("leave").fields, None)), None, None)
+        self.group.put(self.session.token, leave)
+        assert self.session.poll()
+        self.group._on_event(self.session)
+
     def believe(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         """Have the group look at the report, so many seconds later."""
         now = _clock.now()
@@ -214,10 +221,7 @@ def test_a_leave_that_comes_after_the_report_of_a_death_counts(
     far.session.told(0)
     far.report()
     far.believe(monkeypatch, 9.0)
-    leave = StoreRequest(pickle.dumps((Request("leave").fields, None)), None, None)
-    far.group.put(far.session.token, leave)
-    assert far.session.poll()
-    far.group._on_event(far.session)
+    far.leave()
     far.believe(monkeypatch, 11.0)
     assert far.session.state is PeerState.LEFT
     assert far.group.rendezvous.peers.lost() == {}
@@ -245,15 +249,31 @@ def test_a_report_counts_at_once_without_an_agent_that_knows_the_member(
     assert not far.session.is_present
 
 
-def test_a_replacement_waits_less_for_an_agent_that_tells_nothing() -> None:
+def test_a_replacement_waits_for_what_the_agent_of_its_node_tells() -> None:
+    far = Far()
+    far.session.expect(None)
+    far.session.told(0)
+    far.report()
+    entry = entry_of(1, GroupConfig.of(2))._replace(since=_clock.now() - 6)
+    far.group.rendezvous.enter(entry)
+    far.group.rendezvous.admit()
+    assert not entry.join_reply.done()
+    assert far.group._patience(None) == pytest.approx(10.0, abs=1.0)  # it sleeps meanwhile
+    far.leave()
+    far.group.rendezvous.admit()
+    assert entry.join_reply.result(0).rank == 1
+    far.group.lose(entry.token, MemberDiedError("it gives up"))
+    assert far.group.rendezvous.peers.lost() == {}  # its predecessor had left
+
+
+def test_a_replacement_gets_the_rank_once_a_report_is_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     far = Far()
     far.session.expect(None)
     far.report()
-    early, late = (entry_of(1, GroupConfig.of(2))._replace(since=_clock.now() - s) for s in (4, 6))
-    far.group.rendezvous.enter(early)
+    entry = entry_of(1, GroupConfig.of(2))
+    far.group.rendezvous.enter(entry)
+    far.believe(monkeypatch, 11.0)
     far.group.rendezvous.admit()
-    assert not early.join_reply.done()
-    assert far.session.is_present
-    far.group.rendezvous.enter(late)
-    far.group.rendezvous.admit()
-    assert late.join_reply.result(0).rank == 1
+    assert entry.join_reply.result(0).rank == 1

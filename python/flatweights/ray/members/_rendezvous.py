@@ -165,7 +165,7 @@ class Rendezvous:
 
     def ends(self) -> list[float]:
         """Return the times, by `time.monotonic`, at which something is due here."""
-        ends = [entry.since + _GRACE for entry in self._entries]
+        ends = [self._patience_of(entry) for entry in self._entries]
         ends += [end for end, _ in self._reports.values()]
         if not self.sessions:
             ends.append(_clock.now() + _GRACE)
@@ -178,15 +178,12 @@ class Rendezvous:
 
     def believe_reports(self) -> None:
         """Count members as dead of which agents have told nothing in time."""
-        for session, (end, _) in [*self._reports.items()]:
-            if not session.is_present or end <= _clock.now():
-                self._believe(session)
-
-    def _believe(self, session: Session) -> None:
-        """Count a member as dead if there is a report of that, unless it has ended otherwise."""
-        _, why = self._reports.pop(session, (0.0, None))
-        if session.is_present and why is not None:
-            self._lose(session, why)
+        for session, (end, why) in [*self._reports.items()]:
+            if session.is_present and _clock.now() < end:
+                continue
+            del self._reports[session]
+            if session.is_present:
+                self._lose(session, why)
 
     def enter(self, entry: Entry) -> None:
         """Queue ``entry``, to get a join reply or an error."""
@@ -236,12 +233,8 @@ class Rendezvous:
         wanted = range(self._config.size) if entry.rank is None else [entry.rank]
         rank = next((rank for rank in wanted if self._is_free(rank)), None)
         if rank is None:
-            if now - entry.since < _GRACE:
+            if now < self._patience_of(entry):
                 return None
-            for taken in wanted:
-                self._believe(self.sessions[taken])
-            rank = next((rank for rank in wanted if self._is_free(rank)), None)
-        if rank is None:
             if entry.rank is None:
                 raise ValueError(
                     f"process group {self._name!r}: all {self._config.size} ranks are taken"
@@ -266,6 +259,15 @@ class Rendezvous:
             self._watched.add(agent.token)
             self._queue.watch(agent.handle.stay.remote(), functools.partial(self._lose_all, agent))
         return JoinReply(rank, session.number, None, agent.handle)
+
+    def _patience_of(self, entry: Entry) -> float:
+        """Return until when a process waits for the end of one that has the rank it wants."""
+        wanted = [
+            end
+            for session, (end, _) in self._reports.items()
+            if entry.rank in (None, session.rank)  # its agent may still tell that it had left
+        ]
+        return max([entry.since + _GRACE, *wanted])
 
     def _is_free(self, rank: int) -> bool:
         """Whether no live process has ``rank``."""
