@@ -20,6 +20,11 @@
 
 namespace flatweights {
 
+inline bool is_on_host(const std::string& device) {
+  tensorflow::DeviceNameUtils::ParsedName name;
+  return tensorflow::DeviceNameUtils::ParseFullName(device, &name) && name.type == "CPU";
+}
+
 struct PlacedVariable {
   tensorflow::core::WeakPtr<tensorflow::Var> variable;
   GpuPlace place;
@@ -100,12 +105,6 @@ class BindVariableOp : public tensorflow::OpKernel {
       values(2) =
           static_cast<std::int64_t>(is_hosts ? BindStatus::kBound : BindStatus::kBoundOnGpu);
     }
-  }
-
- private:
-  static bool is_on_host(const std::string& device) {
-    tensorflow::DeviceNameUtils::ParsedName name;
-    return tensorflow::DeviceNameUtils::ParseFullName(device, &name) && name.type == "CPU";
   }
 };
 

@@ -8,6 +8,7 @@
 #include "alias_buffer.hpp"
 #include "bound_ids.hpp"
 #include "call_python.hpp"
+#include "copy_on_read.hpp"
 #include "locked_variables.hpp"
 #include "variables_api.hpp"
 

@@ -202,7 +202,7 @@ inline bool lock_for(tensorflow::Var& variable, VariableAccess access) {
   if (access == VariableAccess::kRead) {
     if (!variable.copy_on_read_mode.load()) {
       variable.mu()->lock_shared();
-      // The mode is switched on under the exclusive lock, and never off.
+      // The mode is switched under the exclusive lock.
       if (!variable.copy_on_read_mode.load()) return false;
       variable.mu()->unlock_shared();
     }

@@ -136,6 +136,27 @@ def test_weights_are_those_of_the_dense_exchange(
         np.testing.assert_allclose(own, other, near, near * max(1.0, np.abs(other).max()))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_reading_a_table_after_a_step_copies_nothing(
+    compiled: bool, pool: ThreadPoolExecutor
+) -> None:
+    def steps(member: Member) -> None:
+        optimizer = average_gradients(keras.optimizers.SGD(0.1), member=member, sparse=True)
+        training = Training(optimizer, compiled)
+        table = training.variables[0].value
+        for step in range(3):
+            held = table.read_value()
+            before = held.numpy().copy()
+            training.step(*batch(member.rank, step))
+            np.testing.assert_array_equal(held, before)  # what was read keeps its value
+            del held
+            reads = [np.from_dlpack(table.read_value()) for _ in range(2)]
+            assert reads[0].ctypes.data == reads[1].ctypes.data
+            assert not np.array_equal(reads[0], before)
+
+    in_all(pool, 2, steps)
+
+
 def test_rows_are_the_means_of_the_members_sums(pool: ThreadPoolExecutor) -> None:
     def steps(member: Member) -> Any:
         optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member, sparse=True)

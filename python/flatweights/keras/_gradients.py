@@ -46,6 +46,7 @@ from flatweights.keras._sparse import (
     Table,
     Tables,
     check_sparse,
+    end_copy_on_read,
     is_sent_sparse,
     takes_rows,
 )
@@ -355,6 +356,7 @@ class Averaging:
         computed = [getattr(average, "values", average) for average in averages]
         with tf.control_dependencies(computed):  # before that, no slot is read
             self._apply(grads, None if trainable_variables is None else variables)
+        end_copy_on_read([variables[i] for i in positions], averages)
 
     def _begin(self, grads: Any, trainable_variables: Any) -> tuple[list[Any], list[Any]]:
         """Check the context of the call, and build; return the gradients and their variables."""

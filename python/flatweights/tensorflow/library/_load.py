@@ -51,12 +51,15 @@ class Library(NamedTuple):
         path: Where it was loaded from.
         bind: The function that adds the op that binds: resource handle in, int64 (3,) out.
         call: The function that adds the op that has a `_core.PythonCall` compute tensors.
+        end_copy_on_read: The function that adds the op after which reads of a variable alias its
+            value, although some rows were updated: resource handle in.
         core: The form that `_core.BoundVariables` takes.
     """
 
     path: Path
     bind: Any
     call: Any
+    end_copy_on_read: Any
     core: _core.VariablesLibrary
 
 
@@ -169,6 +172,7 @@ def _load() -> Library:
             path,
             module.flatweights_bind_variable,
             module.flatweights_call_python,
+            module.flatweights_end_copy_on_read,
             _core.VariablesLibrary(str(path)),
         )
     except (tf.errors.OpError, OSError, RuntimeError, ImportError, AttributeError) as error:
