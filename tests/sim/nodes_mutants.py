@@ -65,9 +65,9 @@ NODES = {
         "                if False:\n",
     ),
     "all nodes are lost if one is": (
-        "rounds/_allreduce.py",
-        "        silent = [agent for agent, ping in pings.items() if ping not in there]\n",
-        "        silent = [*agents]\n",
+        "peers/_by_agent.py",
+        "    found = [agent for agent, ping in pings.items() if ping not in there]\n",
+        "    found = [*agents]\n",
     ),
     "NaN on another node is not seen": (
         "members/_node_agent.py",

@@ -40,6 +40,11 @@ def plan_of(seed: int, mix: str) -> Plan:
             faults[rng.randrange(5, 300)] = {"kind": "stop", "seconds": seconds}
         if faults:
             plan["agent_faults"][agent] = faults
+    rare = random.Random(f"{seed} {mix} longer")  # of its own: older seeds stay what they were
+    for faults in plan["agent_faults"].values():
+        for fault in faults.values():
+            if fault["kind"] == "stop" and rare.random() < 0.2:
+                fault["seconds"] = 60.0
     return plan
 
 

@@ -21,6 +21,7 @@ until it is sent there. Their agents may hold weights for longer.
 from __future__ import annotations
 
 import gc
+import math
 import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -49,6 +50,8 @@ _STUCK = 3.0  # seconds, without an answer, in which all members wait
 _SILENT = 7.0  # more seconds, if links may fall silent: until what was sent goes through Ray
 _EXCHANGED = 6.0  # seconds that exchanges between nodes may take, if some break off
 _REACHED = 15.0  # seconds after which an agent that was stopped has answered a ping
+_PINGED = 22.0  # seconds after which a coordinator has no more patience for an agent
+_BELIEVED = 9.0  # seconds after which a coordinator may believe the report of a death
 _KNOWN = 3.0  # seconds after which a coordinator knows of a death, unless it was stopped
 _REPORTED = 9.0  # seconds after which Ray has reported every death
 _SLICE = 1.0  # seconds between two looks of a coordinator that nothing wakes
@@ -125,6 +128,12 @@ class Noted:
     def is_cut_off(self) -> bool:
         """Whether the agent of its node is dead, and with it the weights that stayed there."""
         return self.agent is not None and self.agent.process.is_dead
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the agent of its node was stopped for longer than a death's report waits."""
+        stops = [] if self.agent is None else self.agent.process.stops
+        return any(end - begin > _BELIEVED for begin, end in stops)
 
     @property
     def is_there(self) -> bool:
@@ -418,7 +427,8 @@ class Oracle:
         """Check that a member is told an answer within its timeout."""
         request, took = sent.request, self._world.now - sent.at
         if request.timeout is not None and request.operation in _CALLS and not request.lacks:
-            stopped = self._seconds_stopped(sent.at, member.process)
+            own = [member.process, *([] if member.agent is None else [member.agent.process])]
+            stopped = self._seconds_stopped(sent.at, *own, of_others=_PINGED)
             if took > request.timeout + _SLACK + stopped + self._exchanged:
                 name = member.process.name
                 self._fail(f"{name} waited {took:.2f} s with timeout {request.timeout}")
@@ -665,7 +675,7 @@ class Oracle:
     ) -> None:
         """Check an error that all members of a call get."""
         finite = {rank for rank, sent in parts.items() if sent.call.is_finite}
-        finite -= {rank for rank, sent in parts.items() if sent.member.is_cut_off}
+        finite -= {rank for rank in parts if self._is_out_of_reach(rank, parts)}
         need = first.request.min_results
         if isinstance(error, WorkerError):
             if first.request.operation == "broadcast":
@@ -714,6 +724,8 @@ class Oracle:
                 self._fail(f"{number}: rank {rank} does not wait for others: {why!r}")
         elif self._is_replaced(record, rank, joined):
             pass  # a successor has waited for its leave
+        elif joined is not None and joined.has_left and joined.is_silent:
+            pass  # its leave has not come in the time for which a report of its death waits
         elif joined is None or (joined.has_left and not joined.process.notes.get("broke")):
             self._fail(f"{number}: rank {rank} died while it joined, and others see {why!r}")
         elif member is not None and member.is_there and not self.losses:
@@ -854,12 +866,21 @@ class Oracle:
 
     # Time.
 
-    def _seconds_stopped(self, since: float, own: Process) -> float:
-        """Return the seconds for which the process, or an actor, was stopped since then."""
+    def _seconds_stopped(self, since: float, *own: Process, of_others: float = math.inf) -> float:
+        """Return the seconds for which processes were stopped since then.
+
+        Args:
+            since: The time.
+            own: The processes; those of coordinators count, too.
+            of_others: Of the agents of other nodes, at most so many for each time that one was
+                stopped: then a coordinator no longer waits for it.
+        """
         total = 0.0
-        for process in (own, *[actor.process for actor in (*self.coordinators, *self.agents)]):
+        counted = {*own, *(actor.process for actor in self.coordinators)}
+        for process in {*counted, *(actor.process for actor in self.agents)}:
             for begin, end in process.stops:
-                total += max(0.0, min(end, self._world.now) - max(begin, since))
+                seconds = max(0.0, min(end, self._world.now) - max(begin, since))
+                total += seconds if process in counted else min(seconds, of_others)
         return total
 
     def _is_known_dead(self, process: Process) -> bool:

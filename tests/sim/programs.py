@@ -131,9 +131,12 @@ class Program:
                     return
             except TimeoutError as error:
                 self._world.note(f"TimeoutError: {error}")
-                texts = "has ended", "missing ranks", "not answer", "came just then"
+                texts = "has ended", "missing ranks", "not answer", "no answer", "came just then"
                 has_reason = any(text in str(error) for text in texts)
-                if not (has_reason and any(main.is_dead for main in self._oracle.mains)):
+                node = None if "missing ranks" in str(error) else self._process.notes["node"]
+                is_silent = self._platform.was_agent_stopped(node)
+                is_silent |= any(main.is_dead for main in self._oracle.mains)
+                if not (has_reason and is_silent):
                     self._world.fail(f"{self._process.name}: TimeoutError: {error}")
                 return
             except ValueError as error:

@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,10 @@ import pytest
 from process_groups import LocalProcessGroup, entry_of, with_sessions
 from reference import clean_environment
 
+import flatweights as fw
 from flatweights.ray import MemberDiedError, MemberError, _clock
 from flatweights.ray.channels._member_channel import MemberChannel
+from flatweights.ray.core._events import Gave
 from flatweights.ray.core._peer import PeerState
 from flatweights.ray.core._requests import Request
 from flatweights.ray.members._client import ChannelClient, Identity
@@ -25,7 +27,7 @@ from flatweights.ray.members._member import Member
 from flatweights.ray.members._platform import PLATFORM
 from flatweights.ray.members._process_group import ProcessGroup
 from flatweights.ray.members._rendezvous import JoinReply
-from flatweights.ray.members._sessions import StoreRequest
+from flatweights.ray.members._sessions import RemoteWeights, StoreRequest
 from flatweights.ray.nodes._plan import check_reduce_dtype
 from flatweights.ray.results._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.support import _failpoints
@@ -236,6 +238,28 @@ def test_a_report_is_believed_if_the_agent_tells_nothing(monkeypatch: pytest.Mon
     assert far.group._patience(None) == pytest.approx(10.0, abs=1.0)
     far.believe(monkeypatch, 11.0)
     assert str(far.session.why) == "Ray says so"
+
+
+def test_nobody_waits_for_a_state_at_an_agent_that_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    far, events, state = Far(), list[Any](), Future[Any]()
+    given = fw.FlatWeights({"w": np.arange(5.0)})
+    agent: Any = far.session.agent
+    # What Ray returns for a call whose result is still to come.
+    agent.handle.give = SimpleNamespace(remote=lambda rank: SimpleNamespace(future=lambda: state))
+    far.session.expect(None)
+    far.session.told(0)
+    give = Request("give", given.layout.digest)
+    body = pickle.dumps((give.fields, given.layout.pickled))
+    far.session.receive(StoreRequest(body, RemoteWeights(None), None))
+    assert far.session.poll()
+    monkeypatch.setattr(far.group, "_receive", events.append)
+    far.group._on_event(far.session)  # while nothing has come
+    assert not events
+    state.set_result(given.buffer)
+    far.group.queue.read()
+    assert events == [Gave(far.session, True)]
 
 
 @pytest.mark.parametrize("is_agent_dead", [False, True])

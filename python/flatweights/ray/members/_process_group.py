@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._average import Nonfinite
 from flatweights._sources import first_difference
+from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._member_channel import CoordinatorDiedError
@@ -79,7 +80,8 @@ from flatweights.ray.members._sessions import (
     fetched,
     wait_for,
 )
-from flatweights.ray.peers._by_agent import AgentClient
+from flatweights.ray.peers._by_agent import ANSWER, AgentClient, silent
+from flatweights.ray.peers._transport import PendingResult
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._report import METRICS, SENT, report
 from flatweights.ray.results._result import Packed
@@ -288,15 +290,33 @@ class ProcessGroup:
             self._receive(Requested(session))
 
     def _on_state(self, session: Session) -> None:
-        """Take the state from a donor."""
-        assert session.answer is not None
-        try:
-            session.answer.fetch()
-            state = session.answer.result()
-        except Exception as error:  # its node or the agent there has died, or lost the state
-            why = f"{session.who}: its state could not be read: {reason_in_a_line(error)}"
-            self._lose(session, MemberDiedError(why))
+        """Take the state from a donor; from the agent of its node, once that has handed it over.
+
+        An agent may be stopped, and the calls of others must not wait for it.
+        """
+        answer = session.answer
+        assert answer is not None
+        if not answer.fetch():
+            self._take_state(session, answer.result())
             return
+        assert session.agent is not None
+
+        def take(state: Future[NDArray[np.uint8]]) -> None:
+            if session.answer is not answer:  # it has died meanwhile
+                return
+            try:
+                weights = FlatWeights.wrap(state.result(), answer.layout)
+            except Exception as error:  # its node or the agent there has died, or lost the state
+                why = f"{session.who}: its state could not be read: {reason_in_a_line(error)}"
+                self._lose(session, MemberDiedError(why))
+                return
+            self._take_state(session, weights)
+
+        when_done = session.agent.platform.when_done
+        when_done(answer.ref, lambda state: self.queue.post(take, state))
+
+    def _take_state(self, session: Session, state: FlatWeights | None) -> None:
+        """Tell the core that a donor has given its state, or has none any more."""
         self._given = None if state is None else Packed(state.buffer, state.layout)
         try:
             self._receive(Gave(session, state is not None))
@@ -345,6 +365,7 @@ class ProcessGroup:
             timeout=call.timeout,
             seconds_waited=self._seconds_waited,
         )
+        arrivals.find_lost = self._find_lost
         is_average = first.operation == "average"
         weights: Packed | OnDevice | None = None
         result: Round | None = None
@@ -546,6 +567,13 @@ class ProcessGroup:
         result = DriverAverage(arrivals, spec).run()
         result.transports = dict.fromkeys(away, f"store: {why}")
         return result
+
+    def _find_lost(self, pending: Mapping[int, PendingResult]) -> dict[int, Exception]:
+        """Return the ranks whose weights are at an agent that does not answer, and why."""
+        agents = {answer.agent for answer in pending.values() if answer.agent is not None}
+        lost = silent(self._agents.platform, agents, ANSWER)
+        why = TimeoutError("its node could not be reached: the agent there does not answer")
+        return {rank: why for rank, answer in pending.items() if answer.agent in lost}
 
     def _gather(self, requests: dict[int, Request], arrivals: Arrivals) -> Round:
         """Return a round with the objects of the members, by rank, pickled."""

@@ -32,6 +32,7 @@ from flatweights.ray.support._errors import is_restarting
 
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
 _DEAD = ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError
+ANSWER = 10.0  # seconds in which an agent answers: it is blocked while its store spills
 _CALLS = 4  # calls of an agent that may run at a time
 _RECONNECT = 1.0  # seconds until a link gets another socket; twice as long after each failure
 _LONGEST_RECONNECT = 60.0
@@ -56,6 +57,23 @@ def call_while_alive(
             platform.later(_RECONNECT, again)
 
     platform.when_done(call(*args), look)
+
+
+def silent(
+    platform: GroupPlatform, agents: Collection[AgentClient], seconds: float
+) -> list[AgentClient]:
+    """Return those of ``agents`` that do not answer within ``seconds``, or have died."""
+    pings: dict[AgentClient, Future[None]] = {
+        agent: platform.future_of(agent.handle.ping.remote()) for agent in agents
+    }
+    there = platform.wait_for_all(pings.values(), seconds)
+    found = [agent for agent, ping in pings.items() if ping not in there]
+    for agent, ping in pings.items():
+        error = ping.exception() if ping in there else None
+        if isinstance(error, Exception):
+            agent.note_failure(error)
+            found.append(agent)
+    return found
 
 
 class NodeCall:

@@ -15,7 +15,11 @@ from flatweights.ray.results._wire import nbytes_of
 from flatweights.ray.support._errors import FULL, WorkerError, late_error, too_small
 from flatweights.robust import AnyRule, Rule
 
+FindLost = Callable[[Mapping[int, PendingResult]], Mapping[int, Exception]]
+
 _FOREVER = 1e8  # seconds, three years: clocks that count nanoseconds overflow later
+
+_LOOK = 10.0  # seconds of waiting after which an answer's process may be gone
 
 Weights = Iterable[float] | Callable[[Any], float] | None
 
@@ -145,6 +149,9 @@ class Arrivals:
         late: The ranks that had not answered when the time was up.
         seconds_waited: The seconds that it has waited.
         deadline: The time after which ranks that have not answered are late.
+        find_lost: Called again and again while the wait lasts: of the ranks whose answers it gets,
+            it returns those whose process does not answer, and why. Without it, they are waited
+            for.
     """
 
     def __init__(self, deadline: Deadline, answers: Mapping[int, PendingResult] = {}) -> None:
@@ -161,6 +168,7 @@ class Arrivals:
         self.late: list[int] = []
         self.seconds_waited = 0.0
         self.deadline = deadline
+        self.find_lost: FindLost | None = None
         self._pending: dict[PendingResult, int] = {}
         self._is_let_go = False  # whether all answers that have come were let go of
         if answers:
@@ -233,8 +241,10 @@ class Arrivals:
         if not pending:
             return None
         begin = _clock.now()
-        end = self.deadline.end
-        there = wait_any([*pending], end, len(pending) if all_at_once else 1)
+        end = pause = self.deadline.end
+        if self.find_lost is not None:
+            pause = min(begin + _LOOK, math.inf if end is None else end)
+        there = wait_any([*pending], pause, len(pending) if all_at_once else 1)
         now = _clock.now()
         self.seconds_waited += now - begin
         came = sorted([pending[answer] for answer in there])
@@ -245,6 +255,11 @@ class Arrivals:
         if pending and end is not None and now >= end:
             self.late = sorted({*self.late, *pending.values()})
             pending.clear()
+        elif self.find_lost is not None and not there:
+            lost = self.find_lost({rank: answer for answer, rank in pending.items()})
+            for rank in lost:
+                del pending[self.answers[rank]]
+            self.lose(lost)
         return came
 
     def collect(self) -> dict[int, Any]:

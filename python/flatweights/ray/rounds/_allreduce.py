@@ -27,7 +27,7 @@ from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._connections import StreamError
 from flatweights.ray.nodes._node_reducer import PATIENCE, Endpoints, Traffic
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.peers._by_agent import AgentClient, Agents
+from flatweights.ray.peers._by_agent import ANSWER, AgentClient, Agents, silent
 from flatweights.ray.peers._result_metadata import Exchanged, ReadOptions, ResultMetadata, read_into
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._result import copied
@@ -38,7 +38,6 @@ from flatweights.ray.rounds._local_reduce import DriverAverage
 from flatweights.ray.support._errors import late_error
 
 _GRACE = 0.5  # seconds for which an exchange may go on when the time of a round is up
-_ANSWER = 10.0  # seconds in which an agent answers: it is blocked while its store spills
 _LEAST = 0.05  # least seconds of each wait
 _SHARE = 3  # a wait takes at most this part of the remaining time
 _START = 30.0  # seconds in which a new agent has to listen
@@ -215,7 +214,7 @@ class NodesAverage:
                 why = str(error)
                 if self._is_time_up():
                     continue
-                lost = self._unreachable(agents)
+                lost = silent(self._platform, agents, max(_LEAST, self._within(ANSWER)))
                 if not lost:
                     self._agents.streams.note(why, may_pass=True)
                     return why
@@ -332,21 +331,6 @@ class NodesAverage:
         if len(took) == len(calls):
             self._agents.epoch = tokens, epoch
         return took
-
-    def _unreachable(self, agents: Sequence[AgentClient]) -> list[AgentClient]:
-        """Return the agents that do not answer."""
-        pings: dict[AgentClient, Future[None]] = {
-            agent: self._platform.future_of(agent.handle.ping.remote()) for agent in agents
-        }
-        left = max(_LEAST, self._within(_ANSWER))
-        there = self._platform.wait_for_all(pings.values(), left)
-        silent = [agent for agent, ping in pings.items() if ping not in there]
-        for agent, ping in pings.items():
-            error = ping.exception() if ping in there else None
-            if isinstance(error, Exception):
-                agent.note_failure(error)
-                silent.append(agent)
-        return silent
 
 
 class _BrokenError(Exception):
