@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, cast
 
@@ -80,8 +80,7 @@ from flatweights.ray.members._sessions import (
     fetched,
     wait_for,
 )
-from flatweights.ray.peers._by_agent import ANSWER, AgentClient, silent
-from flatweights.ray.peers._transport import PendingResult
+from flatweights.ray.peers._by_agent import AgentClient, find_lost
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._report import METRICS, SENT, report
 from flatweights.ray.results._result import Packed
@@ -365,7 +364,7 @@ class ProcessGroup:
             timeout=call.timeout,
             seconds_waited=self._seconds_waited,
         )
-        arrivals.find_lost = self._find_lost
+        arrivals.find_lost = functools.partial(find_lost, self._agents.platform)
         is_average = first.operation == "average"
         weights: Packed | OnDevice | None = None
         result: Round | None = None
@@ -567,13 +566,6 @@ class ProcessGroup:
         result = DriverAverage(arrivals, spec).run()
         result.transports = dict.fromkeys(away, f"store: {why}")
         return result
-
-    def _find_lost(self, pending: Mapping[int, PendingResult]) -> dict[int, Exception]:
-        """Return the ranks whose weights are at an agent that does not answer, and why."""
-        agents = {answer.agent for answer in pending.values() if answer.agent is not None}
-        lost = silent(self._agents.platform, agents, ANSWER)
-        why = TimeoutError("its node could not be reached: the agent there does not answer")
-        return {rank: why for rank, answer in pending.items() if answer.agent in lost}
 
     def _gather(self, requests: dict[int, Request], arrivals: Arrivals) -> Round:
         """Return a round with the objects of the members, by rank, pickled."""

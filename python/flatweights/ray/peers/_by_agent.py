@@ -76,6 +76,16 @@ def silent(
     return found
 
 
+def find_lost(
+    platform: GroupPlatform, pending: Mapping[int, PendingResult]
+) -> dict[int, Exception]:
+    """Return the ranks whose results are at an agent that does not answer, and why."""
+    agents = {answer.agent for answer in pending.values() if answer.agent is not None}
+    lost = silent(platform, agents, ANSWER)
+    why = TimeoutError("its node could not be reached: the agent there does not answer")
+    return {rank: why for rank, answer in pending.items() if answer.agent in lost}
+
+
 class NodeCall:
     """One command to an agent, until all its answers have come.
 

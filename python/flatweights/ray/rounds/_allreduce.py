@@ -10,6 +10,7 @@ averages them.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import sys
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._connections import StreamError
 from flatweights.ray.nodes._node_reducer import PATIENCE, Endpoints, Traffic
 from flatweights.ray.nodes._plan import Plan
-from flatweights.ray.peers._by_agent import ANSWER, AgentClient, Agents, silent
+from flatweights.ray.peers._by_agent import ANSWER, AgentClient, Agents, find_lost, silent
 from flatweights.ray.peers._result_metadata import Exchanged, ReadOptions, ResultMetadata, read_into
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._result import copied
@@ -160,6 +161,7 @@ class NodesAverage:
         arrivals = self._arrivals
         if self._end is not None:
             arrivals.deadline = arrivals.deadline._replace(end=self._end + _GRACE)
+        arrivals.find_lost = functools.partial(find_lost, self._platform)
         arrivals.fetch()
         result = DriverAverage(arrivals, self._spec, self._out, self._codec).average()
         result.transports = dict.fromkeys(self._far(), f"store: {why}")
