@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,33 @@ def library(request: pytest.FixtureRequest) -> str:
     return REAL
 
 
+_idle: dict[str, list[GPUProcess]] = {}  # by library: a process takes longer than most tests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_idle_processes() -> Iterator[None]:
+    yield
+    for processes in _idle.values():
+        while processes:
+            processes.pop().close()
+
+
+@contextmanager
+def lent(library: str, count: int) -> Iterator[list[GPUProcess]]:
+    """Processes of earlier tests that went well, and new ones if there are too few."""
+    idle = _idle.setdefault(library, [])
+    processes = [idle.pop() if idle else GPUProcess(library) for _ in range(count)]
+    try:
+        yield processes
+        for process in processes:
+            process.run("segment = own = None")
+    except BaseException:
+        for process in processes:
+            process.close()
+        raise
+    idle += processes
+
+
 def create(owner: GPUProcess, nbytes: int, seed: int) -> None:
     """Have ``owner`` make a ``segment`` with bytes of this seed, and send its descriptor."""
     owner.run(
@@ -81,7 +110,7 @@ def count_descriptors() -> int:
 
 
 def test_peers_read_what_the_owner_writes(library: str) -> None:
-    with gpu_processes(library, 3) as (owner, *peers):
+    with lent(library, 3) as (owner, *peers):
         for nbytes in SIZES:
             create(owner, nbytes, 1)
             for peer in peers:
@@ -94,7 +123,7 @@ def test_peers_read_what_the_owner_writes(library: str) -> None:
 
 
 def test_parts_of_segments_are_read_and_written(library: str) -> None:
-    with gpu_processes(library, 2) as (owner, peer):
+    with lent(library, 2) as (owner, peer):
         create(owner, 1000, 1)
         open_segment(peer, 1000, owner.descriptors[0])
         owner.run("segment.copy_from(np.arange(10, dtype=np.float32), 100)")
@@ -111,7 +140,7 @@ def test_parts_of_segments_are_read_and_written(library: str) -> None:
 
 def test_kernels_read_a_peers_segment_and_write_their_own(library: str) -> None:
     nbytes = 3 * 4096 + 48
-    with gpu_processes(library, 2) as (owner, peer):
+    with lent(library, 2) as (owner, peer):
         create(owner, nbytes, 1)
         open_segment(peer, nbytes, owner.descriptors[0])
         assert peer.run(
@@ -125,7 +154,7 @@ def test_kernels_read_a_peers_segment_and_write_their_own(library: str) -> None:
 
 def test_a_peer_that_writes_faults_and_changes_nothing(library: str) -> None:
     nbytes = 4096
-    with gpu_processes(library, 3) as (owner, reader, writer):
+    with lent(library, 2) as (owner, reader), gpu_processes(library, 1) as (writer,):
         create(owner, nbytes, 1)
         for peer in (reader, writer):
             open_segment(peer, nbytes, owner.descriptors[0])
@@ -138,7 +167,7 @@ def test_a_peer_that_writes_faults_and_changes_nothing(library: str) -> None:
 
 def test_bytes_outlive_their_owner(library: str) -> None:
     nbytes = 3 << 20
-    with gpu_processes(library, 3) as (owner, reader, late):
+    with lent(library, 2) as (reader, late), gpu_processes(library, 1) as (owner,):
         create(owner, nbytes, 1)
         # This process uses no GPU, like one that forwards descriptors.
         descriptor = os.dup(owner.descriptors[0])
@@ -152,7 +181,7 @@ def test_bytes_outlive_their_owner(library: str) -> None:
 
 
 def test_a_peers_view_outlives_the_owners_segment(library: str) -> None:
-    with gpu_processes(library, 2) as (owner, peer):
+    with lent(library, 2) as (owner, peer):
         create(owner, 4096, 1)
         open_segment(peer, 4096, owner.descriptors[0])
         owner.run("del segment\nsegment = _core.DeviceSegment(uuid, 4096)")
@@ -162,7 +191,7 @@ def test_a_peers_view_outlives_the_owners_segment(library: str) -> None:
 
 def test_a_forked_child_frees_nothing(library: str) -> None:
     counts = "driver.stand_in_cuda_calls()" if library != REAL else "0"
-    with gpu_processes(library, 2) as (owner, peer):
+    with lent(library, 2) as (owner, peer):
         create(owner, 4096, 1)
         open_segment(peer, 4096, owner.descriptors[0])
         for process in (owner, peer):
@@ -181,7 +210,7 @@ def test_a_forked_child_frees_nothing(library: str) -> None:
 
 
 def test_a_forked_child_gets_errors(library: str) -> None:
-    with gpu_processes(library, 1) as (process,):
+    with lent(library, 1) as (process,):
         create(process, 4096, 1)
         assert (
             process.run(
@@ -212,7 +241,7 @@ def test_a_forked_child_gets_errors(library: str) -> None:
 
 def test_a_hundred_segments_leave_no_descriptors_and_no_memory(library: str) -> None:
     objects = "driver.stand_in_cuda_objects()" if library != REAL else "0"
-    with gpu_processes(library, 2) as processes:
+    with lent(library, 2) as processes:
         for process in processes:  # the first segment of all makes what stays
             process.run("first = _core.DeviceSegment(uuid, 1)\ndel first")
         before = [
@@ -237,7 +266,7 @@ def test_a_hundred_segments_leave_no_descriptors_and_no_memory(library: str) -> 
 
 
 def test_the_descriptor_is_not_inherited_and_closes_once(library: str) -> None:
-    with gpu_processes(library, 1) as (process,):
+    with lent(library, 1) as (process,):
         assert process.run(
             "segment = _core.DeviceSegment(uuid, 1)\n"
             "number = segment.descriptor\n"
@@ -254,7 +283,7 @@ def test_the_descriptor_is_not_inherited_and_closes_once(library: str) -> None:
 
 
 def test_short_memory_of_the_gpu_is_a_memory_error(library: str) -> None:
-    with gpu_processes(library, 1) as (process,):
+    with lent(library, 1) as (process,):
         for nbytes in (1 << 50, (1 << 64) - 1):
             with pytest.raises(MemoryError):
                 process.run(f"_core.DeviceSegment(uuid, {nbytes})")
@@ -263,14 +292,14 @@ def test_short_memory_of_the_gpu_is_a_memory_error(library: str) -> None:
 
 
 def test_segments_have_no_obstacle(library: str) -> None:
-    with gpu_processes(library, 1) as (process,):
+    with lent(library, 1) as (process,):
         assert process.run("result = _core.device_segment_obstacle(uuid)") == ""
         assert process.run("result = _core.device_obstacle()") == ""
 
 
 def test_other_descriptors_and_sizes_are_refused(library: str) -> None:
     ours, theirs = socket.socketpair()
-    with gpu_processes(library, 2) as (owner, peer), ours, theirs:
+    with lent(library, 2) as (owner, peer), ours, theirs:
         with pytest.raises(RuntimeError, match="cuMemImportFromShareableHandle"):
             open_segment(peer, 4096, ours.fileno())
         create(owner, 4096, 1)
@@ -292,7 +321,7 @@ def test_other_descriptors_and_sizes_are_refused(library: str) -> None:
     ],
 )
 def test_wrong_arguments_are_refused(stand_in: str, program: str, message: str) -> None:
-    with gpu_processes(stand_in, 1) as (process,):
+    with lent(stand_in, 1) as (process,):
         process.run("segment = _core.DeviceSegment(uuid, 4096)\nout = np.empty(8, np.uint8)")
         with pytest.raises(ValueError, match=re.escape(message)):
             process.run(program)
@@ -313,7 +342,7 @@ STEPS = {
 
 def test_a_failure_half_way_leaves_nothing_and_the_next_trial_works(stand_in: str) -> None:
     out_of_memory, unknown = 2, 999
-    with gpu_processes(stand_in, 1) as (process,):
+    with lent(stand_in, 1) as (process,):
         process.run(
             "segment = _core.DeviceSegment(uuid, 4096)\n"
             "def count():\n"
@@ -450,7 +479,7 @@ check(driver.cuMemHostUnregister(registered))
 after = attribute(2, registered.value, ctypes.c_uint)
 result = before, twice, types, starts, sizes, contexts, after
 """
-    with gpu_processes(stand_in, 1) as (process,):
+    with lent(stand_in, 1) as (process,):
         before, twice, types, starts, sizes, contexts, after = process.run(program)
     assert (before, twice, after) == (-1, 712, -1)
     assert types == [2, 2, 1, 1]  # device, device, host, host

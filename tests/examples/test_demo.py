@@ -101,7 +101,9 @@ def interrupt(process: subprocess.Popen[str], send: Callable[[int, int], None]) 
     ("until", "send"),
     [
         pytest.param("starting Ray", os.killpg, id="Ray starts"),
-        pytest.param("importing TensorFlow", os.kill, id="TensorFlow starts"),
+        pytest.param(
+            "importing TensorFlow", os.kill, id="TensorFlow starts", marks=pytest.mark.slow
+        ),
         pytest.param("round 1 of", os.killpg, id="training", marks=pytest.mark.slow),
     ],
 )

@@ -118,6 +118,15 @@ def check_exchange(output: str) -> None:
     assert percent(saved[1]).meets(Between(low, high))
 
 
+def test_a_worker_alone_compares_both_ways(run_demo: Demo) -> None:
+    found = run_demo("--workers=1", "--size=small", "--rounds=2", "--local-steps=30")
+    assert found.accuracy > 0.2
+    check_exchange(found.output)
+    assert "digits to train on: 1438 per worker" in found.output
+    assert Path("flatweights-demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
 def test_both_ways_are_compared(run_demo: Demo) -> None:
     from matplotlib.image import imread
 
@@ -135,6 +144,7 @@ def test_both_ways_are_compared(run_demo: Demo) -> None:
     assert pixels.std() > 0
 
 
+@pytest.mark.slow
 def test_gradients_of_more_workers_than_cpus_are_compared(run_demo: Demo) -> None:
     found = run_demo("--size=small", "--mode=gradients", "--workers=3", "--rounds=3")
     check_exchange(found.output)
@@ -154,6 +164,7 @@ def test_defaults_reach_the_promised_accuracy(run_demo: Demo, mode: str) -> None
     assert run_demo("--mode", mode).accuracy > 0.95
 
 
+@pytest.mark.slow
 def test_training_survives_a_worker(run_demo: Demo) -> None:
     from matplotlib.image import imread
 

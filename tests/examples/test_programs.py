@@ -65,8 +65,8 @@ def cells(output: str, row: str) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--exchange=weights", "--workers=1"],
         ["--exchange=gradients", "--workers=1", "--graph"],
+        pytest.param(["--exchange=weights", "--workers=1"], marks=pytest.mark.slow),
         pytest.param(["--exchange=weights", "--workers=2", "--graph"], marks=pytest.mark.slow),
         pytest.param(["--exchange=gradients", "--workers=2"], marks=pytest.mark.slow),
     ],
@@ -83,9 +83,8 @@ def test_a_result_off_the_line_fails(program: Program) -> None:
         program("linear", "--workers=1", "--steps=1")
 
 
-@pytest.mark.parametrize(
-    ("workers", "rounds"), [(1, 3), pytest.param(2, 6, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "rounds"), [(1, 3), (2, 6)])
 def test_plain_and_flat_actors_learn_the_same(program: Program, workers: int, rounds: int) -> None:
     output = program("keras_fit", f"--workers={workers}", f"--rounds={rounds}")
     rows = [
@@ -96,6 +95,7 @@ def test_plain_and_flat_actors_learn_the_same(program: Program, workers: int, ro
     assert all(float(row[2].removesuffix(" ms")) > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_actors_fit_the_digits_as_one_process_does(program: Program) -> None:
     output = program("digits_lbfgs", "--actors=2", "--layers=3", "--iterations=80")
     found = re.search(r"the first 10 losses: the same within (\S+)", output)
@@ -134,12 +134,14 @@ def play(program: Program, name: str, *options: str) -> str:
     return program(name, "--save=policy.safetensors", *options)
 
 
+@pytest.mark.slow
 def test_players_share_the_memory_of_the_weights(program: Program) -> None:
     output = play(program, "cartpole_policy_gradient", f"--goal={GOAL}", "--workers=1")
     assert "variables in shared memory: 6 of 6\n" in output
     assert mean_return(10, seed=1000) > 50
 
 
+@pytest.mark.slow
 def test_players_that_exchange_no_weights_end_with_the_same(program: Program) -> None:
     output = play(program, "cartpole_evolution", "--goal=45")
     saved = load_file("policy.safetensors")
@@ -150,6 +152,7 @@ def test_players_that_exchange_no_weights_end_with_the_same(program: Program) ->
     assert mean_return(10, seed=1000) > 30
 
 
+@pytest.mark.slow
 def test_staleness_is_that_of_two_workers(program: Program) -> None:
     output = play(program, "cartpole_async", f"--goal={GOAL}")
     found = re.search(r"^staleness: (\S+) updates on average, (\d+) at most$", output, re.M)
@@ -158,6 +161,7 @@ def test_staleness_is_that_of_two_workers(program: Program) -> None:
     assert 0.5 < float(found[1]) <= float(found[2])
 
 
+@pytest.mark.slow
 def test_actors_take_the_newest_weights_of_a_learner(program: Program) -> None:
     output = program("cartpole_replay", "--goal=45")
     found = re.search(r"^(\d+) versions published, (\d+) times an actor took a newer", output, re.M)
@@ -228,46 +232,53 @@ def test_clients_that_raise_are_listed_and_left_out(client: Any) -> None:
     check_mean(client, start, [17, 8, 5], found.weights)
 
 
-def test_a_process_that_dies_takes_one_client_with_it(client: Any) -> None:
+@pytest.mark.parametrize("deaths", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_server_averages_the_clients_that_neither_raise_nor_die(client: Any, deaths: int) -> None:
+    options = Namespace(**{**vars(OPTIONS), "deaths": deaths})
     start = ray.get(client.get_weights.remote()).copy()
-    drawn = federated.draw_clients(0, OPTIONS)
+    drawn = federated.draw_clients(0, options)
     fates = [fate for _, fate in drawn]
-    assert sorted(fates) == ["dies"] + ["raises"] * 3 + ["trains"] * 6
-    # Some have answered before the process dies, and some wait behind it.
-    assert "trains" in fates[: fates.index("dies")]
-    assert "trains" in fates[fates.index("dies") :]
+    assert sorted(fates) == ["dies"] * deaths + ["raises"] * (4 - deaths) + ["trains"] * 6
+    if deaths:
+        # Some have answered before the process dies, and some wait behind it.
+        assert "trains" in fates[: fates.index("dies")]
+        assert "trains" in fates[fates.index("dies") :]
     server = FedAvg(start)
-    accuracies, counts = federated.run_server([client], server, OPTIONS)
+    accuracies, counts = federated.run_server([client], server, options)
     assert len(accuracies) == 1
-    assert list(counts.values()) == [3, 1]
+    assert list(counts.values()) == [4 - deaths, deaths]
     survivors = [one for one, fate in drawn if fate == "trains"]
     check_mean(client, start, survivors, server.weights)
 
 
-def test_the_last_layer_of_a_client_stays_in_its_own_file(way: str, tmp_path: Path) -> None:
-    actor = ray.remote(num_cpus=0)(federated.Client)
-    handle = actor.remote(Namespace(**{**vars(OPTIONS), "personal": True}))
-    try:
-        start = ray.get(handle.get_weights.remote()).copy()
-        assert not [name for name in start if "head" in name]
-        clients = [(17, "trains"), (8, "raises"), (5, "trains")]
-        found = federated.play_round([handle], start, 0, clients, home=tmp_path)
-        assert tuple(found.weights) == tuple(start)
-        first = {file.stem: load_file(file) for file in tmp_path.iterdir()}
-        assert {*first} == {"5", "17"}
-        assert first["5"]["head/kernel"].shape == (32, 10)
-        assert not np.array_equal(first["5"]["head/kernel"], first["17"]["head/kernel"])
-        # It goes on from its own layer: its accuracy is that of the layer in the file.
-        own = [ray.get(handle.own_accuracy.remote(start, 5, home=tmp_path)) for _ in range(2)]
-        ray.get(handle.own_accuracy.remote(start, 17, home=tmp_path))
-        assert own == [ray.get(handle.own_accuracy.remote(start, 5, home=tmp_path))] * 2
-        federated.play_round([handle], start, 1, [(17, "trains")], home=tmp_path)
-        second = {file.stem: load_file(file) for file in tmp_path.iterdir()}
-        for name, value in second["5"].items():
-            np.testing.assert_array_equal(value, first["5"][name])
-        assert not np.array_equal(second["17"]["head/kernel"], first["17"]["head/kernel"])
-    finally:
-        ray.kill(handle)
+def test_the_last_layer_of_a_client_stays_in_its_own_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import tensorflow as tf  # which stays as it is in this process
+
+    threads = "set_intra_op_parallelism_threads"
+    monkeypatch.setattr(tf.config.threading, threads, lambda count: None)
+    actor = federated.Client(Namespace(**{**vars(OPTIONS), "personal": True}))
+    start = actor.get_weights().copy()
+    assert not [name for name in start if "head" in name]
+    for client in (17, 5):
+        found, _ = actor.train(start, 0, client, "trains", tmp_path)
+        assert tuple(found) == tuple(start)
+    with pytest.raises(ConnectionError, match="client 8 is off line"):
+        actor.train(start, 0, 8, "raises", tmp_path)
+    first = {file.stem: load_file(file) for file in tmp_path.iterdir()}
+    assert {*first} == {"5", "17"}
+    assert first["5"]["head/kernel"].shape == (32, 10)
+    assert not np.array_equal(first["5"]["head/kernel"], first["17"]["head/kernel"])
+    # It goes on from its own layer: its accuracy is that of the layer in the file.
+    own = [actor.own_accuracy(start, 5, tmp_path) for _ in range(2)]
+    actor.own_accuracy(start, 17, tmp_path)
+    assert own == [actor.own_accuracy(start, 5, tmp_path)] * 2
+    actor.train(start, 1, 17, "trains", tmp_path)
+    second = {file.stem: load_file(file) for file in tmp_path.iterdir()}
+    for name, value in second["5"].items():
+        np.testing.assert_array_equal(value, first["5"][name])
+    assert not np.array_equal(second["17"]["head/kernel"], first["17"]["head/kernel"])
 
 
 @pytest.mark.slow
@@ -294,6 +305,7 @@ def test_the_table_tells_the_last_accuracy_from_the_mean_of_the_last_five_rounds
 # A residual network.
 
 
+@pytest.mark.slow
 def test_a_residual_network_is_trained_evaluated_and_goes_on(program: Program) -> None:
     small = ("--num-residual-units=1", "--batch-size=8", "--steps=5", "--num-workers=1")
     rest = ("--eval-every=1", "--enough=0", "--checkpoint=weights.safetensors")
@@ -322,6 +334,7 @@ def test_a_ray_with_less_than_actors_reserve_is_refused(program: Program) -> Non
         program("keras_parallel", "--workers=64")
 
 
+@pytest.mark.slow
 def test_a_program_that_starts_ray_with_more_cpus_joins_a_cluster_that_is_there() -> None:
     address = ray.get_runtime_context().gcs_address
     done = subprocess.run(

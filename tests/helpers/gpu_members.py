@@ -98,13 +98,24 @@ def stop_at(point: str) -> None:
 class Members:
     """The members of a process group, each in a process of its own."""
 
-    def __init__(self, library: str, size: int, **env: str) -> None:
+    def __init__(
+        self, library: str, size: int, idle: list[GPUProcess] | None = None, **env: str
+    ) -> None:
+        """Start them.
+
+        Args:
+            library: The driver.
+            size: The number of members.
+            idle: Processes of other members, from `release`, that take the place of new ones.
+            env: Variables of the environment of new processes.
+        """
         from process_groups import LocalProcessGroup
 
         self.group = LocalProcessGroup(size)
         self.library = library
         self.env = {"FLATWEIGHTS_GPU": "device", **env}  # for few bytes, too
         self.processes: dict[int, GPUProcess] = {}
+        self._idle = [] if idle is None else idle
         self._threads = ThreadPoolExecutor(size)
         self.join(*range(size))
 
@@ -113,7 +124,8 @@ class Members:
         entries = {rank: self.group.enter(rank) for rank in ranks}
         for rank, entry in entries.items():
             join_reply = entry.join_reply.result()
-            process = self.processes[rank] = GPUProcess(self.library, **self.env)
+            process = self._idle.pop() if self._idle else GPUProcess(self.library, **self.env)
+            self.processes[rank] = process
             nonce = process.run(
                 "from gpu_members import *\n"
                 f"place = {rank}, {join_reply.session}, {join_reply.address!r}, {entry.token!r}\n"
@@ -133,6 +145,15 @@ class Members:
     def run(self, program: str, *ranks: int) -> dict[int, Any]:
         """Do the same, and wait for what the programs assign to ``result``."""
         return {rank: future.result() for rank, future in self.begin(program, *ranks).items()}
+
+    def release(self) -> list[GPUProcess]:
+        """End the process group; return the processes, for other members."""
+        self.run("die_at('nowhere'); member.leave(); member = channel = held = called = None")
+        self.run("os.environ['FLATWEIGHTS_GPU'] = 'device'")
+        processes = [*self.processes.values()]
+        self.processes.clear()
+        self.close()
+        return processes
 
     def close(self) -> None:
         """End all processes, and the process group."""

@@ -1,19 +1,23 @@
-"""Trainings of several processes together, and of one process by itself, for their tests."""
+"""Trainings of several members together, and of one process by itself, for their tests."""
 
 import contextlib
 import os
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
+from process_groups import LocalProcessGroup
 
-_members: dict[str, Any] = {}
+_members: dict[tuple[str, int], Any] = {}
+_building = threading.Lock()  # Keras has one seed and one policy for all threads
 STEPS = 20  # batches in an epoch
 BATCH = 12  # of one process, or of all members together
 
@@ -35,10 +39,11 @@ class Place(NamedTuple):
         """This process's member of the process group, which all tests share."""
         import flatweights.ray
 
-        if self.name not in _members:
+        key = self.name, self.rank
+        if key not in _members:
             join = partial(flatweights.ray.join, self.name, rank=self.rank, size=self.size)
-            _members[self.name] = join(timeout=900)  # a busy machine starts the coordinator slowly
-        return _members[self.name]
+            _members[key] = join(timeout=900)  # a busy machine starts the coordinator slowly
+        return _members[key]
 
     def part(self, images: Any) -> Any:
         """The part of every batch that this process trains on."""
@@ -80,14 +85,23 @@ class Together:
     def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(place, *args)`` in all; return results or errors by rank."""
         places = [Place(f"{self._name}-{size}", rank, size) for rank in range(size)]
-        while len(self._others) < size - 1:
-            self._others.append(Process.remote())  # type: ignore[attr-defined]
+        self.start(size - 1)
         calls = [
             other.call.remote(outcome, function, place, *args)
             for other, place in zip(self._others, places[:-1], strict=False)  # some may be spare
         ]
         own = outcome(function, places[-1], *args)
         return [*ray.get(calls), own]
+
+    def start(self, count: int) -> None:
+        """Start other processes, unless so many are there; do not wait for them."""
+        while len(self._others) < count:
+            self._others.append(Process.remote())  # type: ignore[attr-defined]
+
+    def take(self) -> Any:
+        """Return one of the other processes, which may die: it takes part in no later call."""
+        self.start(1)
+        return self._others.pop()
 
     def stop(self) -> None:
         for member in _members.values():
@@ -96,6 +110,22 @@ class Together:
         for other in self._others:
             ray.kill(other)
         self._others.clear()
+
+
+def in_threads(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(place, *args)`` in threads of this process; return results or errors by rank.
+
+    This finds what `Together` finds except for what processes do not share.
+    """
+    prepare()
+    places = [Place(f"threads {secrets.token_hex(4)}", rank, size) for rank in range(size)]
+    members = LocalProcessGroup(size).join_all()
+    _members.update(zip([place[:2] for place in places], members, strict=True))
+    with ThreadPoolExecutor(size) as pool:
+        replies = [*pool.map(lambda place: outcome(function, place, *args), places)]
+    for place in places:
+        _members.pop(place[:2]).leave()
+    return replies
 
 
 def outcome(function: Callable[..., Any], *args: Any) -> Any:
@@ -114,12 +144,24 @@ def images(kind: str) -> tuple[Any, Any]:
     return x, np.sin(sums).astype(np.float32)
 
 
-def build(kind: str, seed: int) -> Any:
+def build(kind: str, seed: int, policy: str = "float32") -> Any:
     """Return a model; ``lazy`` ones have no variables before the first batch."""
+    import keras
+
+    with _building:
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(policy)
+        keras.utils.set_random_seed(seed)
+        try:
+            return _build(kind)
+        finally:
+            keras.config.set_dtype_policy(before)
+
+
+def _build(kind: str) -> Any:
     import keras
     from keras import layers
 
-    keras.utils.set_random_seed(seed)
     hidden: list[Any] = [layers.Dense(16, "tanh")]
     begin: list[Any] = [keras.Input((8,))]
     if kind == "convolutional":
@@ -129,18 +171,22 @@ def build(kind: str, seed: int) -> Any:
         hidden = [embedded(), *hidden]
     if kind == "normalized":
         hidden.append(layers.BatchNormalization())
-    if kind == "synchronized":
-        return residual(keras.Input((8,)))
+    if kind in SYNCHRONIZED:
+        return residual(keras.Input((8,)), SYNCHRONIZED[kind])
     return keras.Sequential([*([] if kind == "lazy" else begin), *hidden, layers.Dense(1)])
 
 
-def residual(inputs: Any) -> Any:
-    """20 layers of BatchNormalization, each in a branch, so that they do not amplify rounding."""
+SYNCHRONIZED = {"synchronized": 3, "synchronized, deep": 20}
+"""By kind, the number of layers."""
+
+
+def residual(inputs: Any, depth: int) -> Any:
+    """Layers of BatchNormalization, each in a branch, so that they do not amplify rounding."""
     import keras
     from keras import layers
 
     x = inputs
-    for _ in range(20):
+    for _ in range(depth):
         branch = layers.BatchNormalization(synchronized=True)(x)
         x = layers.Add()([x, 0.2 * layers.Dense(8, "tanh")(branch)])
     return keras.Model(inputs, layers.Dense(1)(x))
@@ -181,23 +227,18 @@ def train(
 
     import flatweights.keras as fwk
 
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
-        member = place.member() if place.name else None
-        network = build(model, seed=place.rank)  # members of other seeds start as rank 0
-        if member is None:  # Keras' usual moments are the oracle
-            for layer in network.layers:
-                if isinstance(layer, keras.layers.BatchNormalization):
-                    layer.synchronized = False
-        made = OPTIMIZERS[optimizer](keras.optimizers)
-        if member is not None:
-            made = fwk.average_gradients(made, member=member)
-        x, y = map(place.part, images(model))
-        losses = LOOPS[loop](network, made, x, y, BATCH // place.size, member)
-        return losses, network.get_weights()
-    finally:
-        keras.config.set_dtype_policy(before)
+    member = place.member() if place.name else None
+    network = build(model, place.rank, policy)  # members of other seeds start as rank 0
+    if member is None:  # Keras' usual moments are the oracle
+        for layer in network.layers:
+            if isinstance(layer, keras.layers.BatchNormalization):
+                layer.synchronized = False
+    made = OPTIMIZERS[optimizer](keras.optimizers)
+    if member is not None:
+        made = fwk.average_gradients(made, member=member)
+    x, y = map(place.part, images(model))
+    losses = LOOPS[loop](network, made, x, y, BATCH // place.size, member)
+    return losses, network.get_weights()
 
 
 def _fit(model: Any, optimizer: Any, x: Any, y: Any, size: int, member: Any, **options: Any) -> Any:

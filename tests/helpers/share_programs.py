@@ -302,7 +302,7 @@ class _Runner:
         if mode == "eager":
             self.step = step
         else:
-            self.step = tf.function(step, jit_compile=compiled)
+            self.step = tf.function(step, autograph=False, jit_compile=compiled)
         self.weights = TensorFlowVariables(variables)
 
 

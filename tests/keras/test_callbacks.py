@@ -8,19 +8,18 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from keras_programs import BATCH, STEPS, Place, Together, build, images, outcome
+from keras_programs import BATCH, STEPS, Place, build, images, in_threads, outcome
 from process_groups import LocalProcessGroup, kill
 
 import flatweights as fw
 from flatweights.ray import CallsDifferError
 from flatweights.server import FedAvgM
-
-pytestmark = pytest.mark.ray
 
 
 def compiled(place: Place, kind: str = "dense", **options: Any) -> Any:
@@ -56,8 +55,8 @@ def weights_by_hand(place: Place, start: Any, epochs: int) -> Any:
     return model.get_weights()
 
 
-def test_epochs_end_with_the_average_weighted_by_samples(together: Together) -> None:
-    replies = together(2, weights_after, 3, 2, "epoch")
+def test_epochs_end_with_the_average_weighted_by_samples() -> None:
+    replies = in_threads(2, weights_after, 3, 2, "epoch")
     weights = compiled(Place(), "normalized").get_weights()  # those of rank 0
     for epochs in (2, 1):  # every two, and at the end
         both = [weights_by_hand(Place("", k, 2), weights, epochs) for k in range(2)]
@@ -99,8 +98,8 @@ def validated(place: Place) -> Any:
 TESTED = (8, 4)  # samples of the validation, by rank
 
 
-def test_callbacks_see_the_logs_of_all_and_decide_alike(together: Together) -> None:
-    replies = together(2, validated)
+def test_callbacks_see_the_logs_of_all_and_decide_alike() -> None:
+    replies = in_threads(2, validated)
     assert not any(isinstance(reply, str) for reply in replies), replies
     trained = [len(part(Place("", rank, 2))[0]) for rank in range(2)]
     for _, seen, history, _ in replies:
@@ -128,8 +127,8 @@ def diloco(place: Place) -> Any:
     return model.get_weights(), averaging.outer.steps, averaging.outer.state["FedAvgM.nesterov"]
 
 
-def test_an_outer_optimizer_steps_once_for_each_average(together: Together) -> None:
-    replies = together(2, diloco)
+def test_an_outer_optimizer_steps_once_for_each_average() -> None:
+    replies = in_threads(2, diloco)
     assert not any(isinstance(reply, str) for reply in replies), replies
     model = compiled(Place())
     outer = FedAvgM(
@@ -154,7 +153,7 @@ def test_an_outer_optimizer_steps_once_for_each_average(together: Together) -> N
         assert all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
 
 
-def in_threads(function: Callable[[Place, Any, Any], Any]) -> list[Any]:
+def with_models(function: Callable[[Place, Any, Any], Any]) -> list[Any]:
     """Return the results of ``function(place, member, model)`` in two members."""
     models = [build("dense", seed=rank) for rank in range(2)]  # a thread would take another's seed
 
@@ -182,7 +181,7 @@ def test_an_outer_optimizer_that_was_given_goes_on_in_the_next_fit() -> None:
             model.fit(*part(place), BATCH, callbacks=[averaging], **options)
         return model.get_weights()
 
-    one, two = (in_threads(partial(weights_after, fits)) for fits in (1, 2))
+    one, two = (with_models(partial(weights_after, fits)) for fits in (1, 2))
     for weights in (one[1], *two):
         assert all(map(np.array_equal, one[0], weights))
 
@@ -248,7 +247,7 @@ def test_members_end_with_the_average_of_their_moving_averages() -> None:
     alone = [trained(Place("", rank, 2), build("dense", seed=0), []) for rank in range(2)]
     expected = fw.average(alone, [2.0, 3.0])
     for every in (1, 2):  # with an average after the epoch, or none
-        replies = in_threads(partial(member_trained, every))
+        replies = with_models(partial(member_trained, every))
         assert all(map(np.array_equal, *replies))
         pairs = zip(replies[0], expected, strict=True)
         assert all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
@@ -269,7 +268,7 @@ def test_weights_that_one_member_gets_between_build_and_fit_reach_all() -> None:
         return model.get_weights()
 
     expected = [weights + 1 for weights in build("dense", seed=0).get_weights()]
-    for weights in in_threads(trained):
+    for weights in with_models(trained):
         assert all(map(np.array_equal, weights, expected))
 
 
@@ -293,10 +292,10 @@ def test_weights_that_a_callback_sets_when_the_training_begins_reach_all(tmp_pat
         model.fit(x, y, BATCH // 2, epochs=3, verbose=0, callbacks=[AverageLogs(), keeper])
         return model.get_weights(), int(optimizer.iterations)
 
-    first, second = in_threads(partial(trained, (2, 2)))
+    first, second = with_models(partial(trained, (2, 2)))
     assert first[1] == second[1] == STEPS
     assert all(map(np.array_equal, first[0], second[0]))
-    for reply in in_threads(partial(outcome, partial(trained, (2, 1)))):
+    for reply in with_models(partial(outcome, partial(trained, (2, 1)))):
         assert "expected all members to begin with the same epoch, got rank 0 begins " in reply
         assert "with epoch 2, rank 1 begins with epoch 1" in reply
 
@@ -350,9 +349,9 @@ def unequal(place: Place, way: str) -> Any:
     model.fit(*part(place), BATCH, epochs=2, verbose=0, callbacks=callbacks)
 
 
-def test_unequal_parts_are_an_error_in_all_members(together: Together) -> None:
+def test_unequal_parts_are_an_error_in_all_members() -> None:
     for way in ("logs", "gradients", "weights"):
-        replies = together(2, unequal, way)
+        replies = in_threads(2, unequal, way)
         first = {
             "logs": "rank 0 has ended its epoch, rank 1 has not. All members need",
             "gradients": "rank 1 is at a step of its epoch, rank 0 has ended its training. All",
@@ -384,8 +383,8 @@ def after_an_error(place: Place) -> Any:
     return model.get_weights()
 
 
-def test_after_an_error_in_all_members_the_next_fit_is_whole(together: Together) -> None:
-    first, second = together(2, after_an_error)
+def test_after_an_error_in_all_members_the_next_fit_is_whole() -> None:
+    first, second = in_threads(2, after_an_error)
     assert not isinstance(first, str), first
     assert not isinstance(second, str), second
     assert all(map(np.array_equal, first, second))
@@ -630,10 +629,8 @@ def best_of_first(place: Place, unit: str) -> Any:
 
 
 @pytest.mark.parametrize("unit", ["epoch", "batch"])
-def test_best_weights_of_an_epoch_that_no_average_ended_are_averaged(
-    together: Together, unit: str
-) -> None:
-    replies = together(2, best_of_first, unit)
+def test_best_weights_of_an_epoch_that_no_average_ended_are_averaged(unit: str) -> None:
+    replies = in_threads(2, best_of_first, unit)
     samples = [reply[2] for reply in replies]
     expected = fw.average([reply[1] for reply in replies], samples)
     for weights, *_ in replies:
@@ -897,9 +894,22 @@ AT_HOME: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("outer", [None, partial(FedAvgM, momentum=0.0)])
-@pytest.mark.parametrize("include_optimizer", [False, True])
-@pytest.mark.parametrize("what", AT_HOME)
+STILL = partial(FedAvgM, momentum=0.0)
+CHOICES = [
+    ("a head", True, None),
+    ("FedBN", False, STILL),
+    ("two, by an iterator", True, STILL),
+    ("all but the body", False, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "include_optimizer", "outer"),
+    [
+        pytest.param(*one, marks=[] if one in CHOICES else pytest.mark.slow)
+        for one in product(AT_HOME, [False, True], [None, STILL])
+    ],
+)
 def test_variables_that_stay_at_home_keep_their_bits_and_the_others_are_averaged(
     what: str, include_optimizer: bool, outer: Any
 ) -> None:

@@ -29,7 +29,7 @@ from flatweights.keras import AverageLogs, ReplaceWorkers
 from flatweights.ray.members import _train
 from flatweights.ray.members._replace import check_ray
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # those of Ray's libraries
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of Ray's libraries
 
 
 def coordinators() -> set[str]:
@@ -87,6 +87,8 @@ def iterations(worker: Worker) -> int:
     return int(count)
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 def test_a_worker_that_dies_is_replaced_alone_and_healed_while_the_others_go_on(
     tmp_path: Path,
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_worker_that_dies_is_replaced_alone_and_healed_while_the_others_go_on(
         np.testing.assert_array_equal(own, kept)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_workers_that_die_one_after_another_are_replaced(tmp_path: Path) -> None:
     workers, _ = replace(tmp_path, 3, {1: 1, 2: 3}, epochs=3)
@@ -116,6 +119,7 @@ def test_workers_that_die_one_after_another_are_replaced(tmp_path: Path) -> None
     assert {worker.facts["epochs"][-1] for worker in workers} == {epochs[-1]}
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_at_the_end_the_others_wait_for_the_worker_that_replaces_one(tmp_path: Path) -> None:
     workers, result = replace(tmp_path, 3, {1: 2}, epochs=None)
@@ -124,6 +128,7 @@ def test_at_the_end_the_others_wait_for_the_worker_that_replaces_one(tmp_path: P
     assert result.metrics_dataframe["epochs"].tolist() == [1, 2, 3], "the last one was waited for"
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_if_all_workers_die_they_meet_anew_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     workers, _ = replace(tmp_path, 2, {0: 2, 1: 2}, epochs=2)
@@ -133,6 +138,7 @@ def test_if_all_workers_die_they_meet_anew_and_go_on_from_the_checkpoint(tmp_pat
     assert [worker.facts["begin"] for worker in workers] == [2 * STEPS] * 2
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_report_that_comes_too_late_for_a_death_keeps_nobody_waiting(tmp_path: Path) -> None:
     """Rank 1 dies in a report; that of rank 0 begins once Ray has let go those that waited."""
@@ -144,6 +150,7 @@ def test_a_report_that_comes_too_late_for_a_death_keeps_nobody_waiting(tmp_path:
     assert result.metrics_dataframe["epochs"].tolist() == [1, 2, last - 1, last]
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_if_the_coordinator_dies_all_are_replaced_and_go_on_from_the_checkpoint(
     tmp_path: Path,
@@ -171,6 +178,7 @@ def test_workers_that_are_replaced_need_min_results(monkeypatch: pytest.MonkeyPa
         model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs()])
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_after_a_death_all_meet_anew_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -223,6 +231,7 @@ def join_alone(config: dict[str, str]) -> None:
         Path(config["folder"], str(member.rank)).touch()
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_worker_whose_others_do_not_join_gives_up_in_time(tmp_path: Path) -> None:
     from ray.train import RunConfig, ScalingConfig
@@ -240,6 +249,7 @@ def test_a_worker_whose_others_do_not_join_gives_up_in_time(tmp_path: Path) -> N
     assert (tmp_path / "1").exists()
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_trials_have_groups_of_their_own(tmp_path: Path) -> None:
     from ray import tune
@@ -255,6 +265,7 @@ def test_trials_have_groups_of_their_own(tmp_path: Path) -> None:
         assert np.isclose(result.metrics["loss"], losses[-1], rtol=1e-4)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["gradients", "weights"])
 def test_the_example_learns(average: str) -> None:
@@ -265,6 +276,7 @@ def test_the_example_learns(average: str) -> None:
         assert np.allclose(alone, together, rtol=1e-2)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("replaces", [True, False])
 def test_the_example_learns_though_a_worker_is_killed(

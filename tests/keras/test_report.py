@@ -77,6 +77,42 @@ def test_ray_train_gets_metrics_and_a_checkpoint(tmp_path: Path, resumes: bool) 
     assert Report.resume(loaded, result.checkpoint) == 5
 
 
+@pytest.mark.filterwarnings("ignore")  # those of Ray's libraries
+def test_the_local_mode_of_ray_train_gets_metrics_and_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray.train
+    from ray.train.v2._internal.execution import train_fn_utils
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    reported: list[int] = []
+    report = ray.train.report
+
+    def kept(metrics: Any, checkpoint: Any) -> None:
+        """Keep the checkpoint, as Ray Train does in other modes."""
+        reported.append(metrics["epochs"])
+        folder = tmp_path / f"checkpoint {len(reported)}"
+        checkpoint.to_directory(folder)
+        report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+    monkeypatch.setattr(ray.train, "report", kept)
+    monkeypatch.setattr(train_fn_utils, "_train_fn_utils", None)  # which a run leaves behind
+    result = DataParallelTrainer(
+        train,
+        train_loop_config={"folder": str(tmp_path), "resumes": True},
+        scaling_config=ray.train.ScalingConfig(num_workers=0),
+    ).fit()
+    assert reported == [1, 2, 4, 5]
+    assert result.metrics["epochs"] == 5
+    assert result.metrics["seconds"] > 0
+    expected = new_model(seed=1)
+    assert result.metrics["loss"] == fit(expected, 5).history["loss"][-1]
+    loaded = new_model(seed=3)
+    assert Report.resume(loaded, result.checkpoint) == 5
+    for got, wanted in zip(state(loaded), state(expected), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
 def checkpoint_of(model: Any, folder: Path, metadata: Mapping[str, Any]) -> Any:
     import ray.train
 

@@ -41,6 +41,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     ),
 }
 
+VARIED = ("AdamW", "RMSprop", "clipped", "scaled", "accumulated inside")  # each in its own way
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPoolExecutor]:
@@ -123,7 +125,14 @@ def check_alike(states: list[list[Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size", "compiled"),
-    [*((name, 2, True) for name in OPTIMIZERS), ("Adam", 3, True), ("momentum", 2, False)],
+    [
+        ("Adam", 3, True),
+        ("momentum", 2, False),
+        *(
+            pytest.param(name, 2, True, marks=[] if name in VARIED else pytest.mark.slow)
+            for name in OPTIMIZERS
+        ),
+    ],
 )
 def test_weights_are_those_of_the_dense_exchange(
     name: str, size: int, compiled: bool, pool: ThreadPoolExecutor
@@ -213,7 +222,7 @@ def test_a_member_with_nan_is_left_out_with_its_rows(pool: ThreadPoolExecutor) -
     assert in_all(pool, 2, steps) == [[-1.0, *[0.0] * 6, -2.0]] * 2
 
 
-@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("sparse", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_replaced_member_is_healed_in_a_loop_of_ones_own(
     sparse: bool, pool: ThreadPoolExecutor
 ) -> None:

@@ -6,27 +6,33 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_programs import Place, Together, build, close, images, train
+from keras_programs import Place, build, close, images, in_threads, train
+from process_groups import LocalProcessGroup
 
-import flatweights.ray
 from flatweights import robust
 from flatweights.keras import AverageLogs, average_gradients, mean_over_members
+from flatweights.ray import Member
 
-pytestmark = pytest.mark.ray
 
-
-def replies_of(together: Together, size: int, function: Any, *args: Any) -> list[Any]:
-    replies = together(size, function, *args)
+def replies_of(size: int, function: Any, *args: Any) -> list[Any]:
+    replies = in_threads(size, function, *args)
     assert [reply for reply in replies if isinstance(reply, str)] == []
     return replies
 
 
 @pytest.mark.parametrize(
-    ("size", "loop"), [(2, "fit"), (3, "tf.function"), (2, "fit, several steps")]
+    ("model", "size", "loop"),
+    [
+        ("synchronized", 2, "fit, several steps"),
+        ("synchronized", 3, "tf.function"),
+        pytest.param("synchronized, deep", 2, "fit", marks=pytest.mark.slow),
+        pytest.param("synchronized, deep", 3, "tf.function", marks=pytest.mark.slow),
+        pytest.param("synchronized, deep", 2, "fit, several steps", marks=pytest.mark.slow),
+    ],
 )
-def test_20_layers_equal_those_of_one_process(size: int, loop: str, together: Together) -> None:
-    oracle_losses, oracle = train(Place(), "synchronized", "SGD", loop)
-    replies = replies_of(together, size, train, "synchronized", "SGD", loop)
+def test_layers_equal_those_of_one_process(model: str, size: int, loop: str) -> None:
+    oracle_losses, oracle = train(Place(), model, "SGD", loop)
+    replies = replies_of(size, train, model, "SGD", loop)
     for losses, weights in replies:
         assert np.allclose(losses, oracle_losses, rtol=1e-5)
         assert all(map(np.array_equal, weights, replies[0][1]))  # moving statistics, too
@@ -85,11 +91,9 @@ def normalize(place: Place, name: str, compiled: bool) -> Any:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", cases())
-def test_moments_and_gradients_are_those_of_all_samples(
-    name: str, compiled: bool, together: Together
-) -> None:
+def test_moments_and_gradients_are_those_of_all_samples(name: str, compiled: bool) -> None:
     outputs, gradient, mean, variance = normalize(Place(), name, compiled)
-    first, last = replies_of(together, 2, normalize, name, compiled)
+    first, last = replies_of(2, normalize, name, compiled)
     bound = 1e-2 if name == "half" else 3e-3 if name == "far from zero" else 1e-5
     np.testing.assert_allclose(np.concatenate([first[0], last[0]]), outputs, bound, bound)
     joined = np.concatenate([first[1], last[1]]) / 2
@@ -113,8 +117,8 @@ def evaluate_in_one(place: Place) -> Any:
     return True
 
 
-def test_only_training_communicates(together: Together) -> None:
-    assert replies_of(together, 2, evaluate_in_one) == [True, True]
+def test_only_training_communicates() -> None:
+    assert replies_of(2, evaluate_in_one) == [True, True]
 
 
 def with_other_batches(place: Place) -> Any:
@@ -126,8 +130,8 @@ def with_other_batches(place: Place) -> Any:
     model.fit(x[:batches], y[:batches], 4, verbose=0, callbacks=[logs])
 
 
-def test_members_with_other_numbers_of_batches_all_raise(together: Together) -> None:
-    for told in together(2, with_other_batches):
+def test_members_with_other_numbers_of_batches_all_raise() -> None:
+    for told in in_threads(2, with_other_batches):
         assert "All members need as many batches in an epoch" in told
 
 
@@ -144,8 +148,8 @@ def with_nan(place: Place) -> Any:
     return [one.numpy() for one in layer.variables]
 
 
-def test_a_member_with_nan_is_left_out_of_moments_too(together: Together) -> None:
-    first, last = replies_of(together, 2, with_nan)
+def test_a_member_with_nan_is_left_out_of_moments_too() -> None:
+    first, last = replies_of(2, with_nan)
     assert all(map(np.array_equal, first, last))
     assert np.isfinite(first).all()
     np.testing.assert_allclose(first[2], 0.01 * np.array([2.0, 4.0]), 1e-5)  # the mean of rank 0
@@ -170,10 +174,8 @@ def differentiate(place: Place, compiled: bool) -> Any:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
-def test_the_gradient_of_a_mean_is_the_mean_of_the_gradients(
-    compiled: bool, together: Together
-) -> None:
-    for mean, gradient, second in replies_of(together, 2, differentiate, compiled):
+def test_the_gradient_of_a_mean_is_the_mean_of_the_gradients(compiled: bool) -> None:
+    for mean, gradient, second in replies_of(2, differentiate, compiled):
         np.testing.assert_allclose(mean, [1.5, 4.0])
         np.testing.assert_allclose(gradient, 1.5 * 3 * np.square([1.5, 4.0]))
         np.testing.assert_allclose(second, 1.5 * 6 * np.array([1.5, 4.0]))
@@ -184,18 +186,18 @@ def average_of_another_shape(place: Place) -> Any:
     mean_over_members(tf.ones((2, 3) if place.rank else (3, 2)), optimizer, name="x")
 
 
-def test_tensors_of_other_shapes_are_not_averaged(together: Together) -> None:
-    for told in together(2, average_of_another_shape):
+def test_tensors_of_other_shapes_are_not_averaged() -> None:
+    for told in in_threads(2, average_of_another_shape):
         assert "slot 0: expected 'x' float32 (3, 2), got 'x' float32 (2, 3)" in told
 
 
 @pytest.fixture(scope="module")
 def member() -> Any:
-    with flatweights.ray.join("synchronized alone", rank=0, size=1) as member:
+    with LocalProcessGroup(1).join() as member:
         yield member
 
 
-def test_a_member_alone_normalizes_as_keras_does(member: flatweights.ray.Member) -> None:
+def test_a_member_alone_normalizes_as_keras_does(member: Member) -> None:
     x, y = images("synchronized")
     weights = []
     for synchronized in (True, False):
@@ -212,7 +214,7 @@ def test_a_member_alone_normalizes_as_keras_does(member: flatweights.ray.Member)
     assert close(weights[0], weights[1], 1e-5)
 
 
-def test_xla_is_refused_by_the_name_of_the_tensor(member: flatweights.ray.Member) -> None:
+def test_xla_is_refused_by_the_name_of_the_tensor(member: Member) -> None:
     model = build("synchronized", 0)
     optimizer = average_gradients(keras.optimizers.SGD(), member=member)
     model.compile(optimizer, "mse", jit_compile=True)
@@ -220,7 +222,7 @@ def test_xla_is_refused_by_the_name_of_the_tensor(member: flatweights.ray.Member
         model.fit(*images("synchronized"), verbose=0)
 
 
-def test_a_rule_is_refused(member: flatweights.ray.Member) -> None:
+def test_a_rule_is_refused(member: Member) -> None:
     model = build("synchronized", 0)
     optimizer = keras.optimizers.SGD()
     model.compile(average_gradients(optimizer, member=member, rule=robust.Median()), "mse")
@@ -228,7 +230,7 @@ def test_a_rule_is_refused(member: flatweights.ray.Member) -> None:
         model.fit(*images("synchronized"), verbose=0)
 
 
-def test_a_loop_that_has_not_built_its_optimizer_is_told_to(member: flatweights.ray.Member) -> None:
+def test_a_loop_that_has_not_built_its_optimizer_is_told_to(member: Member) -> None:
     model = build("synchronized", 0)
     optimizer = average_gradients(keras.optimizers.SGD(), member=member)
 
@@ -244,12 +246,12 @@ def test_a_loop_that_has_not_built_its_optimizer_is_told_to(member: flatweights.
 
 
 def test_a_model_that_is_compiled_again_uses_its_new_optimizer(
-    member: flatweights.ray.Member,
+    member: Member,
 ) -> None:
     model = build("synchronized", 0)
     old: list[Any] = []  # alive, as until the next collection of garbage
     for _ in range(4):
-        with flatweights.ray.join(f"synchronized {len(old)}", rank=0, size=1) as other:
+        with LocalProcessGroup(1).join() as other:
             old.append(average_gradients(keras.optimizers.SGD(), member=other))
             old[-1].build(model.trainable_variables)
     optimizer = average_gradients(keras.optimizers.SGD(), member=member)
@@ -259,7 +261,7 @@ def test_a_model_that_is_compiled_again_uses_its_new_optimizer(
     model.train_on_batch(x, y)  # without fit
 
 
-def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
+def test_arguments_are_checked(member: Member) -> None:
     optimizer = average_gradients(keras.optimizers.SGD(), member=member)
     with pytest.raises(TypeError, match="tensor: expected floating-point numbers, got int32"):
         mean_over_members(tf.constant([1]), optimizer)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupts import each_interruption
 from reference import (
@@ -202,6 +202,7 @@ def test_models_of_mixed_dtypes_follow_the_papers(name: str, rng: np.random.Gene
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_layout_follows_the_papers(name: str, data: st.DataObject) -> None:
     dtypes = st.sampled_from((*AVERAGED, np.dtype(np.int32), np.dtype(bool)))
@@ -798,7 +799,7 @@ def test_import_needs_neither_tensorflow_nor_ray() -> None:
 # Interrupts.
 
 
-OFTEN = ("FedAvgM", "ExponentialMovingAverage", "FedAdam", "GradientDescent, clipped", "Adam")
+OFTEN = ("FedAvgM", "FedAdam")
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,16 @@ def test_latency_is_paid_a_few_times_and_not_for_each_block() -> None:
 
 
 @pytest.mark.parametrize("path", AVERAGES)
-@pytest.mark.parametrize("mbytes", [20, 100])
 @pytest.mark.parametrize(
-    ("nodes", "workers", "bits"),
-    [(6, 1, 1e9), (3, 2, 1e9), (4, 4, 4e8), (16, 8, 1e10), (125, 8, 1e10), (125, 8, 1e11)],
+    ("nodes", "workers", "bits", "mbytes"),
+    [
+        (6, 1, 1e9, 20),
+        (3, 2, 1e9, 100),
+        (4, 4, 4e8, 20),
+        (16, 8, 1e10, 100),
+        pytest.param(125, 8, 1e10, 20, marks=pytest.mark.slow),
+        (125, 8, 1e11, 100),
+    ],
 )
 def test_the_plan_of_an_average_says_the_same_within_a_fifth(
     path: str, nodes: int, workers: int, bits: float, mbytes: int

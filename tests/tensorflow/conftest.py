@@ -7,13 +7,29 @@ from tf_elsewhere import Elsewhere
 from tf_forks import Forks
 from tf_models import BUILDERS, Model
 
+NOT_OF_OPERATIONS = (
+    "test_bound.py",
+    "test_bound_graph.py",
+    "test_copy_on_write.py",
+    "test_rays_programs.py",
+    "test_stress.py",
+)
+"""Files whose tests find little when operations move the weights."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what runs twice: TF1's ref variables are moved by operations, whatever the path."""
+    """Leave out what runs twice.
+
+    TF1's ref variables are moved by operations, whatever the path, by the code that moves a graph's
+    other variables on that path. And other files than `NOT_OF_OPERATIONS` test operations.
+    """
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if (params.get("build"), params.get("path")) == ("ref-graph", "ops"):
+        build, path = params.get("build"), params.get("path")
+        if path == "ops" and (
+            build in ("graph", "ref-graph") or item.path.name in NOT_OF_OPERATIONS
+        ):
             item.add_marker(pytest.mark.slow)
 
 

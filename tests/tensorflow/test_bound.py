@@ -393,7 +393,7 @@ def test_memory_of_deleted_variables_is_released() -> None:
 @bound_alone
 def test_constructing_many_times_leaks_nothing(path: Any) -> None:
     variables = [tf.Variable(np.zeros(3, np.float32)) for _ in range(2)]
-    repeats = 800
+    repeats = 300
     assert least_growth(allocated, lambda: bound(variables).get_flat(), repeats) < repeats
 
 
@@ -547,14 +547,14 @@ import numpy as np
 import tensorflow as tf
 from flatweights.tensorflow import TensorFlowVariables
 
-variable = tf.Variable(tf.zeros(1 << 25))
+variable = tf.Variable(tf.zeros(1 << 24))
 weights = TensorFlowVariables(variable)
-flat = np.ones(1 << 25, np.float32)
+flat = np.ones(1 << 24, np.float32)
 weights.set_flat(flat)
 seen = variable.read_value()  # what it reads is not written to any more
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 tf.zeros(1).numpy()  # starts the threads of TensorFlow, whose stacks count, too
-resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20), resource.RLIM_INFINITY))
 try:
     weights.set_flat(flat)
 except MemoryError:

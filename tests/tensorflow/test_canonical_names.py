@@ -22,7 +22,19 @@ def path(monkeypatch: pytest.MonkeyPatch) -> Any:
     return "ops"
 
 
-@pytest.mark.parametrize("name", KINDS)
+# `test_sources` gets and sets all kinds, in one process.
+ALWAYS = {
+    *("keras_subclassed", "keras_nested", "keras_shared_layers", "keras_with_bare_variables"),
+    *("keras_variables", "keras_model_and_optimizer", "keras_actor_and_critic"),
+    *("tf_keras_subclassed", "tf_keras_nested", "tf_keras_lookups"),
+    *("tf_keras_model_and_legacy_optimizer", "mixture"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
+)
 def test_processes_agree_and_exchange_weights(name: Any, elsewhere: Elsewhere) -> None:
     elsewhere.start(give, name)
     model = TensorFlowVariables(KINDS[name]().output)

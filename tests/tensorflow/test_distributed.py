@@ -186,6 +186,7 @@ def test_weights_go_between_a_strategy_and_one_device(strategy: Any, name: Any) 
     np.testing.assert_array_equal(alone.get_flat(), mirrored.get_flat())
 
 
+@pytest.mark.slow  # the other tests see all replicas
 @pytest.mark.parametrize(
     ("name", "path"), [("keras", "bound"), ("tf_keras", "ops")], indirect=["path"]
 )

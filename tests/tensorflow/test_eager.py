@@ -201,6 +201,7 @@ HISTORY = textwrap.dedent(
 )
 
 
+@pytest.mark.slow  # `test_canonical_names` compares models of many kinds with another process
 @only_bound
 def test_processes_with_different_histories_agree_on_the_layout(path: Any, forks: Forks) -> None:
     first, second = (forks.run(HISTORY, history).stdout.splitlines()[-1] for history in (0, 3))

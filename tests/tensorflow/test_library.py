@@ -1,6 +1,7 @@
 """The op library: compiled once, cached for this user, never loaded for another TensorFlow."""
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -185,21 +186,27 @@ class Built(NamedTuple):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Built:
-    """A library that a process compiled at its first use."""
+    """A library that a process got from a compiler at its first use.
+
+    The compiler has been called before, as the sources take long: it gives the library in use here.
+    """
+    load_library()
+    compiled = Path(status().removeprefix("bound variables, by "))
     folder = tmp_path_factory.mktemp("built")
     package = copy_sources(folder / "package")
-    (first,), said = use(forks, package, folder / "cache")
+    (first,), said = use(forks, package, folder / "cache", CXX=copying(folder, compiled).path)
     return Built(package, folder / "cache", first, said)
+
+
+def copying(folder: Path, library: Path) -> Compiler:
+    """A stand-in that copies a compiler's result at once."""
+    body = f'while [ "$1" != -o ]; do shift; done\nsleep 0.5\ncp "{library}" "$2"'
+    return Compiler(folder, "copier", body)
 
 
 @pytest.fixture
 def copier(tmp_path: Path, built: Built) -> Compiler:
-    """A stand-in that copies the compiler's result at once."""
-    return Compiler(
-        tmp_path,
-        "copier",
-        f'while [ "$1" != -o ]; do shift; done\nsleep 0.5\ncp "{built.first.library}" "$2"',
-    )
+    return copying(tmp_path, built.first.library)
 
 
 @pytest.fixture
@@ -261,6 +268,30 @@ def test_first_use_compiles_and_says_so_in_one_line(built: Any) -> None:
         f"{first.library.parent}"
     ]
     assert mode(built.cache) == mode(first.library.parent) == 0o700
+
+
+@pytest.mark.slow  # any first use without a cache, such as that of a new machine, does the same
+def test_first_use_compiles_the_sources(forks: Forks, package: Any, cache: Any) -> None:
+    (first,), said = use(forks, package, cache)
+    assert first.library.is_relative_to(cache)
+    assert len(said) == 1
+
+
+SMALL = """
+#include <tensorflow/c/tf_datatype.h>
+
+extern "C" __attribute__((visibility("default"))) int half() {
+  return static_cast<int>(TF_DataTypeSize(TF_HALF));
+}
+extern "C" int hidden() { return 1; }
+"""
+
+
+def test_the_compiler_finds_the_headers_and_the_library_of_tensorflow(tmp_path: Path) -> None:
+    (tmp_path / "library.cc").write_text(SMALL)
+    library = ctypes.CDLL(str(_compile.compile_library(tmp_path, tmp_path)))
+    assert library.half() == 2
+    assert not hasattr(library, "hidden")
 
 
 def test_second_process_needs_no_compiler(forks: Forks, built: Any, failing: Any) -> None:
@@ -395,6 +426,7 @@ def test_record_without_a_library_is_not_found(new_process: Any, package: Any) -
     assert _load._folder_of_library(wanted) is None
 
 
+@pytest.mark.slow  # its parts are tested in this process
 def test_libraries_for_something_else_are_compiled_again(
     forks: Forks, package: Any, cache: Any, built: Any, copier: Any
 ) -> None:
@@ -539,7 +571,15 @@ PASSING = {
 }
 
 
-@pytest.mark.parametrize("case", PASSING)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "the disk is full",
+        "it is killed",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in [*PASSING][1:4]),
+        "the time is up",
+    ],
+)
 def test_failure_that_may_pass_is_told_and_tried_again(
     case: str, new_process: Any, tmp_path: Path, copier: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Optimizers: all of their slots, named after their variables, and their counters."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -48,13 +49,17 @@ OPTIONS = {
 }
 
 
-# The optimizers of `tf_keras` name their slots by the same code.
-NAMES = [
-    name
-    if name.startswith("keras.") or name.endswith((".SGD", ".RMSprop", ".Adam", ".Ftrl"))
-    else pytest.param(name, marks=pytest.mark.slow)
-    for name in CLASSES
-]
+# The other optimizers of a module name their slots by the same code.
+ALWAYS = {
+    *("keras.Adafactor", "keras.Adam", "keras.Muon", "keras.SGD"),
+    *("keras.Adam.accumulating", "keras.LossScale"),
+    *("tf_keras.Adam", "tf_keras.legacy.Adam", "tf_keras.legacy.RMSprop"),
+}
+
+
+def some_always(names: Iterable[str]) -> Any:
+    """Names for the default run, and others for that of slow tests."""
+    return [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 def made(name: Any) -> Any:
@@ -104,7 +109,7 @@ def own_variables(optimizer: Any) -> Any:
     return list(found() if callable(found) and not isinstance(found, list) else found)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_always(CLASSES))
 def test_every_optimizer_gives_its_variables_under_the_names_of_their_owners(name: Any) -> None:
     layouts = []
     for units in (3, 3):
@@ -140,7 +145,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", some_always(TRAINED))
 def test_training_goes_on_exactly_where_the_other_left_off(name: Any) -> None:
     def built() -> Any:
         model, optimizer = model_without_chance(name), TRAINED[name]()
@@ -221,8 +226,8 @@ def test_two_optimizers_of_one_model_keep_apart() -> None:
 def test_the_optimizer_of_a_compiled_model_is_not_part_of_the_model() -> None:
     for name in ("keras.Adam", "tf_keras.Adam", "tf_keras.legacy.Adam"):
         model = model_of(name)
-        model.compile(TRAINED[name](), "mse")
-        model.fit(numbers(4, 4), numbers(4, 2), verbose=0)
+        model.compile(TRAINED[name](), "mse", run_eagerly=True)
+        model.train_on_batch(numbers(4, 4), numbers(4, 2))
         found = TensorFlowVariables(model).variables.values()
         assert [id(v) for v in found] == [id(v) for v in model.variables]
 
@@ -275,8 +280,17 @@ TF1 = {
 }
 
 
-@pytest.mark.parametrize("use_resource", [True, False])
-@pytest.mark.parametrize("name", TF1)
+@pytest.mark.parametrize(
+    ("name", "use_resource"),
+    [
+        ("adam", True),
+        ("momentum", False),
+        *(
+            pytest.param(name, use_resource, marks=pytest.mark.slow)
+            for name, use_resource in (("adam", False), ("momentum", True), ("rmsprop", True))
+        ),
+    ],
+)
 def test_training_goes_on_in_another_graph(name: Any, use_resource: Any) -> None:
     def built() -> Any:
         with tf.Graph().as_default():

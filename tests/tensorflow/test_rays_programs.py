@@ -248,7 +248,7 @@ def test_thousands_of_calls_add_nothing_to_eager_tensorflow(
     assert not graphs, "every tf.function was traced before"
 
 
-@pytest.mark.parametrize("use_resource", [True, False])
+@pytest.mark.parametrize("use_resource", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_thousands_of_calls_add_nothing_to_a_graph(use_resource: Any) -> None:
     with tf.Graph().as_default() as graph:
         for n in (100_000, 3, 100_000):
@@ -338,7 +338,8 @@ print("received")
 """
 
 
-@pytest.mark.parametrize("path", ["bound"], indirect=True)  # Processes take seconds.
+@pytest.mark.slow  # actors of Ray receive the same, and models of many kinds arrive elsewhere
+@pytest.mark.parametrize("path", ["bound"], indirect=True)
 def test_classes_functions_and_weights_of_main_arrive_in_another_process(
     tmp_path: Path, forks: Forks
 ) -> None:

@@ -1087,7 +1087,7 @@ with tf.Graph().as_default():
     session.run(a.initializer)
     in_session = TensorFlowVariables(a, session)
     in_session.set_flat(frozen(1000), share=True)
-step = tf.function(lambda: variables[0].assign_add(tf.ones(1000)))
+step = tf.function(lambda: variables[0].assign_add(tf.ones(1000)), autograph=False)
 thread = threading.Thread(target=step)
 thread.start()
 thread.join()
@@ -1100,8 +1100,8 @@ print(int(weights.get_flat()[-1]), int(in_session.get_flat()[-1]))
 @pytest.mark.parametrize(
     "end",
     [
-        "",
-        "sys.exit(0)",
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("sys.exit(0)", marks=pytest.mark.slow),
         "sys.modules['kept'] = [weights, in_session, variables, session, variables[1][:500]]\n"
         "variables[1].assign(tf.zeros(1000))",
         # Flush, or the child would have a copy of the unwritten output.

@@ -13,11 +13,6 @@ from tf_kinds import value
 
 from flatweights.tensorflow import TensorFlowVariables
 
-# One of each family, ResNet50 further below; `pytest -m slow` runs all.
-ALWAYS = {
-    "keras": {"EfficientNetB0", "MobileNet"},
-    "tf_keras": {"MobileNetV3Small"},
-}
 # More than 100 million parameters.
 LARGE = {
     *("ConvNeXtLarge", "ConvNeXtXLarge", "EfficientNetV2L", "RegNetX320", "RegNetY320"),
@@ -29,10 +24,7 @@ def architectures() -> Iterator[Any]:
     for module in (keras, tf_keras):
         for name, build in sorted(vars(module.applications).items()):
             if name[0].isupper() and callable(build) and name not in LARGE:
-                marks: Any = [] if name in ALWAYS[module.__name__] else pytest.mark.slow
-                yield pytest.param(
-                    module.__name__, name, marks=marks, id=f"{module.__name__}-{name}"
-                )
+                yield pytest.param(module.__name__, name, id=f"{module.__name__}-{name}")
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +34,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> Any:
     return "bound"
 
 
+@pytest.mark.slow  # smaller models with the same layers go to another process elsewhere
 @pytest.mark.parametrize(("module", "name"), list(architectures()))
 def test_an_architecture_goes_round_and_to_another_process(
     module: Any, name: Any, elsewhere: Elsewhere
@@ -70,7 +63,10 @@ def test_an_architecture_goes_round_and_to_another_process(
 
 @pytest.mark.parametrize(
     "name",
-    ["MobileNetV2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ResNet50", "VGG16"))],
+    [
+        "MobileNet",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("MobileNetV2", "ResNet50", "VGG16")),
+    ],
 )
 def test_keras_3_and_tf_keras_exchange_an_architecture(name: Any) -> None:
     new, old = (TensorFlowVariables(application(m, name)) for m in ("keras", "tf_keras"))
@@ -80,4 +76,4 @@ def test_keras_3_and_tf_keras_exchange_an_architecture(name: Any) -> None:
         target.set_weights(source.get_weights())
         np.testing.assert_array_equal(target.get_flat(), source.get_flat())
     # `kernel` in one is `depthwise_kernel` in the other.
-    assert (new.layout.names == old.layout.names) == (name != "MobileNetV2")
+    assert (new.layout.names == old.layout.names) == (not name.startswith("MobileNet"))

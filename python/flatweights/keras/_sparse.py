@@ -29,8 +29,7 @@ from flatweights import Layout
 from flatweights._core import CalledTensors
 from flatweights.keras._exchange import Exchange
 from flatweights.keras._names import inner_variable
-from flatweights.tensorflow._python_op import Compute, compute_in_python
-from flatweights.tensorflow.library._load import load_library
+from flatweights.tensorflow._python_op import Compute, compute_in_python, stop_copying
 
 Sparse: TypeAlias = bool | Literal["auto"]
 """Whether gradients of tables travel as rows."""
@@ -112,10 +111,9 @@ def end_copy_on_read(variables: Sequence[Any], averages: Sequence[Any]) -> None:
     After an update of some rows, TensorFlow copies all of a variable at each read. With a large
     table, that takes longer than all else in a step, also without an exchange.
     """
-    library = load_library()
     for variable, average in zip(variables, averages, strict=True):
-        if library is not None and isinstance(average, tf.IndexedSlices):
-            library.end_copy_on_read(inner_variable(variable).handle)
+        if isinstance(average, tf.IndexedSlices):
+            stop_copying(inner_variable(variable))
 
 
 class SparseExchange(Exchange):

@@ -35,6 +35,16 @@ def device_of(variables: Sequence[Any]) -> str:
     return HOST
 
 
+def stop_copying(variable: tf.Variable) -> None:
+    """Have TensorFlow no longer copy all of a variable of the host at each read.
+
+    It does so from the first update of some rows on. Without the op library, it goes on to.
+    """
+    library = load_library()
+    if library is not None:
+        library.end_copy_on_read(variable.handle)
+
+
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def compute_in_python(
     compute: Compute, tensors: Sequence[tf.Tensor], device: str = HOST

@@ -105,13 +105,15 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
         return [channel.mailbox.holds(False, index) for channel in channels for index in range(4)]
 
     while not is_over:
-        check_round(group)
+        if step % 3 == 0:
+            check_round(group)
         assert all(count < 100 for count in held()), "none was dropped twice"
         with monkeypatch.context() as patched:
             patched.setattr(ChannelResult, "_is_there", read_half_way)
             with contextlib.suppress(KeyboardInterrupt):
                 group.average("train", 1.0)
         step += 1
+    check_round(group)
     assert step > 10
 
 
@@ -204,6 +206,7 @@ def test_a_driver_in_an_actor_has_channels(group: WorkerGroup) -> None:
     check_round(group)
 
 
+@pytest.mark.slow
 def test_two_drivers_share_actors(group: WorkerGroup, tmp_path: Path) -> None:
     """Each driver sends its weights with the call, so no round mixes them."""
     actors = list(group.actors().values())

@@ -169,6 +169,7 @@ def fair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fair")
+@pytest.mark.starts_actors
 def test_a_fast_worker_does_not_starve_the_others(group: WorkerGroup) -> None:
     publications = Publications(group)
     most = 0
@@ -308,6 +309,7 @@ def test_other_calls_in_the_body_lose_no_result(group: WorkerGroup) -> None:
     assert calls <= 12 + 3
 
 
+@pytest.mark.starts_actors
 def test_other_calls_in_the_body_lose_no_worker(group: WorkerGroup) -> None:
     publications, used = Publications(group), Counter[int]()
     for found in group.as_completed("work", updates=30):
@@ -317,9 +319,10 @@ def test_other_calls_in_the_body_lose_no_worker(group: WorkerGroup) -> None:
     assert used == {0: 10, 1: 10, 2: 10}
 
 
+@pytest.mark.starts_actors
 def test_loops_that_take_turns_and_end_share_the_workers(group: WorkerGroup) -> None:
     publications = Publications(group)
-    for _ in range(6):
+    for _ in range(3):
         loops = [group.as_completed("work", buffer=buffer) for buffer in (1, 2, 1)]
         for number in range(30):
             publications.check(next(loops[number % 7 % len(loops)]))
@@ -415,6 +418,7 @@ def test_nan_of_all_workers_is_an_error(
     assert len(found.used) == buffer
 
 
+@pytest.mark.starts_actors
 def test_nan_of_one_worker_is_listed_once_however_often_it_comes(group: WorkerGroup) -> None:
     for found in group.as_completed("spoil", 1, updates=2, buffer=2, nonfinite="skip"):
         assert found.quarantined in ((), (1,))
@@ -489,7 +493,7 @@ def test_a_worker_that_dies_is_named_once_and_comes_back(make: Make) -> None:
 def test_a_late_worker_is_named_and_its_past_is_not_yielded(make: Make, tmp_path: Path) -> None:
     group = make(2)
     publications, late = Publications(group), list[int]()
-    rounds = group.as_completed("work_once", 1, str(tmp_path), timeout=6)
+    rounds = group.as_completed("work_once", 1, str(tmp_path), timeout=3)
     for found in rounds:
         assert found.used == (0,)
         publications.check(found)
@@ -538,6 +542,7 @@ def test_a_loop_whose_ranks_were_removed_says_so(make: Make) -> None:
     refuses(WorkerError, "no worker of the loop is left", next, rounds)
 
 
+@pytest.mark.slow
 def test_restore_in_the_body_leaves_a_late_worker_to_the_loop(
     group: WorkerGroup, tmp_path: Path
 ) -> None:
@@ -612,6 +617,7 @@ def test_results_that_the_caller_keeps_stay_as_they_are(make: Make) -> None:
     assert all(same_bits(weights.buffer, before) for weights, before in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fair")
 def test_more_workers_than_once_had_segments_all_go_by_channels(make: Make, way: str) -> None:
     count = 20

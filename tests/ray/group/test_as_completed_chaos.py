@@ -8,7 +8,7 @@ import pytest
 from bench.chaos import asynchronous, faults
 from bench.chaos.run import Plan, run
 
-pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]
+pytestmark = [pytest.mark.ray, pytest.mark.starts_actors, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]
     [
         ("", 200, 3_000, 1),
         *(
-            pytest.param(way, 3_000, elements, seed, marks=pytest.mark.slow)
+            (way, 3_000, elements, seed)
             for seed, (way, elements) in enumerate(
                 [("", 5), ("", 3_000), ("", 40_000), ("store", 5), ("store", 40_000)], 2
             )

@@ -220,6 +220,18 @@ def test_a_failure_names_its_rank_and_reason(ranks: list[Any]) -> None:
     assert caught.value.__cause__ is failed[1]  # with the traceback of the worker
 
 
+@pytest.mark.parametrize(
+    "error", [ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError]
+)
+def test_results_that_did_not_fit_say_how_large_the_store_must_be(
+    ranks: list[Any], error: type[Exception]
+) -> None:
+    refs = [ray.put(np.zeros(8)), ranks[0].fail.remote(error("full"))]
+    text = r"rank 1: StoreTooSmallError: the object store is full.* \(2 \+ 2\) \* 64 = 256 bytes"
+    with pytest.raises(WorkerError, match=text):
+        average(refs)
+
+
 def test_several_failures_are_all_named(ranks: list[Any]) -> None:
     refs = [
         ranks[0].fail.remote(ValueError("no data")),

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ray
 @pytest.mark.parametrize(
     ("way", "seconds", "elements", "seed"),
     [
-        ("", 6, 3_000, 1),
+        ("", 3, 3_000, 1),
         pytest.param("store", 4, 40_000, 2, marks=pytest.mark.slow),
         *(
             pytest.param("", 60, elements, seed, marks=pytest.mark.slow)

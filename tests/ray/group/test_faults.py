@@ -68,6 +68,7 @@ def be_interrupted(folder: str) -> None:
         raise
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_round_leaves_the_last_round(way: str, tmp_path: Path) -> None:
     with program(be_interrupted, str(tmp_path)) as driver:
         assert driver.stdout is not None
@@ -95,8 +96,8 @@ def fill_the_store() -> None:
         object_store_memory=SMALLEST_STORE,
         _system_config=FREED_SOON | {"local_fs_capacity_threshold": 1e-6},
     )
-    size = 20 * MIB // 8
-    group = make_group(4, size, max_inflight=2)
+    size = 30 * MIB // 8
+    group = make_group(2, size, max_inflight=2)
     start = weights_of(1.0, size)
     group.broadcast(start)
     out = weights_of(7.0, size)
@@ -106,7 +107,7 @@ def fill_the_store() -> None:
     except WorkerError as error:
         print(error)
     assert same_bits(out.buffer, kept.buffer)
-    assert group.healthy_actor_ids() == [0, 1, 2, 3]
+    assert group.healthy_actor_ids() == [0, 1]
     group.step("ping")  # workers answer once their results, too, are made or given up
     found = check_once_there_is_room(group, start)
     pins = []
@@ -140,10 +141,11 @@ def check_once_there_is_room(group: WorkerGroup, start: FlatWeights) -> Round:
         return found
 
 
+@pytest.mark.slow
 def test_a_full_store_says_how_large_it_must_be() -> None:
     out = output_of(fill_the_store)
-    nbytes = weights_of(0.0, 20 * MIB // 8).layout.nbytes
-    need = f"need at least (4 + 2) * {nbytes:,} = {6 * nbytes:,} bytes; set ray.init("
+    nbytes = weights_of(0.0, 30 * MIB // 8).layout.nbytes
+    need = f"need at least (2 + 2) * {nbytes:,} = {4 * nbytes:,} bytes; set ray.init("
     lines = out.splitlines()
     of_ranks = [line for line in lines if line.startswith("rank ")]
     assert of_ranks
@@ -210,6 +212,7 @@ def check_flat(rounds: int, mib: int, ranks: int, timeout: float) -> None:
     assert heap_late <= heap + 2 * nbytes + 8 * MIB
 
 
+@pytest.mark.slow
 def test_rounds_hold_the_object_store_flat(way: str) -> None:
     check_flat(40, 4, 4, timeout=600)
 

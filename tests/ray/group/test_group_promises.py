@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -323,6 +324,7 @@ def test_refused_weights_that_changed_nothing_cost_no_training() -> None:
 @pytest.mark.parametrize("how", ["broadcast", "step", "average"])
 @pytest.mark.parametrize("missed", ["a call of others", "a publication"])
 @pytest.mark.parametrize("size", ["wire", "plain"])
+@pytest.mark.starts_actors
 def test_a_subset_changes_the_latest_weights_of_ranks_that_missed_these_too(
     three: WorkerGroup, wired: WorkerGroup, size: str, missed: str, how: str
 ) -> None:
@@ -342,6 +344,7 @@ def test_a_subset_changes_the_latest_weights_of_ranks_that_missed_these_too(
 
 @pytest.mark.parametrize("how", ["broadcast", "step", "average"])
 @pytest.mark.parametrize("size", ["wire", "plain"])
+@pytest.mark.starts_actors
 def test_where_no_worker_is_healthy_weights_bring_those_back_that_take_them(
     three: WorkerGroup, wired: WorkerGroup, size: str, how: str
 ) -> None:
@@ -376,6 +379,7 @@ def pid_of(actor: Any) -> int:
     raise AssertionError("the actor has not come back")
 
 
+@pytest.mark.slow
 def test_workers_that_all_restart_before_the_first_broadcast_come_back_with_it(lend: Lend) -> None:
     group = lend(Told, 2, max_restarts=-1)
     group.step("ping")
@@ -453,8 +457,9 @@ def send(
 @pytest.mark.parametrize(
     ("how", "what"),
     [(how, "task") for how in ("broadcast", "step", "average")]
-    + [("average", what) for what in ("owner", "class")],
+    + [pytest.param("average", "owner", marks=pytest.mark.slow), ("average", "class")],
 )
+@pytest.mark.starts_actors
 def test_weights_that_reached_nobody_are_not_the_latest(
     group: WorkerGroup, how: str, what: str
 ) -> None:
@@ -523,8 +528,10 @@ def test_weights_that_could_not_be_put_are_not_the_latest(
     wired.broadcast(start_of(1.5, LARGE))
     with monkeypatch.context() as patched:
         patched.setattr(ray, "put", raising(error))
-        with pytest.raises(expected):
+        with pytest.raises(expected) as caught:
             wired.broadcast(start_of(3.0, LARGE))
+    if expected is StoreTooSmallError:
+        assert re.search(r"need at least \(3 \+ 2\) \* [\d,]+ = [\d,]+ bytes", str(caught.value))
     without_rank_0(wired)
     assert wired.restore(timeout=60) == [0]
     assert np.all(wired.average("get_weights").weights["w"] == 1.5)

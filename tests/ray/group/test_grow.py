@@ -77,6 +77,7 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 @pytest.mark.starts_actors
 def test_an_interrupt_while_added_workers_are_looked_for_stops_no_other_call(
     group: WorkerGroup, tmp_path: Path
@@ -165,6 +166,7 @@ def test_ranks_may_name_workers_that_are_still_starting(group: WorkerGroup, tmp_
     assert group.step("ping", ranks=[2]) == {2: "pong"}
 
 
+@pytest.mark.slow
 @pytest.mark.starts_actors
 def test_a_loop_waits_for_a_worker_that_is_still_starting(
     group: WorkerGroup, tmp_path: Path
@@ -220,6 +222,7 @@ def test_a_worker_that_is_ready_stays(group: WorkerGroup, tmp_path: Path) -> Non
     assert group.average("train").used == (added,)
 
 
+@pytest.mark.slow
 @pytest.mark.starts_actors
 def test_a_worker_that_joins_in_another_call_in_the_body_of_as_completed_gets_work(
     group: WorkerGroup,
@@ -257,7 +260,7 @@ def test_a_removed_worker_ends_its_call_first(group: WorkerGroup, tmp_path: Path
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("chosen", ["shm", "store"])
+@pytest.mark.parametrize("chosen", ["shm", pytest.param("store", marks=pytest.mark.slow)])
 def test_a_removed_worker_ends_a_call_that_was_broken_off(
     lend: Lend, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +386,7 @@ class WithData(PlainWorker):
         super().__init__(rank)
 
 
+@pytest.mark.starts_actors
 def test_a_group_keeps_no_arguments_of_workers_that_it_has_ended() -> None:
     kept: list[weakref.ref[Any]] = []
 

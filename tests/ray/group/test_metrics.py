@@ -1,5 +1,6 @@
 """Observing rounds: their records, Ray's metrics, the log, the progress bar."""
 
+import collections
 import json
 import logging
 import os
@@ -14,12 +15,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 import ray
-from ray.util.metrics import Counter, Gauge
+from ray.util.metrics import Counter, Gauge, Histogram
 from ray_cluster import start_lean_ray
 from ray_pool import Actors, Lend, only_late
 from ray_workers import PlainWorker, weights_of
@@ -166,6 +167,7 @@ def seen() -> Seen:
     return Seen()
 
 
+@pytest.mark.slow
 def test_prometheus_reads_rounds_and_ranks(seen: Seen) -> None:
     assert seen.metric("flatweights_rounds_total") == 3
     assert seen.metric("flatweights_failed_rounds_total") == 1
@@ -175,11 +177,13 @@ def test_prometheus_reads_rounds_and_ranks(seen: Seen) -> None:
     assert 'reason="failed"' not in seen.text
 
 
+@pytest.mark.slow
 def test_prometheus_reads_bytes(seen: Seen) -> None:
     assert seen.metric("flatweights_bytes_total", direction="in") == (3 + 3 + 2) * NBYTES
     assert seen.metric("flatweights_bytes_total", direction="out") == (3 + 3 + 3 + 2) * NBYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "times"), {"wait": 3, "average": 3, "round": 3, "put": 4, "broadcast": 4}.items()
 )
@@ -191,12 +195,14 @@ def test_prometheus_reads_times(seen: Seen, step: str, times: int) -> None:
     assert total > recorded if times == 4 else total == pytest.approx(recorded)
 
 
+@pytest.mark.slow
 def test_the_bar_shows_who_is_left_out(seen: Seen) -> None:
     assert " 3 ranks" in seen.shown
     assert "2 of 3 ranks, without 1" in seen.shown
     assert "2 of 3 ranks, without 2" in seen.shown
 
 
+@pytest.mark.slow
 def test_records_of_rounds(seen: Seen) -> None:
     first, skipped, _, hung = seen.records
     used = [record["used"] for record in (first, skipped, hung)]
@@ -206,6 +212,96 @@ def test_records_of_rounds(seen: Seen) -> None:
     assert first["bytes"] == skipped["bytes"] == {"in": 3 * NBYTES, "out": 3 * NBYTES}
     assert hung["bytes"] == {"in": 2 * NBYTES, "out": 2 * NBYTES}
     assert hung["seconds"]["round"] >= hung["seconds"]["wait"]
+
+
+Given: TypeAlias = collections.defaultdict[tuple[str, ...], float]
+
+
+@pytest.fixture
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Given]:
+    """Returns what Ray's instruments were given: sums, the last value, and numbers of values."""
+
+    def wait() -> None:
+        thread = METRICS._thread
+        if thread is not None:
+            thread.join()
+
+    def key_of(one: Any, tags: Any) -> tuple[str, ...]:
+        return (one.info["name"], *(tags or {}).values())
+
+    wait()  # for counts of other tests
+    given: Given = collections.defaultdict(float)
+    add, assign, observe = Counter.inc, Gauge.set, Histogram.observe
+
+    def noted_add(one: Any, value: float, tags: Any = None) -> None:
+        given[key_of(one, tags)] += value
+        add(one, value, tags)
+
+    def noted_assign(one: Any, value: float, tags: Any = None) -> None:
+        given[key_of(one, tags)] = value
+        assign(one, value, tags)
+
+    def noted_observe(one: Any, value: float, tags: Any = None) -> None:
+        given[key_of(one, tags)] += 1
+        observe(one, value, tags)
+
+    monkeypatch.setattr(Counter, "inc", noted_add)
+    monkeypatch.setattr(Gauge, "set", noted_assign)
+    monkeypatch.setattr(Histogram, "observe", noted_observe)
+
+    def result() -> Given:
+        wait()
+        return given
+
+    return result
+
+
+def test_ray_is_given_all_counts(
+    handed_over: Callable[[], Given], way: str, lend: Lend, tmp_path: Path
+) -> None:
+    group = lend(PlainWorker, 3, SIZE)
+    group.broadcast(weights_of(1.0, SIZE))
+    rounds = [*group.run(1, "train"), *group.run(1, "act", {1: "nan"}, nonfinite="skip")]
+    with pytest.raises(WorkerError):
+        group.average("act", {0: "raise"})
+    with only_late():
+        hang: Any = ({2: "hang"}, str(tmp_path))
+        rounds += group.run(1, "act", *hang, timeout=0.2, min_results=2)
+    (tmp_path / "go on").touch()
+    given = handed_over()
+    times = {
+        ("flatweights_round_seconds", step): count
+        for step, count in (("wait", 3), ("average", 3), ("round", 3), ("put", 4), ("broadcast", 4))
+    }
+    for step in ("wait", "average", "round"):
+        spent = sum(found.seconds[step] for found in rounds)
+        assert given.pop(("flatweights_step_seconds", step)) == pytest.approx(spent)
+    for step in ("put", "broadcast"):  # the first weights were sent outside of a round
+        spent = sum(found.seconds[step] for found in rounds)
+        assert given.pop(("flatweights_step_seconds", step)) > spent
+    ways = [key for key in given if key[0] == "flatweights_ranks_by_transport"]
+    assert sum(map(given.pop, ways)) == 9
+    assert given == times | {
+        ("flatweights_rounds",): 3,
+        ("flatweights_failed_rounds",): 1,
+        ("flatweights_ranks_used",): 2,
+        ("flatweights_ranks_left_out", "quarantined"): 1,
+        ("flatweights_ranks_left_out", "late"): 1,
+        ("flatweights_bytes", "in"): (3 + 3 + 2) * NBYTES,
+        ("flatweights_bytes", "out"): (3 + 3 + 3 + 2) * NBYTES,
+    }
+
+
+def draw_a_bar() -> None:
+    with rounds_bar(2) as show:
+        show(Round(None, (0, 1), {}))
+        show(Round(None, (0,), {}, late=[1]))
+
+
+def test_the_bar_is_drawn_on_a_terminal() -> None:
+    shown = run_on_a_terminal(draw_a_bar)
+    assert "2/2" in shown
+    assert "1 of 2 ranks, without 1" in shown
 
 
 def test_a_record_is_what_json_gives_back(group: WorkerGroup) -> None:

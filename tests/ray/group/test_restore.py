@@ -109,7 +109,9 @@ class Gated(PlainWorker):
             wait_for(Path(gate))
 
 
-@pytest.mark.parametrize("late", [(1,), (0, 1)], ids=["one", "all"])
+@pytest.mark.parametrize(
+    "late", [(1,), pytest.param((0, 1), marks=pytest.mark.slow)], ids=["one", "all"]
+)
 def test_a_late_rank_that_dies_is_brought_back_by_weights(
     lend: Lend, tmp_path: Path, late: tuple[int, ...]
 ) -> None:
@@ -134,7 +136,9 @@ def test_a_late_rank_that_dies_is_brought_back_by_weights(
         assert_same(weights, weights_of(2.0))
 
 
-@pytest.mark.parametrize("call", ["restore", "run", "as_completed"])
+@pytest.mark.parametrize(
+    "call", ["run", *(pytest.param(c, marks=pytest.mark.slow) for c in ("restore", "as_completed"))]
+)
 def test_workers_that_died_before_the_first_weights_get_the_initial_ones(
     lend: Lend, call: str
 ) -> None:
@@ -158,6 +162,7 @@ def test_workers_that_died_before_the_first_weights_get_the_initial_ones(
     assert found.used == (0,)
 
 
+@pytest.mark.starts_actors
 def test_rounds_do_not_wait_for_a_process_that_starts_again(tmp_path: Path) -> None:
     gate = tmp_path / "go on"
     remote: Any = ray.remote(num_cpus=0, max_restarts=-1)(Gated)

@@ -76,14 +76,14 @@ def started(workers: int, size: int) -> WorkerGroup:
 @pytest.mark.parametrize(
     ("way", "size"),
     [
-        ("shm", 5),
+        pytest.param("shm", 5, marks=pytest.mark.slow),
         ("shm", 20_000),
         pytest.param("store", 20_000, marks=pytest.mark.slow),
     ],
     indirect=["way"],
 )
 def test_rounds_keep_no_objects_and_no_files_in_the_driver(way: str, size: int) -> None:
-    rounds = 200
+    rounds = 100
     group = started(2, size)
     run(group, rounds)
     # A leak of each round grows with every round; caches and other threads grow now and then.

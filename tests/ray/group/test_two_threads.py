@@ -121,7 +121,7 @@ def test_another_thread_publishes_while_a_loop_waits(lend: Lend) -> None:
     thread = threading.Thread(target=publish)
     thread.start()
     try:
-        rounds = group.as_completed("get_weights", updates=1500)
+        rounds = group.as_completed("get_weights", updates=300)
         while True:
             fewest = ended
             result = next(rounds, None)

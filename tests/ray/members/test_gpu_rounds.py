@@ -3,6 +3,7 @@
 What only the stand-in has tried is not known to work on a GPU.
 """
 
+import itertools
 import os
 import resource
 import signal
@@ -12,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 import numpy as np
 import pytest
 from gpu_members import Members, weights_of
-from gpu_processes import REAL, build_stand_in, gpu_processes, has_compiler
+from gpu_processes import REAL, GPUProcess, build_stand_in, gpu_processes, has_compiler
 from gpus import shown_gpus
 from reference import same_bits
 
@@ -33,8 +34,17 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build_stand_in(tmp_path_factory.mktemp("stand_in"))
 
 
+@pytest.fixture(scope="module")
+def idle() -> Iterator[dict[str, list[GPUProcess]]]:
+    """Processes of earlier tests, by library: new ones take longer than most tests."""
+    processes: dict[str, list[GPUProcess]] = {}
+    yield processes
+    for one in itertools.chain(*processes.values()):
+        one.close()
+
+
 @pytest.fixture(params=["stand-in", "GPU"])
-def start(request: pytest.FixtureRequest) -> Iterator[Start]:
+def start(request: pytest.FixtureRequest, idle: dict[str, list[GPUProcess]]) -> Iterator[Start]:
     """Start members of a process group."""
     if request.param == "stand-in":
         library = request.getfixturevalue("stand_in")
@@ -44,13 +54,20 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
         library = REAL
     started: list[Members] = []
 
-    def begin(size: int, **env: str) -> Members:
-        started.append(Members(library, size, **env))
+    free = idle.setdefault(library, [])
+
+    def begin(size: int) -> Members:
+        started.append(Members(library, size, free))
         return started[-1]
 
-    yield begin
-    for members in started:
-        members.close()
+    try:
+        yield begin
+        for members in started:
+            free += members.release()
+    except BaseException:
+        for members in started:
+            members.close()
+        raise
 
 
 def expect(
@@ -240,17 +257,23 @@ def test_a_rule_takes_the_weights_through_the_host(start: Start) -> None:
 
 
 @pytest.mark.parametrize("function", ["cuMemCreate", "cuLaunchKernel", "cuEventSynchronize"])
-def test_a_gpu_that_fails_one_member_is_used_no_more(stand_in: str, function: str) -> None:
-    members = Members(stand_in, 2)
+def test_a_gpu_that_fails_one_member_is_used_no_more(
+    stand_in: str, idle: dict[str, list[GPUProcess]], function: str
+) -> None:
+    free = idle.setdefault(stand_in, [])
+    members = Members(stand_in, 2, free)
+    failing = f"driver.stand_in_cuda_fail(b{function!r}, {{}}, 1)"
     try:
         for call in range(2):
             expect(members, call, (0, 1), "gpu" if call else "shm")
-        failing = f"driver.stand_in_cuda_fail(b{function!r}, {700}, 1)"
-        members.run(failing)
+        members.run(failing.format(700))
         for call in range(2, 6):
             expect(members, call, (0, 1), "shm")
-    finally:
+        members.run(failing.format(0))
+        free += members.release()
+    except BaseException:
         members.close()
+        raise
 
 
 def test_memory_that_is_short_on_the_gpu_is_taken_from_the_host(stand_in: str) -> None:
@@ -329,7 +352,7 @@ def test_segments_of_members_that_are_gone_are_let_go(start: Start) -> None:
     few = ", min_results=1"
     count = "result = len(os.listdir('/proc/self/fd'))"
     counts = []
-    for call in range(0, 20, 5):
+    for call in range(0, 15, 5):
         for k in range(3):
             members.run(HOLD.format(call=call + k) + CALL.format(few))
         expect(members, call + 3, (0, 1, 2), "gpu", few)

@@ -48,6 +48,7 @@ class Restarted:
         return int(training.steps[0]), own, was_late, training.digest()
 
 
+@pytest.mark.slow
 def test_an_actor_that_ray_starts_again_is_healed(tmp_path: Path) -> None:
     actors = [Restarted.remote() for _ in range(2)]  # type: ignore[attr-defined]
     name, marker = secrets.token_hex(4), tmp_path / "died"

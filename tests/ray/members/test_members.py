@@ -209,6 +209,7 @@ def test_a_broadcast_gives_all_members_the_weights_of_the_root(puppets: Puppets)
         assert same_bits(model, model_of(2))
 
 
+@BY_ONE_WAY
 def test_objects_of_all_come_by_rank_whether_they_fit_into_a_mailbox_or_not(
     puppets: Puppets,
 ) -> None:
@@ -267,6 +268,7 @@ def test_a_member_that_leaves_is_no_fault(puppets: Puppets) -> None:
     assert all_of([met[0], met[2]], lambda member: member.ranks) == [(0, 2)] * 2
 
 
+@BY_ONE_WAY
 @pytest.mark.parametrize("min_results", [None, 2])
 def test_a_member_that_is_killed_is_named_and_left_out(
     puppets: Puppets, min_results: int | None
@@ -296,6 +298,7 @@ def test_a_member_that_is_killed_is_named_and_left_out(
         assert same_bits(weights, fw.average([model_of(0), model_of(2)]))
 
 
+@BY_ONE_WAY
 def test_a_late_member_is_given_the_latest_average_and_then_takes_part(
     puppets: Puppets, tmp_path: Path
 ) -> None:
@@ -310,7 +313,7 @@ def test_a_late_member_is_given_the_latest_average_and_then_takes_part(
         def take_part(rank: int) -> list[Any]:
             with join(name, rank=rank, size=3) as member:
                 both.wait()
-                first = average_of(member, timeout=5.0, min_results=1)
+                first = average_of(member, timeout=2.0, min_results=1)
                 is_over.touch()
                 return [first, average_of(member, timeout=120.0, min_results=3)]
 
@@ -350,6 +353,7 @@ def test_members_of_one_process_get_all_responses(puppets: Puppets) -> None:
     assert ray.get(puppet.run.remote(join_twice), timeout=120) == [2 * calls] * 2
 
 
+@BY_ONE_WAY
 def test_a_restarted_process_joins_again_under_its_rank(puppets: Puppets) -> None:
     met = puppets.meet(2)
     name = all_of(met, lambda member: member.name)[0]
@@ -365,6 +369,7 @@ def test_a_restarted_process_joins_again_under_its_rank(puppets: Puppets) -> Non
     ray.kill(fresh)
 
 
+@pytest.mark.slow
 @BY_ONE_WAY
 def test_a_restarted_process_is_given_the_state_and_goes_on_with_the_others(
     puppets: Puppets,
@@ -402,6 +407,7 @@ def test_a_restarted_process_is_given_the_state_and_goes_on_with_the_others(
     ray.kill(fresh)
 
 
+@BY_ONE_WAY
 def test_a_process_that_restarts_in_the_open_call_is_late(puppets: Puppets) -> None:
     """The request of the dead process is dropped, and not mixed with that of the new process."""
     met = puppets.meet()
@@ -425,7 +431,16 @@ def test_a_process_that_restarts_in_the_open_call_is_late(puppets: Puppets) -> N
 
 
 @BY_ONE_WAY
-def test_a_process_that_dies_or_gives_up_while_it_joins_leaves_nothing(puppets: Puppets) -> None:
+@pytest.mark.parametrize(
+    "point",
+    [
+        _failpoints.JOIN[-1],
+        *(pytest.param(point, marks=pytest.mark.slow) for point in _failpoints.JOIN[:-1]),
+    ],
+)
+def test_a_process_that_dies_or_gives_up_while_it_joins_leaves_nothing(
+    puppets: Puppets, point: str
+) -> None:
     def try_to_join(_: Any, name: str, point: str, action: str) -> None:
         def act(reached: str) -> None:
             if reached == point and action == "die":
@@ -439,20 +454,19 @@ def test_a_process_that_dies_or_gives_up_while_it_joins_leaves_nothing(puppets: 
         finally:
             _failpoints.hook = None
 
-    for point in _failpoints.JOIN:
-        first, second = puppets.idle(2)
-        name = next(NAMES)
-        other = second.join.remote(name, rank=1, size=2)
-        with pytest.raises(TimeoutError, match="expected 2 members"):
-            ray.get(first.run.remote(try_to_join, name, point, "give up"), timeout=60)
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(first.run.remote(try_to_join, name, point, "die"), timeout=60)
-        fresh = Puppet.remote("shm")  # type: ignore[attr-defined]
-        joined = ray.get([fresh.join.remote(name, rank=0, size=2), other], timeout=60)
-        assert joined == [(0, 2), (1, 2)]
-        used = [record["used"] for _, record in all_of([fresh, second], average_of)]
-        assert used == [[0, 1]] * 2
-        ray.kill(fresh)
+    first, second = puppets.idle(2)
+    name = next(NAMES)
+    other = second.join.remote(name, rank=1, size=2)
+    with pytest.raises(TimeoutError, match="expected 2 members"):
+        ray.get(first.run.remote(try_to_join, name, point, "give up"), timeout=60)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(first.run.remote(try_to_join, name, point, "die"), timeout=60)
+    fresh = Puppet.remote("shm")  # type: ignore[attr-defined]
+    joined = ray.get([fresh.join.remote(name, rank=0, size=2), other], timeout=60)
+    assert joined == [(0, 2), (1, 2)]
+    used = [record["used"] for _, record in all_of([fresh, second], average_of)]
+    assert used == [[0, 1]] * 2
+    ray.kill(fresh)
 
 
 @BY_ONE_WAY
@@ -530,6 +544,7 @@ def test_a_coordinator_whose_members_gave_up_ends(puppets: Puppets) -> None:
     wait_for_the_end_of(name, 50.0)  # a process group without members lasts for 60 s
 
 
+@pytest.mark.slow
 @BY_ONE_WAY
 def test_a_coordinator_has_few_threads_however_many_members_there_are(puppets: Puppets) -> None:
     threads: list[int] = []
@@ -602,6 +617,7 @@ def joins_again(name: str, rank: int) -> list[tuple[int, ...]]:
     return used
 
 
+@pytest.mark.slow
 @BY_ONE_WAY
 def test_a_task_whose_member_has_ended_by_an_error_joins_again(puppets: Puppets) -> None:
     tasks = [joins_again.remote(name, rank) for name in [next(NAMES)] for rank in range(2)]
@@ -681,6 +697,7 @@ def test_wrong_arguments_raise_before_anything_is_sent(puppets: Puppets) -> None
         ]
 
 
+@BY_ONE_WAY
 def test_nan_is_named_by_its_rank_and_slot(puppets: Puppets) -> None:
     def diverged(member: Member, nonfinite: Any) -> Any:
         model = model_of(member.rank)
@@ -774,6 +791,7 @@ def test_the_coordinator_ends_with_the_last_member(puppets: Puppets) -> None:
     wait_for_the_end_of(name, 60.0)
 
 
+@BY_ONE_WAY
 def test_an_exception_in_a_member_reaches_the_others_as_its_death(puppets: Puppets) -> None:
     met = puppets.meet(2)
 
@@ -792,7 +810,8 @@ def test_an_exception_in_a_member_reaches_the_others_as_its_death(puppets: Puppe
 @pytest.mark.parametrize(
     ("how", "points"),
     [
-        ("interrupt", _failpoints.MEMBER),
+        ("interrupt", _failpoints.MEMBER[1:2]),
+        pytest.param("interrupt", _failpoints.MEMBER, marks=pytest.mark.slow),
         pytest.param("kill", _failpoints.MEMBER, marks=pytest.mark.slow),
     ],
 )
@@ -845,14 +864,14 @@ def test_a_member_that_ends_at_any_point_leaves_nothing_half_done(
 def test_two_groups_at_once_in_one_process() -> None:
     results: list[float] = []
 
-    def take_part(name: str, rank: int) -> None:
-        with join(name, rank=rank, size=2) as member:
+    def take_part(group: LocalProcessGroup, rank: int) -> None:
+        with group.join(rank) as member:
             for k in range(20):
                 mean = member.average(np.full(4, float(rank + k))).weights
                 results.append(float(mean[0]) - k)
 
-    names = [next(NAMES), next(NAMES)]
-    threads = [threading.Thread(target=take_part, args=(n, r)) for n in names for r in range(2)]
+    groups = [LocalProcessGroup(2), LocalProcessGroup(2)]
+    threads = [threading.Thread(target=take_part, args=(g, r)) for g in groups for r in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -873,6 +892,7 @@ def test_join_without_arguments_is_for_ray_train() -> None:
         join()
 
 
+@BY_ONE_WAY
 def test_a_member_that_has_left_gives_its_segments_back(puppets: Puppets) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:flatweights")

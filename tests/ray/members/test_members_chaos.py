@@ -13,12 +13,10 @@ from flatweights.ray import join
 pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seconds", "seed"),
-    [  # odd seeds: rank 0 calls through the store
-        (5, 2),
-        *(pytest.param(60, seed, marks=pytest.mark.slow) for seed in (3, 4, 5, 6)),
-    ],
+    ("seconds", "seed"),  # odd seeds: rank 0 calls through the store
+    [(5, 2), *((60, seed) for seed in (3, 4, 5, 6))],
 )
 def test_each_response_is_the_average_of_what_its_ranks_gave(seconds: int, seed: int) -> None:
     record = run(

@@ -1,14 +1,17 @@
 """Members on several nodes, whose agents exchange the members' weights; one program for all.
 
-It checks its results against an oracle, bit for bit, and prints the values that the tests compare.
+It checks its results against an oracle, bit for bit, and says the values that the tests compare as
+it goes on.
 """
 
 import json
 import os
 import re
 import signal
+import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ import pytest
 import ray
 from held import Held
 from ray_cluster import LEAN, start_lean_cluster
-from ray_programs import output_of
+from ray_programs import program
 from reference import same_bits
 
 import flatweights as fw
@@ -145,6 +148,10 @@ def alive() -> dict[int, tuple[str, str]]:
     }
 
 
+def say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
 def meet_on_nodes() -> None:
     cluster = start_lean_cluster(resources={"node0": 9}, **NODE)
     for node in (1, 2):
@@ -159,6 +166,7 @@ def meet_on_nodes() -> None:
         time.sleep(0.05)
     joined += [puppet.join.remote(rank, size) for rank, puppet in enumerate(puppets) if rank]
     ray.get(joined)
+    say(joined=True)
 
     def call(function: Any, *args: Any) -> list[Any]:
         got: list[Any] = ray.get([puppet.run.remote(function, *args) for puppet in puppets])
@@ -188,6 +196,7 @@ def meet_on_nodes() -> None:
     assert large.groups == ((0,), (1, 2, 3), (4,)), large.groups
     small = [model_of(rank, 100) for rank in range(size)]
     small_ways = check(call(averaged, 100), fw.average(small)).transports
+    say(large=large.transports, small=small_ways)
     for got in call(broadcasted, 2):
         assert same_bits(got.buffer, models[2].buffer)
     for size_of_one in (10, 1_000_000):
@@ -201,6 +210,7 @@ def meet_on_nodes() -> None:
     exchanged(averaged_in_float32, narrow.mean())
     not_finite = call(averaged_spoiled, 3)
     assert len({*not_finite}) == 1
+    say(not_finite=not_finite[0])
     skipped = [r.run.remote(lambda m: averaged_spoiled(m, 3, nonfinite="skip")) for r in puppets]
     skip = ray.get(skipped)
     assert {tuple(result.quarantined) for result in skip} == {(3,)}
@@ -227,6 +237,7 @@ def meet_on_nodes() -> None:
     # Nobody listens at one node any more; its agent answers.
     ray.get(puppets[4].run.remote(close_streams))
     broken = check(call(averaged), fw.average(models)).transports
+    say(broken=broken)
     for got in call(broadcasted, 2):
         assert same_bits(got.buffer, models[2].buffer)
 
@@ -235,7 +246,7 @@ def meet_on_nodes() -> None:
     left = [puppet for rank, puppet in enumerate(puppets) if rank != 2]
     less = ray.get([p.run.remote(lambda m: averaged(m, min_results=3)) for p in left])
     check(less, fw.average([models[k] for k in (0, 1, 3, 4)]), (0, 1, 3, 4))
-    died = {type(result.failed[2]).__name__ for result in less}
+    say(died=sorted({type(result.failed[2]).__name__ for result in less}))
 
     # Another process takes its rank, and gets the state, which is large, from another node.
     puppets[2] = puppet_of.options(resources={"node1": 1}).remote()
@@ -253,12 +264,13 @@ def meet_on_nodes() -> None:
     ray.get([p.run.remote(lacks_the_state, False) for p in left[:3]])
     rest = ray.get([p.run.remote(lambda m: averaged(m, min_results=3)) for p in left[:3]])
     check(rest, fw.average([models[k] for k in (0, 1, 3)]), (0, 1, 3))
+    say(lost=lost)
 
     # The thread of the agent of a node fails: its members and the others learn that, and why.
     ray.get(puppets[1].run.remote(fail_node_agent))
     last, *orphans = ray.get([p.run.remote(lambda m: averaged(m, min_results=1)) for p in left[:3]])
     check([last], models[0], (0,))
-    orphans.append(str(last.failed[1]))
+    say(orphans=[*orphans, str(last.failed[1])])
 
     ray.get(puppets[0].run.remote(lambda m: m.leave()))
     deadline = time.monotonic() + 30
@@ -266,50 +278,70 @@ def meet_on_nodes() -> None:
     while names & {"Coordinator", "NodeAgentActor"} and time.monotonic() < deadline:
         time.sleep(0.2)
         names = {kind for kind, _ in alive().values()}
-    said = [large.transports, small_ways, not_finite[0], sorted(died), lost, sorted(names), broken]
-    said.append(orphans)
-    print(json.dumps(said))
+    say(left=sorted(names))
     ray.shutdown()
     cluster.shutdown()
 
 
+class Said:
+    """What the program says, as soon as it has said it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._values: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        while name not in self._values:
+            line = self._process.stdout.readline()
+            assert line, self._process.stderr.read()[-5000:]
+            if line.startswith("{"):  # not what Ray says
+                self._values |= json.loads(line)
+        return self._values[name]
+
+
 @pytest.fixture(scope="module")
-def said() -> list[Any]:
-    said: list[Any] = json.loads(output_of(meet_on_nodes, timeout=600).splitlines()[-1])
-    return said
+def said() -> Iterator[Said]:
+    with program(meet_on_nodes) as process:
+        end = threading.Timer(600, process.kill)
+        end.start()
+        said = Said(process)
+        assert said["joined"]
+        yield said
+        end.cancel()
 
 
-def test_agents_exchange_large_weights_and_the_coordinator_averages_small_ones(
-    said: list[Any],
-) -> None:
+def test_agents_exchange_large_weights_and_the_coordinator_averages_small_ones(said: Said) -> None:
     away = dict.fromkeys("1234", "agent: streams")
-    assert said[0] == {"0": "shm"} | away
-    assert set(said[1].values()) == {"shm", "store"}
+    assert said["large"] == {"0": "shm"} | away
+    assert set(said["small"].values()) == {"shm", "store"}
 
 
-def test_the_coordinator_averages_all_where_streams_cannot_be_opened(said: list[Any]) -> None:
-    assert said[6].pop("0") == "shm"
-    assert [*said[6]] == [*"1234"]
-    assert all(way.startswith("store: StreamError") for way in said[6].values()), said[6]
+def test_an_error_is_that_of_all_members_on_all_nodes(said: Said) -> None:
+    assert said["not_finite"] == "ValueError: rank 3, slot 1 'b': holds NaN or infinity"
 
 
-def test_an_error_is_that_of_all_members_on_all_nodes(said: list[Any]) -> None:
-    assert said[2] == "ValueError: rank 3, slot 1 'b': holds NaN or infinity"
+def test_the_coordinator_averages_all_where_streams_cannot_be_opened(said: Said) -> None:
+    ways = dict(said["broken"])
+    assert ways.pop("0") == "shm"
+    assert [*ways] == [*"1234"]
+    assert all(way.startswith("store: StreamError") for way in ways.values()), ways
 
 
-def test_a_dead_member_and_a_dead_agent_take_only_their_own_along(said: list[Any]) -> None:
-    assert said[3] == ["MemberDiedError"]
-    *others, orphan = said[4]
+def test_a_dead_member_and_a_dead_agent_take_only_their_own_along(said: Said) -> None:
+    assert said["died"] == ["MemberDiedError"]
+    *others, orphan = said["lost"]
     assert orphan.startswith("MemberError"), orphan
     for other in others:
         assert re.match("WorkerError.*: no member is left that has the state", other), other
 
 
-def test_an_agent_whose_thread_has_failed_counts_as_dead(said: list[Any]) -> None:
-    *orphans, why = said[7]
+def test_an_agent_whose_thread_has_failed_counts_as_dead(said: Said) -> None:
+    *orphans, why = said["orphans"]
     assert all(orphan.startswith("MemberError") for orphan in orphans), orphans
     assert "the agent of its node: ZeroDivisionError" in why, why
 
 
-def test_nothing_is_left_when_the_last_member_has_left(said: list[Any]) -> None:
-    assert said[5] == ["Puppet"]
+def test_nothing_is_left_when_the_last_member_has_left(said: Said) -> None:
+    assert said["left"] == ["Puppet"]

@@ -241,6 +241,20 @@ def test_messages_that_no_socket_takes_at_once(
     assert pair.through_ray == [0, 0]
 
 
+def test_what_one_socket_did_not_take_is_not_sent_over_the_next(pair: Pair) -> None:
+    full, other = socket.socketpair()
+    pair.links[0].attach(full)
+    pair.links[0].send(bytes(5_000_000))  # nobody reads it
+    other.close()
+    assert pair.ended[0].wait(PATIENCE)
+    pair.ended[0].clear()
+    pair.connect()
+    pair.links[0].send("next")
+    assert [len(one) for one in pair.until(1, 2)] == [5_000_000, 4]
+    assert pair.through_ray == [1, 0]
+    assert not pair.ended[0].is_set()
+
+
 def test_a_message_that_cannot_be_sent_raises_and_leaves_no_gap(pair: Pair) -> None:
     pair.connect()
     pair.links[0].send("first")

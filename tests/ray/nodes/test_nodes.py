@@ -20,7 +20,7 @@ from reference import same_bits
 import flatweights as fw
 from flatweights.ray import WorkerError, WorkerGroup
 
-pytestmark = [pytest.mark.ray(own=True), pytest.mark.starts_actors]
+pytestmark = [pytest.mark.ray(own=True), pytest.mark.starts_actors, pytest.mark.slow]
 
 LARGE = 200_000  # elements; results beyond 100 KiB lie on the node of their worker
 NODE = LEAN | {"object_store_memory": 75 * 2**20, "num_cpus": 1}

@@ -1,6 +1,6 @@
 """Rounds between three nodes of this machine: averages bit for bit, and faults inside exchanges.
 
-One program starts the nodes and runs all checks; a test reports the outcome of one check.
+One program starts the nodes and runs the checks; a test waits for the outcome of one check.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -25,7 +24,7 @@ import ray
 from certificates import make_authority, make_certificate, tls_environment
 from numpy.typing import NDArray
 from ray_cluster import LEAN, MISSED_SOON, start_lean_cluster
-from ray_programs import output_of
+from ray_programs import program
 from ray_workers import PlainWorker, merged, trained, wait_for, weights_of
 from reference import same_bits
 
@@ -48,7 +47,7 @@ KINDS = ("FlatWeights", "vector", "dict", "list", "tree")
 
 Check = Callable[["Nodes"], None]
 CHECKS: dict[str, Check] = {}
-SLOW: dict[str, Check] = {}
+SLOW: set[str] = set()
 
 
 def check(function: Check) -> Check:
@@ -58,8 +57,8 @@ def check(function: Check) -> Check:
 
 
 def slow_check(function: Check) -> Check:
-    SLOW[function.__name__] = function
-    return function
+    SLOW.add(function.__name__)
+    return check(function)
 
 
 def model_of(kind: str, rank: int, seed: int = 0) -> Any:
@@ -281,6 +280,11 @@ def set_hook(actor: Any, point: str, action: str) -> None:
 
 
 @check
+def all_ranks_take_part_by_channels_and_agents(nodes: Nodes) -> None:
+    assert len(agents_of(nodes.group("streams"))) == 2
+
+
+@check
 def averages_have_the_bits_that_are_documented(nodes: Nodes) -> None:
     weights = [0.0, 1.0, 2.5, 1.0, 3.0, 0.5]
     group = nodes.group("streams")
@@ -496,7 +500,7 @@ def bytes_out_are_those_that_are_sent(nodes: Nodes) -> None:
 ROUNDING = 4 * 2**-9 * 1e-3  # of a step: worker, node's average, shard's average, driver
 
 
-@check
+@slow_check
 def differences_in_16_bits_lose_nothing_over_many_rounds(nodes: Nodes) -> None:
     group = nodes.new_group("streams", wire_dtype="bfloat16")
     exact = np.linspace(1, 2, SIZE)
@@ -544,7 +548,7 @@ def assert_agree(group: WorkerGroup, exact: NDArray[Any]) -> None:
     assert np.abs(values[0]["w"] - exact).max() < 2 * ROUNDING
 
 
-@check
+@slow_check
 def faults_with_16_bits_lose_roundings_at_most(nodes: Nodes) -> None:
     group = nodes.new_group("streams", wire_dtype="bfloat16")
     exact = np.linspace(1, 2, SIZE)
@@ -720,7 +724,7 @@ def streams_that_cannot_be_opened_are_replaced_by_the_driver_in_the_same_round(
     assert not group.unhealthy
 
 
-@check
+@slow_check
 def two_nodes_that_cannot_reach_each_other_are_both_averaged(nodes: Nodes) -> None:
     group = nodes.group("streams")
 
@@ -758,7 +762,7 @@ def a_stream_that_stalls_is_replaced_by_the_driver_in_the_same_round(nodes: Node
     assert_right(found, "FlatWeights", 4)
 
 
-@check
+@slow_check
 def a_driver_without_a_free_port_or_with_other_certificates_averages_itself(nodes: Nodes) -> None:
     host = ray.util.get_node_ip_address()
     with socket.create_server((host, 0)) as taken, tempfile.TemporaryDirectory() as folder:
@@ -777,7 +781,7 @@ def a_driver_without_a_free_port_or_with_other_certificates_averages_itself(node
             assert_right(found, "FlatWeights", 4)
 
 
-@check
+@slow_check
 def an_agent_that_dies_or_stops_as_it_hands_over_takes_only_its_ranks_along(nodes: Nodes) -> None:
     # On a slow machine, others may be late, too: then once more, with a longer time.
     rounds = [("exit", 20.0), ("stop", 3.0), ("stop", 10.0), ("stop", 30.0)]
@@ -817,7 +821,7 @@ def an_agent_that_dies_or_stops_as_it_hands_over_takes_only_its_ranks_along(node
     assert all(are_in.values()), are_in
 
 
-@check
+@slow_check
 def an_agent_that_is_busy_is_not_left_out(nodes: Nodes) -> None:
     group = nodes.group("streams")
     set_hook(agent_at(group, 2), "merging", "freeze")
@@ -826,7 +830,7 @@ def an_agent_that_is_busy_is_not_left_out(nodes: Nodes) -> None:
     assert_right(found, "FlatWeights", 4)
 
 
-@check
+@slow_check
 def workers_die_or_stop_behind_an_agent(nodes: Nodes) -> None:
     group = nodes.group("streams")
     found = group.average("give", "FlatWeights", 3, {3: "exit"}, timeout=10, min_results=1)
@@ -928,7 +932,7 @@ def workers_of_other_nodes_come_and_go_in_the_body_of_as_completed(nodes: Nodes)
         assert group.average("get_weights").used == (0, 1)
 
 
-@check
+@slow_check
 def an_agent_starts_for_a_new_node_and_ends_with_its_last_worker(nodes: Nodes) -> None:
     home = [start_worker(rank, "home") for rank in range(2)]
     with WorkerGroup(home) as group, tempfile.TemporaryDirectory() as where:
@@ -1014,47 +1018,42 @@ def a_node_that_dies_takes_its_agent_and_its_ranks_along(nodes: Nodes) -> None:
     meet(group)
 
 
-def run_all(which: str, *names: str) -> None:
+def run_all(*names: str) -> None:
     nodes = Nodes()
-    report: dict[str, Any] = {}
-    for name, function in (SLOW if which == "slow" else CHECKS).items():
-        if names and name not in names:
-            continue
-        begin = time.monotonic()
+    print(json.dumps(["started"]), flush=True)
+    for name in names:
+        fault = ""
         try:
-            function(nodes)
+            CHECKS[name](nodes)
         except (Exception, pytest.fail.Exception):
-            report[name] = traceback.format_exc()
+            fault = traceback.format_exc()
             _failpoints.hook = None
-        else:
-            report[name] = ""
-        print(f"{name}: {time.monotonic() - begin:.1f} s {report[name][-2000:]}", file=sys.stderr)
-    print(json.dumps(report))
+        print(json.dumps([name, fault]), flush=True)
     ray.shutdown()
     nodes.cluster.shutdown()
 
 
-def report_of(which: str) -> dict[str, str]:
-    said: dict[str, str] = json.loads(output_of(run_all, which, timeout=600).splitlines()[-1])
-    return said
-
-
 @pytest.fixture(scope="module")
-def came_of() -> dict[str, str]:
-    return report_of("default")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[Iterator[list[str]]]:
+    """The name and the fault of each check that was asked for, as the program goes on."""
+    items = [item for item in request.session.items if item.path == request.path]
+    functions = [item for item in items if isinstance(item, pytest.Function)]
+    names = [str(function.callspec.params["name"]) for function in functions]
+    with program(run_all, *names) as process:
+        assert process.stdout is not None
+        end = threading.Timer(600, process.kill)
+        end.start()
+        said = (json.loads(line) for line in process.stdout if line.startswith('["'))
+        assert next(said) == ["started"]
+        yield said
+        end.cancel()
 
 
-@pytest.fixture(scope="module")
-def came_of_slow() -> dict[str, str]:
-    return report_of("slow")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_nodes(came_of: dict[str, str], name: str) -> None:
-    assert not came_of[name], came_of[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_nodes_at_all_points(came_of_slow: dict[str, str], name: str) -> None:
-    assert not came_of_slow[name], came_of_slow[name]
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CHECKS],
+)
+def test_nodes(outcomes: Iterator[list[str]], name: str) -> None:
+    ran, fault = next(outcomes)
+    assert ran == name
+    assert not fault, fault

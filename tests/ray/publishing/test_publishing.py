@@ -1,6 +1,7 @@
 """Publishers and subscribers of one node: every kind of model reads the published weights."""
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -20,6 +21,8 @@ import flatweights as fw
 from flatweights.ray import Publisher, StaleWeightsError, Subscriber, SupersededError
 from flatweights.ray.publishing import _subscriber, _transports
 from flatweights.ray.publishing._answer import answer_of
+from flatweights.ray.publishing._publication_server import PublicationAddress
+from flatweights.ray.publishing._sources import BoardSource
 
 pytestmark = [
     pytest.mark.ray,
@@ -466,7 +469,7 @@ def test_the_last_weights_stay_until_a_newer_publisher_has_published() -> None:
             assert subscriber.version == 2 * VERSIONS + 1
 
 
-@pytest.mark.parametrize("way", ["", "store"])
+@pytest.mark.parametrize("way", ["", pytest.param("store", marks=pytest.mark.slow)])
 def test_a_learner_that_is_killed_publishes_again(started: list[Any], way: str) -> None:
     name = f"restarts{way}"
     learner = remote_learner.options(max_restarts=-1).remote(name)
@@ -488,6 +491,59 @@ def test_a_learner_that_is_killed_publishes_again(started: list[Any], way: str) 
         assert version == restart * VERSIONS + 1
         wait_until(lambda: ray.get(actor.update.remote())[0])
         assert ray.get(actor.update.remote()) == (False, version, 1.0 + restart)
+
+
+@pytest.fixture
+def relays(started: list[Any]) -> list[Any]:
+    """Relays as of three nodes; there is no publisher yet."""
+
+    def be_of(node: int, _: Any) -> None:
+        _transports.this_node = lambda: f"node {node}"  # type: ignore[attr-defined]
+
+    actor: Any = ray.remote(num_cpus=0, max_concurrency=8)(_transports.Relay)
+    started += (made := [actor.remote("tree") for _ in range(3)])
+    ray.get([one.__ray_call__.remote(functools.partial(be_of, k)) for k, one in enumerate(made)])
+    return made
+
+
+def test_a_relay_passes_weights_on_until_it_is_lost(relays: list[Any]) -> None:
+    weights = np.ones(50_000)
+
+    def read(relay: Any, least: int) -> float:
+        _, address = ray.get(relay.serve.remote(60.0))
+        end = time.monotonic() + 60
+        source = BoardSource("agent", 0, b"", PublicationAddress(*address), end)
+        assert source.wait(least - 1, 60.0)
+        news = source.take(0)
+        assert news is not None
+        (value,) = {*news[2].view(np.float64).tolist()}
+        del news
+        source.drop()
+        source.close()
+        return float(value)
+
+    def parent_of(relay: Any) -> Any:
+        return ray.get(relay.__ray_call__.remote(lambda one: one._source._pull._parent))
+
+    with Publisher("tree", weights) as publisher:
+        publisher.publish()
+        assert [read(one, 1) for one in relays] == [1.0] * 3
+        parents = [parent_of(one) for one in relays]
+        (child,) = [k for k, parent in enumerate(parents) if parent is not None]
+        parent = relays.index(parents[child])
+        weights += 1
+        publisher.publish()
+        assert [read(one, 2) for one in relays] == [2.0] * 3
+        ray.kill(relays[parent])
+        weights += 1
+        publisher.publish()
+        left = [one for k, one in enumerate(relays) if k != parent]
+        assert [read(one, 3) for one in left] == [3.0] * 2
+        assert parent_of(relays[child]) != relays[parent]
+        weights += 1
+        with Publisher("tree", weights) as newer:
+            version = newer.publish()
+            assert [read(one, version) for one in left] == [4.0] * 2
 
 
 def test_a_publisher_that_is_stopped_is_left_for_its_successor(started: list[Any]) -> None:
@@ -601,6 +657,7 @@ def test_a_fork_needs_its_own() -> None:
         assert subscriber.update()
 
 
+@pytest.mark.slow
 def test_updates_are_whole_while_learner_and_actors_are_stopped(started: list[Any]) -> None:
     learner = remote_learner.remote("whole", 30_000)
     ray.get(learner.publish.remote(1.0))

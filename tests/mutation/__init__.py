@@ -1,0 +1,1 @@
+"""Small wrong changes to the package, each with the tests that are to find it."""
