@@ -20,28 +20,28 @@ __all__ = ["ray_folder", "shared_ray"]
 TESTS = Path(__file__).parent
 
 LONG = (
-    "tests/ray/nodes/test_nodes_rounds.py",
-    "tests/examples/test_programs.py",
-    "tests/keras/test_ray_train.py",
-    "tests/tensorflow/test_gradients.py",
-    "tests/tensorflow/test_library.py",
-    "tests/tensorflow/test_canonical_names.py",
-    "tests/tensorflow/test_bound.py",
-    "tests/tensorflow/test_sources.py",
-    "tests/ray/group/test_worker_group.py",
-    "tests/tensorflow/test_share.py",
-    "tests/ray/group/test_share.py",
-    "tests/ray/members/test_members_nodes.py",
-    "tests/ray/nodes/test_nodes.py",
-    "tests/ray/group/test_faults.py",
-    "tests/keras/test_average_gradients.py",
-    "tests/keras/test_healing.py",
-    "tests/core/test_isa.py",
     "tests/sim/test_schedules.py",
-    "tests/ray/group/test_metrics.py",
+    "tests/keras/test_healing.py",
+    "tests/keras/test_callbacks.py",
+    "tests/ray/group/test_worker_group.py",
+    "tests/keras/test_synchronized.py",
+    "tests/tensorflow/test_gradients.py",
+    "tests/examples/test_programs.py",
     "tests/ray/members/test_members.py",
-    "tests/examples/test_demo.py",
-    "tests/examples/test_demo_rounds.py",
+    "tests/keras/test_optimizers.py",
+    "tests/keras/test_average_gradients.py",
+    "tests/ray/members/test_gpu_rounds.py",
+    "tests/keras/test_sparse.py",
+    "tests/tensorflow/test_resnet_model.py",
+    "tests/ray/peers/test_arrivals.py",
+    "tests/ray/group/test_group_promises.py",
+    "tests/ray/nodes/test_nodes_rounds.py",
+    "tests/ray/group/test_as_completed.py",
+    "tests/tensorflow/test_bound.py",
+    "tests/core/test_gpu_segments.py",
+    "tests/tensorflow/test_library.py",
+    "tests/keras/test_report.py",
+    "tests/tensorflow/test_canonical_names.py",
 )
 """The files that take longest: processes begin with them."""
 
@@ -53,9 +53,9 @@ settings.load_profile("ci")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of processes: two more than cores, at most four.
+    """Return the number of processes: one more than cores, at most four.
 
-    Each process imports TensorFlow, and half of them start a Ray. There are two more than cores,
+    Each process imports TensorFlow, and half of them start a Ray. There is one more than cores,
     since tests of Ray often wait for the start of a node or the news of a death. There are fewer if
     memory is below 3 GiB for each, and none for the tests of a single file: these run in the
     process that was started.
@@ -64,7 +64,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     cores = len(os.sched_getaffinity(0))
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
     alone = cores == 1 or (len(files) == 1 and all(file.endswith(".py") for file in files))
-    return 0 if alone else max(1, min(cores + 2, 4, room // 3))
+    return 0 if alone else max(1, min(cores + 1, 4, room // 3))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -53,6 +53,7 @@ def object_of(piece: str, folder: Path) -> Path:
     return built
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", PIECES)
 def test_portable_sources_compile_without_warnings(piece: str, folder: Path) -> None:
     assert object_of(piece, folder).exists()

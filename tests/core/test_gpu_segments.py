@@ -403,6 +403,7 @@ def test_short_memory_at_the_trial_is_not_remembered(stand_in: str) -> None:
         assert process.run("result = _core.device_segment_obstacle(uuid)") == ""
 
 
+@pytest.mark.slow
 def test_a_driver_without_a_function_does_everything_else(tmp_path: Path) -> None:
     library = built(tmp_path, "cuMemSetAccess", "cuDeviceGetUuid_v2")
     with gpu_processes(library, 1) as (process,):

@@ -165,6 +165,7 @@ def with_models(function: Callable[[Place, Any, Any], Any]) -> list[Any]:
         return [*pool.map(call, LocalProcessGroup(2).join_all())]
 
 
+@pytest.mark.slow
 def test_an_outer_optimizer_that_was_given_goes_on_in_the_next_fit() -> None:
     import keras
 
@@ -488,6 +489,7 @@ def test_an_optimizer_whose_step_was_traced_before_averages_or_raises() -> None:
             model.fit(*images("dense"), BATCH, verbose=0, epochs=1, initial_epoch=1)
 
 
+@pytest.mark.slow
 def test_members_that_train_alone_are_warned(caplog: pytest.LogCaptureFixture) -> None:
     import keras
 
@@ -589,6 +591,7 @@ def test_losses_of_several_outputs_are_weighted_by_samples() -> None:
             assert logs == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_metrics_whose_weights_are_all_zero_are_zero_as_without_members() -> None:
     from flatweights.keras import AverageLogs
 
@@ -628,6 +631,7 @@ def best_of_first(place: Place, unit: str) -> Any:
     return model.get_weights(), first, len(data[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["epoch", "batch"])
 def test_best_weights_of_an_epoch_that_no_average_ended_are_averaged(unit: str) -> None:
     replies = in_threads(2, best_of_first, unit)
@@ -961,6 +965,7 @@ def test_variables_that_stay_at_home_keep_their_bits_and_the_others_are_averaged
             assert not np.array_equal(value, last[1][i][1]), "each has trained its own"
 
 
+@pytest.mark.slow
 def test_best_weights_of_layers_that_stay_at_home_are_each_members_own() -> None:
     import keras
 

@@ -184,6 +184,7 @@ def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
     check_alike([state for _, state in ended])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "epoch",
     [
@@ -367,6 +368,7 @@ def test_the_other_goes_on_without_a_member_in_the_middle_of_a_synchronized_step
     assert [history.epoch[-1] for history, _ in ended] == [EPOCHS - 1] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "swaps", [pytest.param(False, id=""), pytest.param(True, id="swaps", marks=pytest.mark.slow)]
 )
@@ -380,6 +382,7 @@ def test_a_member_that_sleeps_for_epochs_meets_the_others_again(
     assert whole == [*range(5, MORE)], "it passes by those that the first has begun"
 
 
+@pytest.mark.slow
 def test_a_py_dataset_goes_on_after_epochs_that_were_cut_short(pool: ThreadPoolExecutor) -> None:
     group, slept = LocalProcessGroup(2), threading.Event()
     first, late = fits(group, "dense", epochs=MORE)
@@ -430,6 +433,7 @@ def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "averages",
     [
@@ -457,6 +461,7 @@ def test_a_member_that_is_late_for_the_start_is_healed_and_the_others_go_on(
     assert after.epoch == [*range(1, EPOCHS)]
 
 
+@pytest.mark.slow
 def test_a_member_that_is_late_at_the_end_gets_what_the_others_have(
     pool: ThreadPoolExecutor,
 ) -> None:
@@ -471,6 +476,7 @@ def test_a_member_that_is_late_at_the_end_gets_what_the_others_have(
     check_alike([state for _, state in ended])
 
 
+@pytest.mark.slow
 def test_the_training_ends_for_all_if_a_callback_of_one_stops_it(pool: ThreadPoolExecutor) -> None:
     group = LocalProcessGroup(2)
     both = fits(group, "dense", epochs=MORE)
@@ -546,6 +552,7 @@ def watched(fit: Fit, foreign: Callable[[int], bool]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_epochs_that_a_late_member_passes_by_stop_no_training(pool: ThreadPoolExecutor) -> None:
     group, slept = LocalProcessGroup(2), threading.Event()
     first, late = fits(group, "dense", epochs=MORE)
@@ -567,6 +574,7 @@ def test_epochs_that_a_late_member_passes_by_stop_no_training(pool: ThreadPoolEx
     assert history.epoch == [*range(MORE)]
 
 
+@pytest.mark.slow
 def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> None:
     """A member that sleeps before it averages its logs is given those of the next epoch."""
     group, slept = LocalProcessGroup(2), threading.Event()
@@ -585,6 +593,7 @@ def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> Non
     assert history.epoch == [*range(MORE)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # of Keras 3.5
 def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
     pool: ThreadPoolExecutor,

@@ -234,6 +234,7 @@ def test_variables_without_gradients_are_left_out_of_accumulated_ones(
     np.testing.assert_allclose(last, [[0.0, 0.0]], atol=1e-6)  # clipped from a norm of 10
 
 
+@pytest.mark.slow
 def test_more_members_in_a_process_than_threads_of_tensorflow() -> None:
     """Each step waits for the steps of the others."""
     size, name = tf.config.threading.get_inter_op_parallelism_threads() + 4, next(NAMES)
@@ -484,6 +485,7 @@ def test_callbacks_that_were_told_different_things_raise_before_the_training(
     assert all(map(np.array_equal, model.get_weights(), before))
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_without_a_member_that_sleeps() -> None:
     """The list of docs/keras.md, whose first callback sets the terms of both."""
     name, woken, ended = next(NAMES), threading.Event(), threading.Event()

@@ -194,6 +194,7 @@ def test_if_members_may_leave_one_may_end_the_training_of_all(pool: ThreadPoolEx
         assert "got ReduceLROnPlateau.factor: rank 0 has 0.1, rank 1 has 0.2" in reply
 
 
+@pytest.mark.slow
 def test_members_that_average_weights_may_train_by_optimizers_of_their_own(
     pool: ThreadPoolExecutor,
 ) -> None:

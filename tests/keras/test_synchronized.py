@@ -130,6 +130,7 @@ def with_other_batches(place: Place) -> Any:
     model.fit(x[:batches], y[:batches], 4, verbose=0, callbacks=[logs])
 
 
+@pytest.mark.slow
 def test_members_with_other_numbers_of_batches_all_raise() -> None:
     for told in in_threads(2, with_other_batches):
         assert "All members need as many batches in an epoch" in told
@@ -245,6 +246,7 @@ def test_a_loop_that_has_not_built_its_optimizer_is_told_to(member: Member) -> N
     step()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_again_uses_its_new_optimizer(
     member: Member,
 ) -> None:

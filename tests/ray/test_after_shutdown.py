@@ -95,6 +95,7 @@ print("no error")
 """
 
 
+@pytest.mark.slow
 def test_nothing_starts_a_new_ray() -> None:
     assert output_of(PROGRAM) == "calls of ray.init: 0\n"
 

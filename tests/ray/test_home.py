@@ -117,6 +117,7 @@ def test_members_average_and_broadcast_what_is_not_at_home() -> None:
         check(broadcast, home, {name: np.ones_like(home[name]) for name in SHARED})
 
 
+@pytest.mark.slow
 def test_a_healed_member_keeps_what_its_state_leaves_at_home() -> None:
     import keras
 

@@ -55,6 +55,7 @@ def test_processes_agree_and_exchange_weights(name: Any, elsewhere: Elsewhere) -
         np.testing.assert_array_equal(there[key], array, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["keras", "tf_keras"])
 def test_training_moves_to_another_process_and_goes_on_with_the_same_bits(
     module: Any, elsewhere: Elsewhere

@@ -25,6 +25,7 @@ def read_table(output: str) -> list[list[str]]:
     return [cells for cells in lines if len(cells) > 1]
 
 
+@pytest.mark.slow
 def test_each_way_goes_on_where_another_has_stopped(capsys: pytest.CaptureFixture[str]) -> None:
     curves = one_code.main(["--steps=60"])
     titles, *rows = read_table(capsys.readouterr().out)

@@ -196,6 +196,7 @@ with tf.Graph().as_default():
 """
 
 
+@pytest.mark.slow
 def test_a_reset_session_is_closed(forks: Forks) -> None:
     done = forks.run(RESET)
     *closed, flat = done.stdout.splitlines()

@@ -294,6 +294,7 @@ def test_the_compiler_finds_the_headers_and_the_library_of_tensorflow(tmp_path: 
     assert not hasattr(library, "hidden")
 
 
+@pytest.mark.slow
 def test_second_process_needs_no_compiler(forks: Forks, built: Any, failing: Any) -> None:
     (second,), said = use(forks, built.package, built.cache, CXX=failing.path, PATH="")
     assert second.library == built.first.library
@@ -301,6 +302,7 @@ def test_second_process_needs_no_compiler(forks: Forks, built: Any, failing: Any
     assert said == failing.calls == []
 
 
+@pytest.mark.slow
 def test_several_processes_at_once_compile_once(
     forks: Forks, package: Any, cache: Any, copier: Any
 ) -> None:
@@ -309,6 +311,7 @@ def test_several_processes_at_once_compile_once(
     assert len({each.library for each in used}) == len(said) == len(copier.calls) == 1
 
 
+@pytest.mark.slow
 def test_process_that_was_killed_while_compiling_is_made_up_for(
     forks: Forks, package: Any, cache: Any, copier: Any, tmp_path: Path
 ) -> None:
@@ -352,6 +355,7 @@ def test_status_tells_before_the_first_use_why_there_will_be_no_library(
 # Several libraries in a wheel
 
 
+@pytest.mark.slow
 def test_library_for_this_tensorflow_is_chosen_among_those_of_a_wheel(
     forks: Forks, package: Any, cache: Any, built: Any, failing: Any
 ) -> None:
@@ -894,6 +898,7 @@ def test_lock_is_free_while_a_fork_goes_on(tmp_path: Path) -> None:
 # The program
 
 
+@pytest.mark.slow
 def test_sources_are_compiled_by_a_program(
     forks: Forks, package: Any, tmp_path: Path, copier: Any
 ) -> None:

@@ -291,6 +291,7 @@ def test_options_and_vectors_are_checked() -> None:
         frozen.value_and_gradient(loss)
 
 
+@pytest.mark.slow
 def test_inside_a_function_it_is_refused() -> None:
     weights, loss = regression()
     fun = weights.value_and_gradient(loss)

@@ -61,6 +61,7 @@ def test_an_architecture_goes_round_and_to_another_process(
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

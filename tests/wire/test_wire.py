@@ -610,6 +610,7 @@ def distance(a: fw.FlatWeights, b: fw.FlatWeights) -> float:
 LOSSES = {"bfloat16": (0.1, 0.04, 0.3), "float16": (2e-3, -1.0, 0.03)}
 
 
+@pytest.mark.slow
 def test_training_is_that_of_float32_where_rounded_weights_stand_still(
     blobs: Blobs, float32: fw.FlatWeights, wire: Any
 ) -> None:

@@ -9,6 +9,7 @@ from bench.chaos.run import Plan, run
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "seconds", "elements", "seed"),
     [

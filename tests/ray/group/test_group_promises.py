@@ -166,6 +166,7 @@ def begin_twice(group: WorkerGroup, elements: int) -> None:
     group.broadcast(start_of(1.25, elements))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["wire", "plain"])
 def test_weights_that_all_refused_are_sent_to_nobody(
     three: WorkerGroup, wired: WorkerGroup, size: str

@@ -148,6 +148,7 @@ def test_workers_are_added_in_the_body_of_run_and_removed(
     assert "3 ranks" in repr(group)
 
 
+@pytest.mark.slow
 @pytest.mark.starts_actors
 def test_ranks_may_name_workers_that_are_still_starting(group: WorkerGroup, tmp_path: Path) -> None:
     gate = tmp_path / "built"
@@ -179,6 +180,7 @@ def test_a_loop_waits_for_a_worker_that_is_still_starting(
     waits.close()
 
 
+@pytest.mark.slow
 @pytest.mark.starts_actors
 def test_workers_come_and_go_in_the_body_of_as_completed(group: WorkerGroup) -> None:
     group.publish(weights_of(0.0))

@@ -162,6 +162,7 @@ def test_workers_that_died_before_the_first_weights_get_the_initial_ones(
     assert found.used == (0,)
 
 
+@pytest.mark.slow
 @pytest.mark.starts_actors
 def test_rounds_do_not_wait_for_a_process_that_starts_again(tmp_path: Path) -> None:
     gate = tmp_path / "go on"

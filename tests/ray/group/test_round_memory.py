@@ -73,6 +73,7 @@ def started(workers: int, size: int) -> WorkerGroup:
     return group
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "size"),
     [

@@ -229,6 +229,7 @@ def test_a_subset_that_is_sent_first_leaves_the_rest_to_the_lowest_rank(fresh: F
             assert_same(weights, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
 def test_subsets_that_are_published_first_leave_the_rest_to_the_lowest_rank(
     fresh: Fresh, wire_dtype: Any

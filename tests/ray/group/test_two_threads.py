@@ -101,6 +101,7 @@ def test_a_function_that_a_round_calls_may_call_the_group(lend: Lend) -> None:
     assert seen == [0.0]
 
 
+@pytest.mark.slow
 def test_another_thread_publishes_while_a_loop_waits(lend: Lend) -> None:
     """Each result is of one publication, the one that its round names."""
     group = lend(PlainWorker, 3, 40_000)

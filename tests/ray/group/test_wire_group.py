@@ -85,6 +85,7 @@ def test_the_first_round_without_weights_goes_in_full(make: Make) -> None:
     assert second.weights["w"].min() > first.weights["w"].min()
 
 
+@pytest.mark.slow
 def test_a_restarted_worker_is_sent_the_weights_in_full(make: Make) -> None:
     group = make(wire_dtype="bfloat16", max_restarts=1)
     for _ in group.run(2, "train"):

@@ -91,6 +91,7 @@ class Restartable(PlainWorker):
         return self.sums
 
 
+@pytest.mark.slow
 def test_a_restart_has_the_large_arguments_too() -> None:
     size = 50_000  # so many that Ray puts them into the object store
     group = WorkerGroup.create(
@@ -146,6 +147,7 @@ def test_a_group_is_of_flat_workers() -> None:
             WorkerGroup(wrong)
 
 
+@pytest.mark.slow
 def test_actors_may_be_given_and_change_groups(group: WorkerGroup) -> None:
     group.broadcast(weights_of(1.0))
     second = WorkerGroup(list(group.actors().values()))
@@ -220,6 +222,7 @@ def test_a_loop_that_brings_each_average_with_the_next_call(group: WorkerGroup) 
     assert_same(group.step("get_weights")[1], before.weights)  # those that were sent last
 
 
+@pytest.mark.slow
 def test_who_fails_after_it_took_the_weights_has_them(make: Make) -> None:
     group = make(3)
     group.broadcast(weights_of(1.0))
@@ -250,6 +253,7 @@ def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int, tmp_pat
     assert_same(group.step("get_weights")[0], weights_of(1.0, size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
 def test_what_was_sent_does_not_follow_the_steps_of_an_optimizer(make: Make, size: int) -> None:
     """Its weights are read-only, and each step changes them."""
@@ -271,6 +275,7 @@ def test_what_was_sent_does_not_follow_the_steps_of_an_optimizer(make: Make, siz
             assert_same(found, optimizer.weights)
 
 
+@pytest.mark.slow
 def test_what_was_sent_does_not_follow_a_dict_in_which_arrays_are_replaced(make: Make) -> None:
     """The arrays cannot change themselves, so that they are not copied."""
     group = make(2)
@@ -462,6 +467,7 @@ def test_a_worker_that_dies_is_left_out(
     assert_same(again.weights, mean_of(found.weights, range(3)))
 
 
+@pytest.mark.slow
 def test_who_died_after_its_answer_is_in_this_round_and_not_in_the_next(
     make: Make, tmp_path: Path
 ) -> None:
@@ -706,6 +712,7 @@ def test_run_trains_averages_and_sends(group: WorkerGroup) -> None:
     assert rounds == 3
 
 
+@pytest.mark.slow
 def test_run_goes_on_with_who_comes_back(make: Make, tmp_path: Path) -> None:
     group = make(3)
     expected = weights_of(1.0)
@@ -820,6 +827,7 @@ def test_shutdown_ends_the_processes_and_lets_go(make: Make, tmp_path: Path) -> 
     group.shutdown()
 
 
+@pytest.mark.slow
 def test_a_group_that_is_dropped_takes_its_processes_along() -> None:
     group = WorkerGroup.create(PlainWorker, 2, num_cpus=0)
     group.broadcast(weights_of(1.0))

@@ -636,6 +636,7 @@ def both_die_at_first(name: str, rank: int, folder: Path) -> tuple[int, ...]:
     return used
 
 
+@pytest.mark.slow
 @BY_ONE_WAY
 def test_retries_of_all_members_meet(puppets: Puppets, tmp_path: Path) -> None:
     name = next(NAMES)

@@ -611,6 +611,7 @@ def test_a_round_says_what_it_took(
     assert sum(found.seconds.values()) <= elapsed
 
 
+@pytest.mark.slow
 def test_the_segment_is_a_speedup_not_a_meaning(desk: Any, rng: np.random.Generator) -> None:
     """Runs of any length, cut by failures anywhere, give the bits of one pass."""
     makers: list[Callable[[], Any]] = [lambda: model(rng), lambda: ValueError("boom")]

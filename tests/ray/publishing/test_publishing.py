@@ -546,6 +546,7 @@ def test_a_relay_passes_weights_on_until_it_is_lost(relays: list[Any]) -> None:
             assert [read(one, version) for one in left] == [4.0] * 2
 
 
+@pytest.mark.slow
 def test_a_publisher_that_is_stopped_is_left_for_its_successor(started: list[Any]) -> None:
     learner = remote_learner.remote("stopped")
     started.append(learner)

@@ -132,6 +132,7 @@ def publish_to_nodes(until: str) -> None:
     print(json.dumps(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "until", ["all have read", pytest.param("all have ended", marks=pytest.mark.slow)]
 )
