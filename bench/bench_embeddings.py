@@ -13,11 +13,9 @@ checks that both members have the same weights.
 
 import hashlib
 import os
-import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -143,17 +141,8 @@ def main() -> None:
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--mbit", type=float)
     own, rest = parser.parse_known_args()
-    if own.mbit is not None and "RAY_ADDRESS" not in os.environ:
-        nodes.enter(["-m", "bench.bench_embeddings", *sys.argv[1:]])
-        cluster = nodes.Nodes.make(2)
-        cluster.shape(own.mbit)
-        cluster.start_ray()
-        command = [sys.executable, "-m", "bench.bench_embeddings", *sys.argv[1:]]
-        folder = Path(__file__).parents[1]
-        done = subprocess.run(
-            cluster.inside(0, command), env=cluster.environment(), cwd=folder, check=False
-        )
-        raise SystemExit(done.returncode)
+    if own.mbit is not None:
+        nodes.run_among("bench_embeddings", 2, own.mbit)
     sys.argv[1:] = rest
     options = runner.arguments(__doc__ or "")
     local: dict[str, Any] = {"address": "local", "num_cpus": 2, "include_dashboard": False}

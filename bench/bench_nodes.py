@@ -24,7 +24,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -450,21 +449,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Run the bench: this process starts itself again in namespaces, and then on the first node."""
-    again = ["-m", "bench.bench_nodes", *sys.argv[1:]]
+    """Run the bench."""
     cases = SCALE if options.scale else QUICK if options.quick else CASES
     cases = tuple(_case_of(given) for given in options.case or []) or cases
-    if nodes.is_among_nodes():
-        return drive(cases, options)
-    why = nodes.missing()
-    if why is not None:
-        print(f"bench_nodes: skipped: it needs {why}")
-        return None
-    nodes.enter(again)
-    cluster = Nodes.make(max(case.nodes for case in cases))
-    cluster.start_ray()
-    driver = cluster.inside(0, [sys.executable, *again])
-    raise SystemExit(subprocess.run(driver, env=cluster.environment(), check=False).returncode)
+    nodes.run_among("bench_nodes", max(case.nodes for case in cases))
+    drive(cases, options)
 
 
 def _case_of(given: Sequence[float]) -> Case:

@@ -14,7 +14,6 @@ passed most. "predicted" is the time of `flatweights.ray.plan`, divided by the m
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -193,25 +192,14 @@ def drive(cases: Sequence[Case], options: Namespace) -> None:
 
 
 def main() -> None:
-    """Run the bench: this process starts itself again in namespaces, and then on the first node."""
+    """Run the bench."""
     parser = runner.parser(__doc__ or "")
     parser.add_argument("--case", nargs=3, type=float, action="append")
     options = parser.parse_args()
     given = tuple(Case(int(count), int(mb * MB), mbit) for count, mb, mbit in options.case or [])
     cases = given or (QUICK if options.quick else CASES)
-    if nodes.is_among_nodes():
-        drive(cases, options)
-        return
-    why = nodes.missing()
-    if why is not None:
-        print(f"bench_publish_nodes: skipped: it needs {why}")
-        return
-    again = ["-m", "bench.bench_publish_nodes", *sys.argv[1:]]
-    nodes.enter(again)
-    cluster = Nodes.make(max(case.nodes for case in cases))
-    cluster.start_ray()
-    driver = cluster.inside(0, [sys.executable, *again])
-    raise SystemExit(subprocess.run(driver, env=cluster.environment(), check=False).returncode)
+    nodes.run_among("bench_publish_nodes", max(case.nodes for case in cases))
+    drive(cases, options)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,33 @@ def enter(command: Sequence[str]) -> None:
     os.execvp(words[0], words)
 
 
+def run_among(bench: str, count: int, mbit: float | None = None) -> None:
+    """Return in a process on the first of ``count`` nodes; elsewhere, run the bench there, and end.
+
+    This process starts itself again in namespaces, makes the nodes and their Ray, and then starts
+    itself again on the first of them.
+
+    Args:
+        bench: The module's name in this package.
+        count: The number of nodes.
+        mbit: Million bits per second of each link; without a limit, if None.
+    """
+    if is_among_nodes():
+        return
+    why = missing()
+    if why is not None:
+        print(f"{bench}: skipped: it needs {why}")
+        raise SystemExit
+    again = ["-m", f"bench.{bench}", *sys.argv[1:]]
+    enter(again)
+    cluster = Nodes.make(count)
+    if mbit is not None:
+        cluster.shape(mbit)
+    cluster.start_ray()
+    driver = cluster.inside(0, [sys.executable, *again])
+    raise SystemExit(subprocess.run(driver, env=cluster.environment(), check=False).returncode)
+
+
 class Nodes:
     """Nodes, by number from 0, and the links between them."""
 

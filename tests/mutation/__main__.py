@@ -1,10 +1,11 @@
 """Makes small wrong changes to a copy of the package, and says which of them the tests find.
 
-``python -m tests.mutation [--slow] [--jobs N] [texts ...]``
+``python -m tests.mutation [--slow] [--cheapest] [--jobs N] [texts ...]``
 
 Each change of `tests.mutation.changes` is made alone. Its tests run in their order until one fails:
-those of the default run, or with ``--slow`` the others. After a change of C++, the core is built
-anew. Needs what ``pip install '.[test]' --group build`` installs, and takes about an hour.
+those of the default run, or with ``--slow`` the others; with ``--cheapest``, only the first of
+them. After a change of C++, the core is built anew. Needs what ``pip install '.[test]' --group
+build`` installs, and takes an hour or two.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutation.changes import CHANGES, Change
@@ -59,8 +61,8 @@ class Copy:
             shutil.copy(core, new)
             new.rename(new.with_name(core.name))
 
-    def found_by(self, change: Change, *, slow: bool) -> str | None:
-        """Return the tests that fail with ``change``; None, if none does."""
+    def found_by(self, change: Change, tests: Sequence[str], *, slow: bool) -> str | None:
+        """Return those of ``tests`` that fail with ``change``; None, if none does."""
         path = self._folder / change.file
         text = path.read_text()
         if text.count(change.old) != 1:
@@ -70,7 +72,7 @@ class Copy:
             path.write_text(text.replace(change.old, change.new))
             if is_core:
                 self.build()
-            return next((one for one in change.tests if self._fails(one, slow=slow)), None)
+            return next((one for one in tests if self._fails(one, slow=slow)), None)
         finally:
             path.write_text(text)
             if is_core:
@@ -111,6 +113,7 @@ def main() -> None:
     """Make the changes, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slow", action="store_true", help="run the tests that are marked slow")
+    parser.add_argument("--cheapest", action="store_true", help="only the first tests of each")
     parser.add_argument("--jobs", default="auto", help="processes of pytest")
     parser.add_argument("texts", nargs="*", help="only changes with one of these in them")
     options = parser.parse_args()
@@ -124,7 +127,8 @@ def main() -> None:
         copy = Copy(Path(folder), options.jobs)
         for change in chosen:
             begin = time.perf_counter()
-            found = copy.found_by(change, slow=options.slow)
+            tests = change.tests[:1] if options.cheapest else change.tests
+            found = copy.found_by(change, tests, slow=options.slow)
             took = time.perf_counter() - begin
             made = f"{change.file}: {change.old.strip()!r} -> {change.new.strip()!r}"
             print(f"{took:6.1f} s  {found or 'NOT FOUND'}  {made}", flush=True)

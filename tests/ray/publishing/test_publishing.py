@@ -571,6 +571,8 @@ def test_a_publisher_that_is_stopped_is_left_for_its_successor(started: list[Any
 def test_weights_that_are_too_old_are_refused() -> None:
     weights = np.zeros(3)
     with Publisher("age", np.ones(3)) as publisher:
+        with Subscriber("age", weights, max_age=600.0) as patient:
+            assert not patient.update()  # what is still to come is as old as the publisher
         with Subscriber("age", weights, max_age=1e-9) as subscriber:
             text = r"'age': nothing was published for .* s, expected at most 1e-09 s \(max_age\)"
             with pytest.raises(StaleWeightsError, match=text):
