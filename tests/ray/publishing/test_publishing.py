@@ -594,6 +594,17 @@ def test_weights_that_are_too_old_are_refused() -> None:
         assert subscriber.version == 0
 
 
+def test_arrays_without_names_take_the_weights_by_position() -> None:
+    with Publisher("order", {"b": np.full(2, 1.0), "a": np.full(3, 2.0)}) as publisher:
+        publisher.publish()
+        arrays = [np.zeros(2), np.zeros(3)]
+        with Subscriber("order", arrays) as subscriber:
+            assert subscriber.update()
+            assert [array.tolist() for array in arrays] == [[1.0] * 2, [2.0] * 3]
+            with pytest.raises(ValueError, match="out, against the published weights: "):
+                subscriber.update(out=[np.zeros(3), np.zeros(2)])
+
+
 def test_read_without_variables_says_its_version() -> None:
     with Publisher("read", np.ones(3)) as publisher, Subscriber("read") as subscriber:
         publisher.publish()
