@@ -534,6 +534,12 @@ def test_out_may_not_overlap_a_source_in_part(case: str, nonfinite: Any) -> None
                 fw.average(models, weights, out=target, nonfinite=nonfinite)
 
 
+def test_sources_may_lie_beside_out() -> None:
+    base = np.arange(12.0)
+    fw.average([base[:4], base[8:]], out=base[4:8])
+    assert base.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+
+
 def test_a_strided_source_may_lie_around_out() -> None:
     base = np.arange(12.0).reshape(3, 4)
     fw.average([base[:2, 0], base[1:, 3]], out=base[0, 1:3])

@@ -169,6 +169,9 @@ def test_merging_keeps_what_cancels() -> None:
     right = summed([np.array([1.0]), np.array([-1e16])])
     left.merge(right)
     assert left.mean().tolist() == [0.5]
+    left = summed([np.array([1e16]), np.array([1.0])], [4, 4])
+    left.merge(summed([np.array([1.0]), np.array([-4e16])], [1, 1]))
+    assert left.mean().tolist() == [0.5]
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 2), (2, 0), (0, 0)])

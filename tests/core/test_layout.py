@@ -203,6 +203,10 @@ def test_names_may_be_any_unicode() -> None:
     assert Layout.from_json(layout.to_json()).names == tuple(names)
 
 
+def test_a_slot_has_as_many_dimensions_as_an_array_of_numpy() -> None:
+    assert Layout(["a"], [(1,) * 64], ["f4"]).slots[0].shape == (1,) * 64
+
+
 def test_dimensions_may_be_numpy_integers() -> None:
     layout = Layout(["a"], [(np.int64(2), np.uint8(3))], ["f4"])
     assert layout == Layout.of({"a": np.zeros((2, 3), np.float32)})

@@ -18,6 +18,7 @@ from flatweights import FlatWeights
 from flatweights.ray import Round, StaleWorkerError, WorkerError, WorkerGroup
 from flatweights.ray.peers import _platform
 from flatweights.ray.peers._latest import Latest
+from flatweights.ray.peers._store import sent_weights
 from flatweights.ray.results._wire import GroupWire
 
 pytestmark = pytest.mark.ray
@@ -337,6 +338,18 @@ def test_other_names_of_the_same_shapes_replace_all_weights(twin_actors: list[An
     renamed.names, renamed.are_all = ("a", "b"), True
     assert not renamed.is_changed_by(twins(1.0, 2.0))
     assert renamed.is_changed_by({"b": np.zeros(5)})
+
+
+@pytest.mark.parametrize(("second", "third"), [("xy", "x"), ("x", "xy"), ("xy", "yz")])
+def test_a_subset_after_a_subset_leaves_all_other_weights(second: str, third: str) -> None:
+    latest, expected = Latest(), dict[str, float]()
+    for number, names in enumerate(("xyz", second, third), start=1):
+        expected |= dict.fromkeys(names, float(number))
+        latest = latest.after({name: np.full(5, float(number)) for name in names}, ("", number))
+    full = latest.in_full()
+    assert full is not None
+    weights = {name: part.tolist() for name, part in sent_weights(full).items()}
+    assert weights == {name: [value] * 5 for name, value in expected.items()}
 
 
 def test_a_subset_that_is_published_after_refused_weights_is_completed(fresh: Fresh) -> None:

@@ -88,9 +88,9 @@ def test_weights_stay_after_the_first_call_and_have_the_bits_of_the_host(
     expect(members, 0, (0, 1, 2), "shm")
     for call in range(1, 6):
         expect(members, call, (0, 1, 2), "gpu")
-    weighted = ", weight=float(rank + 1)"
+    weighted = ", weight=0.25 * 2.0**rank"
     members.run(HOLD.format(call=7) + CALL.format(weighted))
-    mean = flatweights.average([weights_of(70 + rank) for rank in range(3)], [1.0, 2.0, 3.0])
+    mean = flatweights.average([weights_of(70 + rank) for rank in range(3)], [0.25, 0.5, 1.0])
     for weights in members.run(READ).values():
         assert all(same_bits(weights[name], np.asarray(part)) for name, part in mean.items())
 
