@@ -314,7 +314,7 @@ CHANGES = (
         "python/flatweights/demo/__init__.py",
         "        if getattr(options, name) < 2:",
         "        if getattr(options, name) < 1:",
-        ("tests/examples/test_demo.py", "tests/test_cli.py", "tests/examples/"),
+        ("tests/test_cli.py", "tests/examples/test_demo.py", "tests/examples/"),
     ),
     Change(
         "python/flatweights/cli.py",

@@ -31,10 +31,10 @@ from flatweights.ray.channels._protocol import (
     TOLD_AGAIN,
 )
 from flatweights.ray.channels._segments import Extent
+from flatweights.ray.members._client import _GRACE
 from flatweights.ray.members._platform import ActorPlace, MemberPlatform
 from flatweights.ray.members._process_group import ProcessGroup
 
-_PATIENCE = 30.0  # seconds beyond the timeout of a call for which a member waits
 _AWAKE = 0.25  # seconds after which a member looks at its mailbox without being woken
 
 
@@ -212,7 +212,7 @@ class Simulated(MemberPlatform):
     def was_agent_stopped(self, node: str | None) -> bool:
         """Whether an agent of a node, or of any, was stopped for longer than members wait."""
         return any(
-            until - begin > _PATIENCE
+            until - begin > _GRACE
             for agent in self.oracle.agents
             if node in (None, agent.process.notes["node"])
             for begin, until in agent.process.stops

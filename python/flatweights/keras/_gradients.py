@@ -46,7 +46,6 @@ from flatweights.keras._sparse import (
     Table,
     Tables,
     check_sparse,
-    end_copy_on_read,
     is_sent_sparse,
     takes_rows,
 )
@@ -60,7 +59,7 @@ from flatweights.ray import (
 )
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow import TensorFlowVariables
-from flatweights.tensorflow._python_op import HOST, compute_in_python, device_of
+from flatweights.tensorflow._python_op import HOST, compute_in_python, device_of, end_copy_on_read
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
@@ -356,7 +355,9 @@ class Averaging:
         computed = [getattr(average, "values", average) for average in averages]
         with tf.control_dependencies(computed):  # before that, no slot is read
             self._apply(grads, None if trainable_variables is None else variables)
-        end_copy_on_read([variables[i] for i in positions], averages)
+        for i, average in zip(positions, averages, strict=True):
+            if isinstance(average, tf.IndexedSlices):
+                end_copy_on_read(inner_variable(variables[i]))
 
     def _begin(self, grads: Any, trainable_variables: Any) -> tuple[list[Any], list[Any]]:
         """Check the context of the call, and build; return the gradients and their variables."""

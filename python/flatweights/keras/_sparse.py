@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from flatweights import Layout
 from flatweights._core import CalledTensors
 from flatweights.keras._exchange import Exchange
-from flatweights.keras._names import inner_variable
-from flatweights.tensorflow._python_op import Compute, compute_in_python, stop_copying
+from flatweights.tensorflow._python_op import Compute, compute_in_python
 
 Sparse: TypeAlias = bool | Literal["auto"]
 """Whether gradients of tables travel as rows."""
@@ -103,17 +102,6 @@ def takes_rows(optimizer: Any) -> bool:
         and optimizer.loss_scale_factor is None
         and not any(getattr(optimizer, name, None) for name in changes)
     )
-
-
-def end_copy_on_read(variables: Sequence[Any], averages: Sequence[Any]) -> None:
-    """Have the next step read the variables that got rows without copying all of each.
-
-    After an update of some rows, TensorFlow copies all of a variable at each read. With a large
-    table, that takes longer than all else in a step, also without an exchange.
-    """
-    for variable, average in zip(variables, averages, strict=True):
-        if isinstance(average, tf.IndexedSlices):
-            stop_copying(inner_variable(variable))
 
 
 class SparseExchange(Exchange):

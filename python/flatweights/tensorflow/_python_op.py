@@ -35,10 +35,11 @@ def device_of(variables: Sequence[Any]) -> str:
     return HOST
 
 
-def stop_copying(variable: tf.Variable) -> None:
+def end_copy_on_read(variable: tf.Variable) -> None:
     """Have TensorFlow no longer copy all of a variable of the host at each read.
 
-    It does so from the first update of some rows on. Without the op library, it goes on to.
+    It does so from the first update of some rows on: with a large table, that takes longer than all
+    else in a step. Without the op library, it goes on to.
     """
     library = load_library()
     if library is not None:
