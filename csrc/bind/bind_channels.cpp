@@ -19,6 +19,15 @@ namespace flatweights::bind {
 
 namespace py = pybind11;
 
+std::vector<KnownSegment> known_segments(const py::dict& known) {
+  std::vector<KnownSegment> segments;
+  for (const auto& [index, item] : known) {
+    const auto [generation, segment] = py::cast<std::pair<std::uint32_t, PeerSegment>>(item);
+    segments.push_back({py::cast<std::uint32_t>(index), generation, segment.file});
+  }
+  return segments;
+}
+
 namespace {
 
 void release(const BoundMailbox& mailbox, Side holder, std::span<const Extent> extents) {

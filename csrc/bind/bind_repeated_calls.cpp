@@ -159,11 +159,11 @@ class BoundRepeatedCalls {
   py::tuple run(std::int64_t number, double seconds, const BoundDoorbell& bell, int poll,
                 std::vector<double> seen_before) {
     know_segments();
-    const Sleep sleep{&bell.door(), bell.bell.number(), poll, bell.queued.get()};
+    const Sleep sleep{&bell.door(), bell.bell.number(), poll};
     RepeatedCalls::Ended ended;
     {
       const WithoutGil nogil;
-      ended = calls_.run(number, seconds, sleep, std::move(seen_before));
+      ended = calls_.run(number, seconds, sleep, *bell.queued, std::move(seen_before));
     }
     if (ended == RepeatedCalls::Ended::kQueue) bell.queued->store(false);
     py::list made;
@@ -180,14 +180,8 @@ class BoundRepeatedCalls {
  private:
   // A member's segments are few, and seldom new.
   void know_segments() {
-    for (std::size_t k = 0; k < segments_.size(); ++k) {
-      std::vector<RepeatedCalls::Segment> known;
-      for (const auto& [index, segment] : segments_[k].cast<py::dict>()) {
-        const auto [generation, memory] = py::cast<std::pair<std::uint32_t, PeerSegment>>(segment);
-        known.push_back({py::cast<std::uint32_t>(index), generation, memory.file});
-      }
-      calls_.know(k, std::move(known));
-    }
+    for (std::size_t k = 0; k < segments_.size(); ++k)
+      calls_.know(k, known_segments(segments_[k].cast<py::dict>()));
   }
 
   RepeatedCalls calls_;

@@ -16,6 +16,7 @@ void bind_inplace(pybind11::module_& m);
 void bind_channels(pybind11::module_& m);
 void bind_publication(pybind11::module_& m);
 void bind_repeated_calls(pybind11::module_& m);
+void bind_worker_answers(pybind11::module_& m);
 void bind_variables(pybind11::module_& m);
 void bind_running_average(pybind11::module_& m);
 void bind_parallel(pybind11::module_& m);

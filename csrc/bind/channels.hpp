@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "checks.hpp"
+#include "flatweights/answers.hpp"
 #include "flatweights/doorbell.hpp"
 #include "flatweights/mailbox.hpp"
 #include "flatweights/memory_file.hpp"
@@ -206,5 +207,8 @@ struct PeerSegment {
     return array;
   }
 };
+
+// The segments of `known`: generation and `PeerSegment` by index, as in `read_message`.
+std::vector<KnownSegment> known_segments(const py::dict& known);
 
 }  // namespace flatweights::bind

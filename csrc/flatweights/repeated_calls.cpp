@@ -1,9 +1,6 @@
 #include "flatweights/repeated_calls.hpp"
 
 #include <algorithm>
-#include <array>
-#include <chrono>
-#include <cmath>
 #include <cstring>
 #include <exception>
 #include <limits>
@@ -11,15 +8,8 @@
 #include <thread>
 #include <utility>
 
-#ifdef __linux__
-#include <sys/epoll.h>
-#include <unistd.h>
-#endif
-
-#include "flatweights/average.hpp"
 #include "flatweights/flatten.hpp"
 #include "flatweights/parallel.hpp"
-#include "flatweights/relative_weights.hpp"
 
 namespace flatweights {
 namespace {
@@ -27,10 +17,6 @@ namespace {
 constexpr double kForever = std::numeric_limits<double>::infinity();
 constexpr double kWatch = 150e-6;     // seconds of polling before the coordinator sleeps
 constexpr double kSoon = 2 * kWatch;  // if the last wait took no longer, polling was enough
-
-double seconds_now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 }  // namespace
 
@@ -109,13 +95,14 @@ std::uint32_t RepeatedCalls::awaited() const noexcept {
 
 // Returns nothing once all members have asked for repetitions.
 std::optional<RepeatedCalls::Ended> RepeatedCalls::wait(double begin, double end,
-                                                        const Sleep& sleep) {
+                                                        const Sleep& sleep,
+                                                        const std::atomic<bool>& queued) {
   double now = begin;
   const double watched = last_wait_ <= kSoon ? begin + kWatch : begin;
   for (;;) {
     const Found found = look(now);
     if (found == Found::kOther) return Ended::kOther;
-    if (sleep.queued->load()) return Ended::kQueue;
+    if (queued.load()) return Ended::kQueue;
     if (found == Found::kAll) return std::nullopt;
     if (now >= deadline()) return Ended::kLate;
     if (now >= end) return Ended::kPause;
@@ -130,44 +117,11 @@ std::optional<RepeatedCalls::Ended> RepeatedCalls::wait(double begin, double end
 
 // Sleeps until the bell rings, or a member has died; or wakes early.
 std::optional<RepeatedCalls::Ended> RepeatedCalls::sleep_until(double end, const Sleep& sleep) {
-#ifdef __linux__
-  sleep.door->arm(awaited());
-  // Perhaps before the bell was armed.
+  std::vector<const Mailbox*> missing;
   for (std::size_t k = 0; k < boxes_.size(); ++k)
-    if (seen_[k] == 0 && boxes_[k]->is_answered()) return std::nullopt;
-  const double left = std::clamp(end - seconds_now(), 0.0, 3600.0);
-  const int milliseconds = static_cast<int>(std::ceil(left * 1e3));
-  std::array<epoll_event, 8> events{};
-  const int count = epoll_wait(sleep.poll, events.data(), events.size(), milliseconds);
-  bool is_socket = false;
-  for (int k = 0; k < count; ++k) {
-    if (events[static_cast<std::size_t>(k)].data.fd != sleep.bell) {
-      is_socket = true;
-      continue;
-    }
-    std::uint64_t rings = 0;
-    if (read(sleep.bell, &rings, sizeof rings) < 0) continue;  // another thread has heard it
-  }
-  if (is_socket) return Ended::kSocket;
+    if (seen_[k] == 0) missing.push_back(boxes_[k]);
+  if (sleep_at(sleep, missing, awaited(), end) == Woken::kSocket) return Ended::kSocket;
   return std::nullopt;
-#else
-  (void)end, (void)sleep;
-  return Ended::kOther;
-#endif
-}
-
-// The model of a member; null if its message does not have it.
-const std::byte* RepeatedCalls::model_of(std::size_t member, const Prepared& call) const noexcept {
-  const std::optional<Extent>& extent = extents_[member];
-  const std::size_t nbytes = call.layout.nbytes();
-  if (!extent || extent->nbytes != nbytes) return nullptr;
-  for (const Segment& segment : segments_[member]) {
-    if (segment.index != extent->segment || segment.generation != extent->generation) continue;
-    const std::size_t size = segment.file->size();
-    if (extent->offset > size || nbytes > size - extent->offset) return nullptr;
-    return segment.file->data() + extent->offset;
-  }
-  return nullptr;
 }
 
 // Makes the call that all members have asked for; returns false, with nothing done, if it is not
@@ -177,7 +131,7 @@ bool RepeatedCalls::make(std::int64_t number, double waited) {
   for (const Repeat& request : requests_)
     if (request.call != call->call) return false;
   for (std::size_t k = 0; k < boxes_.size(); ++k) {
-    models_[k] = model_of(k, *call);
+    models_[k] = memory_of(extents_[k], call->layout.nbytes(), segments_[k]);
     const bool is_sent = !call->root || *call->root == k;
     if (is_sent != (models_[k] != nullptr) || is_sent != extents_[k].has_value()) return false;
   }
@@ -206,27 +160,8 @@ bool RepeatedCalls::make(std::int64_t number, double waited) {
 // Returns false if the mean is not to be given to the members.
 bool RepeatedCalls::average(Prepared& call, const Result& result) {
   std::vector<double> weights;
-  bool is_any_positive = false;
-  for (const Repeat& request : requests_) {
-    if (!(std::isfinite(request.weight) && request.weight >= 0)) return false;
-    is_any_positive = is_any_positive || request.weight > 0;
-    weights.push_back(request.weight);
-  }
-  if (!is_any_positive) return false;
-  std::vector<AveragePart> parts;
-  std::vector<const std::byte*> sources;
-  for (const Slot& slot : call.layout.slots()) {
-    std::byte* const out = result.memory + slot.offset;
-    parts.push_back({slot.dtype, slot.size, slot.nbytes, out, slot.dtype});
-    for (const std::byte* const model : models_) sources.push_back(model + slot.offset);
-  }
-  try {
-    RelativeWeights relative;
-    const std::vector<double> ratios = relative.add(weights);
-    return average_into(parts, sources, ratios, relative.ratios) || call.takes_nonfinite;
-  } catch (const std::exception&) {  // weights that are too far apart, or memory is short
-    return false;
-  }
+  for (const Repeat& request : requests_) weights.push_back(request.weight);
+  return mean_of(call.layout, models_, weights, call.takes_nonfinite, result.memory);
 }
 
 void RepeatedCalls::post(const Prepared& call, const Result& result) {
@@ -247,7 +182,7 @@ void RepeatedCalls::post(const Prepared& call, const Result& result) {
 }
 
 RepeatedCalls::Ended RepeatedCalls::run(std::int64_t number, double seconds, const Sleep& sleep,
-                                        std::vector<double> seen) {
+                                        const std::atomic<bool>& queued, std::vector<double> seen) {
   if (seen.size() != boxes_.size()) throw std::invalid_argument("expected a time for each member");
   seen_before_ = std::move(seen);
   const double end = seconds_now() + seconds;
@@ -256,7 +191,7 @@ RepeatedCalls::Ended RepeatedCalls::run(std::int64_t number, double seconds, con
   std::ranges::fill(seen_, 0.0);
   for (;;) {
     const double begin = seconds_now();
-    const auto ended = wait(begin, end, sleep);
+    const auto ended = wait(begin, end, sleep, queued);
     pending_ = seconds_now() - begin;
     if (ended) return *ended;
     last_wait_ = pending_;

@@ -14,15 +14,13 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
-#include "flatweights/doorbell.hpp"
+#include "flatweights/answers.hpp"
 #include "flatweights/layout.hpp"
 #include "flatweights/mailbox.hpp"
-#include "flatweights/memory_file.hpp"
 #include "flatweights/message.hpp"
 
 namespace flatweights {
@@ -44,22 +42,8 @@ struct Repeated {
   double averaged;      // seconds
 };
 
-// The bell that members ring, and the descriptors at which the coordinator sleeps.
-struct Sleep {
-  Doorbell* door;
-  int bell;                         // the eventfd that the doorbell rings
-  int poll;                         // an epoll of the bell, and of the members' sockets
-  const std::atomic<bool>* queued;  // whether another thread wants the coordinator to stop
-};
-
 class RepeatedCalls {
  public:
-  // A segment of a member, as its message mentions it.
-  struct Segment {
-    std::uint32_t index, generation;
-    std::shared_ptr<MemoryFile> file;
-  };
-
   // A segment of the coordinator, of which the members know.
   struct Result {
     std::byte* memory;
@@ -93,14 +77,16 @@ class RepeatedCalls {
   void forget(std::uint64_t call);
   [[nodiscard]] std::span<const Prepared> prepared() const noexcept { return prepared_; }
   // Tells the segments of a member.
-  void know(std::size_t member, std::vector<Segment> segments) {
+  void know(std::size_t member, std::vector<KnownSegment> segments) {
     segments_[member] = std::move(segments);
   }
 
   // Makes calls, with responses after `number`, for at most `seconds`, or until something else is
-  // to be done; returns why. It posts nothing that it has not finished. `seen`: what `seen()` was
-  // at the end of the last series, without the members whose messages were read since.
-  Ended run(std::int64_t number, double seconds, const Sleep& sleep, std::vector<double> seen);
+  // to be done; returns why. It posts nothing that it has not finished. `queued`: whether another
+  // thread wants it to stop. `seen`: what `seen()` was at the end of the last series, without the
+  // members whose messages were read since.
+  Ended run(std::int64_t number, double seconds, const Sleep& sleep,
+            const std::atomic<bool>& queued, std::vector<double> seen);
 
   // Of the last series: the number of calls, and the seconds waited for the one that was not made.
   [[nodiscard]] std::int64_t count() const noexcept { return count_; }
@@ -112,18 +98,18 @@ class RepeatedCalls {
   enum class Found { kMissing, kAll, kOther };
 
   Found look(double now);
-  std::optional<Ended> wait(double begin, double end, const Sleep& sleep);
+  std::optional<Ended> wait(double begin, double end, const Sleep& sleep,
+                            const std::atomic<bool>& queued);
   std::optional<Ended> sleep_until(double end, const Sleep& sleep);
   [[nodiscard]] Prepared* find(std::uint64_t call) noexcept;
   [[nodiscard]] double deadline() noexcept;
   [[nodiscard]] std::uint32_t awaited() const noexcept;
   bool make(std::int64_t number, double waited);
-  const std::byte* model_of(std::size_t member, const Prepared& call) const noexcept;
   bool average(Prepared& call, const Result& result);
   void post(const Prepared& call, const Result& result);
 
   std::vector<Mailbox*> boxes_;
-  std::vector<std::vector<Segment>> segments_;
+  std::vector<std::vector<KnownSegment>> segments_;
   std::vector<Prepared> prepared_;
   // Of the messages of the next call, by member.
   std::vector<double> seen_, seen_before_;

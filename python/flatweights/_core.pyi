@@ -153,6 +153,29 @@ class RepeatedCalls:
         list[tuple[int, int, int, int, float, float, float, float]],
     ]: ...
 
+class WorkerAnswers:
+    def __init__(
+        self,
+        mailboxes: list[Mailbox],
+        segments: list[dict[int, tuple[int, PeerSegment]]],
+        layout: Layout,
+        digest: bytes,
+    ) -> None: ...
+    def were_read(self) -> bool: ...
+    def mean(
+        self,
+        out: _Bytes,
+        weights: list[float],
+        takes_nonfinite: bool,
+        watch: float,
+        seconds: float,
+        doorbell: Doorbell,
+        poll: int,
+    ) -> tuple[float, float] | None: ...
+    def values(
+        self, value: bytes, watch: float, seconds: float, doorbell: Doorbell, poll: int
+    ) -> float | None: ...
+
 MAILBOX_BYTES: int
 
 def device_uuids() -> list[bytes]: ...

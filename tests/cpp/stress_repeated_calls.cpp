@@ -2,14 +2,9 @@
 //
 // Each model consists of the number of the call and the rank, so a mean shows whether a segment was
 // read or written out of turn. Another thread stops the coordinator at random; it goes on at once.
-#include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <span>
@@ -17,60 +12,26 @@
 #include <vector>
 
 #include "flatweights/layout.hpp"
-#include "flatweights/memory_file.hpp"
 #include "flatweights/repeated_calls.hpp"
+#include "peers.hpp"
 
 namespace {
 
 using namespace flatweights;
 
-constexpr std::size_t kMembers = 3, kNumbers = 304;
+constexpr std::size_t kMembers = 3;
 constexpr std::int64_t kCalls = 20000;
 constexpr std::uint64_t kCall = 7;
 
-std::atomic<bool> failed{false};
-
-void expect(bool is_so, const char* what) {
-  if (is_so) return;
-  std::fprintf(stderr, "stress_repeated_calls: %s\n", what);
-  failed = true;
-}
-
-struct Bell {
-  std::unique_ptr<Doorbell> door = std::make_unique<Doorbell>();
-  int bell = eventfd(0, EFD_NONBLOCK);
-  int poll = epoll_create1(0);
-
-  Bell() {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.fd = bell;
-    expect(epoll_ctl(poll, EPOLL_CTL_ADD, bell, &event) == 0, "cannot poll");
-  }
-  void ring() const {
-    const std::uint64_t one = 1;
-    expect(write(bell, &one, sizeof one) > 0, "cannot ring");
-  }
-};
-
-struct Member {
-  std::unique_ptr<Mailbox> box = std::make_unique<Mailbox>();
-  std::shared_ptr<MemoryFile> segment = MemoryFile::create(kNumbers * sizeof(double));
-};
-
-void be_member(std::size_t rank, Member& member, const Bell& bell,
+void be_member(std::size_t rank, const Peer& member, const Bell& bell,
                std::span<const std::shared_ptr<MemoryFile>> results) {
   Mailbox& box = *member.box;
-  const auto take = [&box] {
-    do box.enter(1);
-    while (box.await(100'000'000, 1) != Mailbox::Awaited::kTaken);
-  };
-  take();
-  auto* const numbers = reinterpret_cast<double*>(member.segment->data());
+  member.take();
   for (std::int64_t number = 1; number <= kCalls; ++number) {
     expect(box.holds(Mailbox::Side::kDriver, 0) == 0,
            "the coordinator holds a segment that it has read");
-    std::fill_n(numbers, kNumbers, static_cast<double>(number) + static_cast<double>(rank));
+    std::fill_n(member.numbers(), kNumbers,
+                static_cast<double>(number) + static_cast<double>(rank));
     struct {
       std::uint32_t kind = kRepeat, count = 1;
       Extent extent{0, 1, 0, kNumbers * sizeof(double)};
@@ -78,8 +39,8 @@ void be_member(std::size_t rank, Member& member, const Bell& bell,
     } request;
     box.add_hold(Mailbox::Side::kDriver, 0);
     box.answer_and_stay(std::as_bytes(std::span(&request, 1)));
-    if (bell.door->count_down()) bell.ring();
-    take();
+    bell.count_down();
+    member.take();
     const Message told(box, Mailbox::Side::kWorker);
     Repeated body;
     std::memcpy(&body, told.body().data(), sizeof body);
@@ -98,9 +59,9 @@ void be_member(std::size_t rank, Member& member, const Bell& bell,
 
 int main() {
   Bell bell;
-  std::vector<Member> members(kMembers);
+  std::vector<Peer> members(kMembers);
   std::vector<Mailbox*> boxes;
-  for (Member& member : members) boxes.push_back(member.box.get());
+  for (const Peer& member : members) boxes.push_back(member.box.get());
   std::vector<std::shared_ptr<MemoryFile>> results;
   for (int k = 0; k < 2; ++k) results.push_back(MemoryFile::create(kNumbers * sizeof(double)));
 
@@ -118,7 +79,7 @@ int main() {
 
   std::vector<std::thread> threads;
   for (std::size_t rank = 0; rank < kMembers; ++rank)
-    threads.emplace_back(be_member, rank, std::ref(members[rank]), std::cref(bell),
+    threads.emplace_back(be_member, rank, std::cref(members[rank]), std::cref(bell),
                          std::span<const std::shared_ptr<MemoryFile>>(results));
   std::atomic<bool> queued{false}, is_over{false};
   threads.emplace_back([&] {
@@ -129,10 +90,10 @@ int main() {
     }
   });
   for (Mailbox* const box : boxes) box->post({}, 0);
-  const Sleep sleep{bell.door.get(), bell.bell, bell.poll, &queued};
+  const Sleep sleep{bell.door.get(), bell.bell, bell.poll};
   std::vector<double> seen(kMembers, 0.0);
   for (std::int64_t number = 0; number < kCalls;) {
-    const RepeatedCalls::Ended ended = calls.run(number, 10.0, sleep, seen);
+    const RepeatedCalls::Ended ended = calls.run(number, 10.0, sleep, queued, seen);
     expect(ended == RepeatedCalls::Ended::kQueue || number + calls.count() == kCalls,
            "a series has ended without queued");
     if (failed) return 1;

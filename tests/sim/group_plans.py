@@ -41,7 +41,8 @@ def plan_of(seed: int, mix: str, protocol: str) -> Plan:
     - ``grows``, ``leaves``: how likely a worker is added or removed between two rounds;
     - ``buffer``, ``max_staleness``: arguments of a loop; ``publishes``: how likely its body
       publishes weights; ``beside``: whether another thread does;
-    - ``yields``: how likely a task is preempted at a point.
+    - ``yields``: how likely a task is preempted at a point;
+    - ``in_one_step``: the share of averages that `_core.WorkerAnswers` makes.
     """
     rng = random.Random(f"{seed} {mix} {protocol}")
     size = rng.choice((1, 2, 2, 3, 3, 4))
@@ -95,6 +96,7 @@ def plan_of(seed: int, mix: str, protocol: str) -> Plan:
     if mix in ("stops", "wild") and rng.random() < 0.3:
         seconds = rng.choice((0.5, 3.0, 20.0))
         faults[rng.randrange(1, points * 3)] = {"kind": "stop", "seconds": seconds}
+    plan["in_one_step"] = rng.choice((1.0, 0.5, 0.0, 1.0))
     return plan
 
 
@@ -136,6 +138,7 @@ _NEUTRAL = (
     ("publishes", 1.0),
     ("beside", False),
     ("yields", 0.1),
+    ("in_one_step", 0.0),
 )
 """Entries of a plan, with the values by which they have little effect."""
 

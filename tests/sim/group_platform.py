@@ -21,10 +21,11 @@ from tests.sim.copies import copied
 from tests.sim.platform import HeldExtent
 from tests.sim.world import Bell, Changing, Fault, Process, SimulatedLock, World
 
-from flatweights.ray.channels._driver_channel import DriverChannel
+from flatweights import _core
+from flatweights.ray.channels._driver_channel import _NOTHING, DriverChannel
 from flatweights.ray.channels._end import ChannelEnd, ChannelError
 from flatweights.ray.channels._message import _EXTENT, _HEADER
-from flatweights.ray.channels._protocol import BY_CALL
+from flatweights.ray.channels._protocol import BY_CALL, VALUE, WEIGHTS
 from flatweights.ray.channels._segments import Extent
 from flatweights.ray.channels._worker_channel import PATIENCE, WorkerChannel
 from flatweights.ray.peers import _call_log
@@ -52,6 +53,8 @@ class SimulatedWorkers(GroupPlatform):
         self.actors: list[Actor] = []
         self.mailboxes: list[SimulatedMailbox] = []
         self.is_calm = False  # whether nothing goes wrong any more
+        self.in_one_step = 0.0  # the share of averages that `_core.WorkerAnswers` makes
+        self.averages = 0  # how many it has made
         self.losses = 0  # how often memory was short
         self.ids = itertools.count(1)  # of actors and references
 
@@ -473,6 +476,11 @@ class SimulatedMailbox(Changing):
         """Note the buffers of the next message of one end."""
         self._shared[not of_worker] = [extent.buffer for extent in extents]
 
+    def kind_of_answer(self) -> tuple[int, bytes]:
+        """Return kind and body of the answer."""
+        kind, count = _HEADER.unpack_from(self._content[False])
+        return kind, self._content[False][_HEADER.size + count * _EXTENT.size :]
+
     def read_message(self, of_worker: bool, _: Any) -> tuple[int, list[Any], bytes]:
         content = self._content[of_worker]
         kind, count = _HEADER.unpack_from(content)
@@ -661,6 +669,59 @@ class SimulatedChannels(Bell):
             world.block(self._is_due, self, seconds)
             self.poll()
         return world.now - begin
+
+    def mean_of(
+        self,
+        channels: list[SimulatedDriverChannel],
+        layout: Any,
+        out: Any,
+        weights: list[float],
+        seconds: float,
+        *,
+        takes_nonfinite: bool,
+    ) -> tuple[float, float] | None:
+        """Do what `_core.WorkerAnswers` does, for a share of the averages."""
+        begin = self._world.now
+        if not self._have_answered(channels, (WEIGHTS, layout.digest.encode()), seconds):
+            return None
+        models = [channel.mailbox.read_message(False, None)[1] for channel in channels]
+        is_finite = _core.average_into(layout.core, True, [out], models, weights)
+        if not (is_finite or takes_nonfinite):
+            return None
+        for channel in channels:
+            channel.note_read(is_read=True)
+        self._platform.averages += 1
+        return self._world.now - begin, 0.0
+
+    def are_done(self, channels: list[SimulatedDriverChannel], seconds: float) -> bool:
+        """Do what `_core.WorkerAnswers` does, for a share of the calls."""
+        are_done = self._have_answered(channels, (VALUE, _NOTHING), seconds)
+        for channel in channels if are_done else ():
+            channel.note_read(is_read=True)
+        return are_done
+
+    def _have_answered(
+        self, channels: list[SimulatedDriverChannel], answer: tuple[int, bytes], seconds: float
+    ) -> bool:
+        """Wait for an ``answer``, kind and body, of all; return whether nothing else happened."""
+        world, share = self._world, self._platform.in_one_step
+        end = world.now + seconds
+        if share == 0 or (share < 1 and world.draw() >= share):
+            return False
+        while True:
+            there = [one for one in channels if one.is_answered]
+            if any(one.mailbox.kind_of_answer() != answer for one in there):
+                return False
+            missing = [one for one in channels if one not in there]
+            if not missing or world.now >= end:
+                return not missing
+            self._missing = len(missing)
+            world.point("waiting")
+            if not any(one.is_answered for one in missing):
+                world.block(self._is_due, self, end - world.now)
+                self._is_rung = False
+            if any(map(self._has_news, self._channels)):
+                return False
 
     def poll(self) -> None:
         self._is_rung = False

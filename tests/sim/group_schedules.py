@@ -28,6 +28,7 @@ class GroupSchedule:
         self.world = World(seed, yields=plan["yields"], has_transcript=has_transcript)
         self.world.rates = self.plan["rates"]
         self.platform = SimulatedWorkers(self.world)
+        self.platform.in_one_step = plan["in_one_step"]
         self.oracle = GroupOracle(self.world, self.plan, self.platform)
         self.world.at_rest = self.oracle.at_rest
         self.group_class: Any = type("Group", (WorkerGroup,), {"_platform": self.platform})
@@ -66,4 +67,5 @@ class GroupSchedule:
         elif end == "steps":
             world.fail(f"no end after {most_steps} steps")
         world.close(processes)
+        self.oracle.counts["in one step"] = self.platform.averages
         self.platform.close()

@@ -34,7 +34,7 @@ GROUPS = ("rounds", "late", "failed", "errors")
 HAPPENS = {
     "members": ("calls", "late", "healed", "errors", "quarantined", "differ"),
     "nodes": ("calls", "late", "healed", "errors", "exchanges"),
-    "group": GROUPS,
+    "group": (*GROUPS, "in one step"),
     "asynchronous": GROUPS,
     "fit": ("ended", "late", "healed", "epochs seen"),
 }
@@ -123,6 +123,16 @@ def test_smaller_plans_run() -> None:
         assert not schedule_of(plan, 8).world.failures
     for plan in fit_plans.smaller(plan_of("fit", 8, "heal")):
         assert not schedule_of(plan, 8).world.failures
+
+
+def test_an_interrupt_may_leave_a_refusal_unread() -> None:
+    plan = plan_of("group", 0, "calm") | {"program": "mixed", "size": 1, "rounds": 9}
+    plan |= {"refuses": 0.2, "rates": {"no channel": 1.0}, "in_one_step": 0.0, "work": 0.01}
+    plan |= {"timeout": None, "min_results": 1, "initial": True, "nonfinite": "skip"}
+    for seed in (14, 17, 26, 28):
+        for point in range(18, 60):
+            plan["driver_faults"] = {str(point): {"kind": "interrupt"}}
+            assert not schedule_of(plan, seed).world.failures, (seed, point)
 
 
 def test_the_text_of_each_mutant_occurs_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -382,10 +383,15 @@ class WorkerGroup:
 
     def _spec(self, weights: Weights, **options: Any) -> RoundSpec:
         """Return the checked arguments of a round, for all ranks of the group."""
-        worker_set = self._worker_set
-        worker_set.ranks.admit()
+        ranks = self._worker_set.ranks
+        ranks.admit()
         options["max_inflight"] = self._max_inflight
-        return RoundSpec.of(len(worker_set.ranks), weights, span=worker_set.ranks.span, **options)
+        if weights is None:
+            try:
+                return _spec_of(len(ranks), span=ranks.span, **options)
+            except TypeError:  # one has no hash, or is wrong
+                pass
+        return RoundSpec.of(len(ranks), weights, span=ranks.span, **options)
 
     @alone
     def broadcast(self, weights: Any, *, timeout: float | None = None) -> list[int]:
@@ -699,6 +705,12 @@ class WorkerGroup:
             " and ".join(names),
         ]
         return f"<{type(self).__name__} of {', '.join(filter(None, parts))}>"
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _spec_of(ranks: int, **options: Any) -> RoundSpec:
+    """Return the checked arguments of rounds without weights: most are the same again."""
+    return RoundSpec.of(ranks, None, **options)
 
 
 def _check_initial(initial: Any) -> None:

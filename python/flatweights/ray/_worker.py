@@ -17,7 +17,7 @@ from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
 from flatweights.ray.channels._worker_channel import NoChannel, WorkerChannels
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
-from flatweights.ray.peers._transport import Head, Stamp, weights_of
+from flatweights.ray.peers._transport import Head, Stamp, read_plain_call, weights_of
 from flatweights.ray.results import _variables
 from flatweights.ray.results._result import Packed
 from flatweights.ray.results._variables import Variables
@@ -303,6 +303,10 @@ class _Commands:
 
     def __init__(self, worker: FlatWorker) -> None:
         self.call_version = functools.partial(_run, worker, worker._group_state)
+
+    def run_plain(self, body: bytes, buffers: list[NDArray[np.uint8]]) -> Any:
+        """Run a call without arguments; see `read_plain_call`."""
+        return self.call_version(*read_plain_call(body, buffers))
 
 
 def _receive(

@@ -20,6 +20,7 @@ from reference import same_bits
 import flatweights as fw
 from flatweights.ray import WorkerError, WorkerGroup
 from flatweights.ray.peers._by_channel import ChannelResult
+from flatweights.ray.peers._wait import Arrivals
 from flatweights.ray.support import _failpoints
 
 pytestmark = pytest.mark.ray
@@ -84,16 +85,18 @@ def test_an_interrupt_at_any_point_loses_nothing(
         check_round(group)
 
 
+@pytest.mark.parametrize("is_at_once", [False, True], ids=["one by one", "all at once"])
 def test_an_interrupt_while_an_answer_is_read_loses_nothing(
-    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+    group: WorkerGroup, is_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, interrupts, is_over, step = ChannelResult._is_there, Interrupts(), False, 0
+    where, name = (Arrivals, "mean") if is_at_once else (ChannelResult, "_is_there")
+    read, interrupts, is_over, step = getattr(where, name), Interrupts(), False, 0
 
-    def read_half_way(answer: ChannelResult) -> bool:
+    def read_half_way(*given: Any, **options: Any) -> Any:
         nonlocal is_over
         patched.undo()
-        there: list[bool] = []
-        is_over = not interrupts.hit(lambda: there.append(read(answer)))
+        there: list[Any] = []
+        is_over = not interrupts.hit(lambda: there.append(read(*given, **options)))
         if not is_over:
             raise KeyboardInterrupt
         return there[0]
@@ -109,7 +112,9 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
             check_round(group)
         assert all(count < 100 for count in held()), "none was dropped twice"
         with monkeypatch.context() as patched:
-            patched.setattr(ChannelResult, "_is_there", read_half_way)
+            patched.setattr(where, name, read_half_way)
+            if not is_at_once:
+                patched.setattr(_failpoints, "hook", lambda _: None)
             with contextlib.suppress(KeyboardInterrupt):
                 group.average("train", 1.0)
         step += 1

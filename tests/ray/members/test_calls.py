@@ -6,6 +6,7 @@ import pytest
 from calls import TheProcessGroup
 
 from flatweights.ray.core._calls import Awaited
+from flatweights.ray.core._deadline import NEVER
 from flatweights.ray.core._events import (
     Action,
     CopyState,
@@ -26,7 +27,8 @@ from flatweights.ray.core._events import (
     StateCopied,
     TimeIsUp,
 )
-from flatweights.ray.core._peer import PeerState
+from flatweights.ray.core._healing import Healing
+from flatweights.ray.core._peer import Peer, PeerState
 from flatweights.ray.core._requests import MemberDiedError, Request
 
 STEP = Request("average", "weights", min_results=1, state="state")
@@ -196,3 +198,11 @@ def test_a_member_that_does_not_fetch_its_state_keeps_no_other_from_being_healed
     assert (send.donor, send.recovering, send.late) == (donor.number, [group[1]], (2,))
     donor.requests(Request("give", "state"), group.now)
     assert only(CopyState, group.receive(Gave(donor, True))) == [CopyState(send.number)]
+
+
+def test_a_state_that_was_given_outlives_its_donor() -> None:
+    donor, other = Peer(0, "a", b""), Peer(1, "b", b"")
+    healing = Healing(1, donor, [other], NEVER, is_given=True, waiting=[other])
+    healing.lose(donor)
+    assert healing.is_known
+    assert healing.why is None

@@ -3,7 +3,9 @@
 No Ray is started: the coordinator and the members are threads, with channels between them.
 """
 
+import contextlib
 import logging
+import select
 import signal
 import sys
 import threading
@@ -20,10 +22,11 @@ from process_groups import LocalProcessGroup, kill
 from reference import same_bits
 
 import flatweights as fw
+from flatweights import _core
 from flatweights.ray import MemberError, WorkerError
 from flatweights.ray.members._client import ChannelClient
 from flatweights.ray.members._member import Member
-from flatweights.ray.members._repetitions import Series
+from flatweights.ray.members._repetitions import Ending, Series
 from flatweights.ray.results._report import METRICS
 from flatweights.ray.results._round import Round
 
@@ -641,3 +644,22 @@ def test_a_step_may_repeat_more_than_a_hundred_kinds(threads: ThreadPoolExecutor
 
     all_of(threads, group.members, act)
     assert group.made >= 3 * 110
+
+
+def test_a_call_is_late_by_the_timeout_of_a_member_that_has_asked() -> None:
+    layout = fw.Layout(["w"], [(4,)], [np.float32])
+    boxes, bell, poll = [_core.Mailbox() for _ in range(3)], _core.Doorbell(), select.epoll()
+    results = [(k, 1, 0, layout.new_buffer()) for k in range(2)]
+    for box in boxes:
+        box.post(b"", 0)
+    for box in boxes[:2]:  # the third member does not ask
+        box.enter(1)
+        assert box.wait(0.0, 1)
+        asks = _core.RepeatedRequest(box, bell, {}, 1, None)
+        assert asks.exchange(1.0, 0.0) is False
+    calls = _core.RepeatedCalls(boxes, [{}, {}, {}])
+    calls.prepare(1, layout.core, results, None, False, [None, 0.01, None])
+    with contextlib.closing(poll):
+        poll.register(bell.fileno(), select.EPOLLIN)
+        ending, made, *_ = calls.run(0, 5.0, bell, poll.fileno(), [0.0, 0.0, 0.0])
+    assert (Ending(ending), made) == (Ending.LATE, 0)

@@ -9,10 +9,14 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._layout import Layout
+from flatweights._sources import check_flat_weights
 from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelEnd, ChannelError, check_user, receive_packet
@@ -32,6 +36,8 @@ from flatweights.ray.channels._segments import Extent, Segments
 from flatweights.ray.results._result import Packed
 from flatweights.ray.support import _failpoints as failpoints
 from flatweights.ray.support._listener import Listener, PendingConnection, RefusedError
+
+Result = TypeVar("Result")
 
 _MOST_SEGMENTS = 64  # the number of counts in a mailbox; segments are made when they are needed
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
@@ -106,6 +112,15 @@ class DriverChannel(ChannelEnd):
             self.is_given_up = True
             raise
 
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the last weights that arrived in a message; None before the first."""
+        return self._layout
+
+    def note_read(self, *, is_read: bool) -> None:
+        """Note whether `_core.WorkerAnswers` reads, or has read, the answer in place of `take`."""
+        self._is_read = is_read
+
     def was_posted(self, extents: list[Extent]) -> None:
         """Note that `_core.RepeatedCalls` has read an answer, and posted the next command."""
         self._sent, self._is_read = extents, False
@@ -159,6 +174,8 @@ class DriverChannel(ChannelEnd):
             call that returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``REQUEST``,
             ``REDUCED`` and ``REPEAT``, body and buffers.
         """
+        if self._is_read:  # by the core; an interrupt came before anybody noted the outcome
+            return VALUE, None
         self._is_read = True
         try:
             kind, buffers, body = self.mailbox.read_message(False, self._of_peer)
@@ -222,6 +239,8 @@ class Channels:
         self._channels: dict[int, DriverChannel] = {}  # by descriptor
         self._process = os.getpid()
         self._waits: dict[int, float] = {}  # by missing answers, seconds of the last wait
+        # Of the last `mean_of`.
+        self._answers: tuple[list[DriverChannel], Layout, _core.WorkerAnswers] | None = None
         # A bound method would be a cycle, and keep the segments until the next collection.
         self.segments = Segments(_MOST_SEGMENTS, functools.partial(_is_held, self._channels))
 
@@ -287,14 +306,105 @@ class Channels:
         """
         begin = _clock.now()
         boxes = [channel.mailbox for channel in channels]
-        count, waits = len(boxes), self._waits
-        span = _WATCH if seconds is None or seconds > _WATCH else seconds
-        # If the last answers took longer, polling would take processors from the workers.
-        is_soon = count > 0 and (count not in waits or waits[count] <= _SOON)
-        if not (is_soon and _core.Mailbox.watch(boxes, enough, span)):
+        span = self._span_of(len(boxes), seconds)
+        if not (span and _core.Mailbox.watch(boxes, enough, span)):
             self._sleep(boxes, seconds, enough)
-        took = waits[count] = _clock.now() - begin
+        took = self._waits[len(boxes)] = _clock.now() - begin
         return took
+
+    def _span_of(self, count: int, seconds: float | None) -> float:
+        """Return the seconds for which to poll ``count`` mailboxes before this process sleeps.
+
+        If the last answers took longer, polling would take processors from the workers.
+        """
+        if count == 0 or self._waits.get(count, 0.0) > _SOON:
+            return 0.0
+        return _WATCH if seconds is None or seconds > _WATCH else seconds
+
+    def mean_of(
+        self,
+        channels: list[DriverChannel],
+        layout: Layout,
+        out: NDArray[np.uint8],
+        weights: list[float],
+        seconds: float,
+        *,
+        takes_nonfinite: bool,
+    ) -> tuple[float, float] | None:
+        """Wait for the answers of workers, and write the mean of their weights to ``out``.
+
+        Args:
+            channels: The channels of the workers, whose answers are missing.
+            layout: The layout of their weights.
+            out: A packed buffer of it.
+            weights: One for each worker.
+            seconds: The longest wait.
+            takes_nonfinite: Whether a mean with NaN or infinity is one, too.
+
+        Returns:
+            The seconds of the wait and of the average. None if there is no such mean: an answer is
+            anything else, a worker has died, or the time is up. Then no answer is read.
+        """
+        answers = self._answers_of(channels, layout)
+        if answers is None:
+            return None
+        span = self._span_of(len(channels), seconds)
+        arguments = (
+            out,
+            weights,
+            takes_nonfinite,
+            span,
+            seconds,
+            self._doorbell,
+            self._poll.fileno(),
+        )
+        found = _read_by(answers, channels, answers.mean, *arguments)
+        if found is not None:
+            self._waits[len(channels)] = found[0]
+        return found
+
+    def are_done(self, channels: list[DriverChannel], seconds: float) -> bool:
+        """Wait until workers have answered None; return whether all have, and nothing else.
+
+        Args:
+            channels: The channels of the workers, whose answers are missing.
+            seconds: The longest wait.
+        """
+        answers = self._answers_of(channels, None)
+        if answers is None:
+            return False
+        span = self._span_of(len(channels), seconds)
+        arguments = _NOTHING, span, seconds, self._doorbell, self._poll.fileno()
+        waited = _read_by(answers, channels, answers.values, *arguments)
+        if waited is not None:
+            self._waits[len(channels)] = waited
+        return waited is not None
+
+    def _answers_of(
+        self, channels: list[DriverChannel], layout: Layout | None
+    ) -> _core.WorkerAnswers | None:
+        """Return the answers at ``channels``; None without a layout, or if that has no mean.
+
+        Args:
+            channels: The channels.
+            layout: The layout of their weights; if None, that of the last ones.
+        """
+        if failpoints.hook is not None:  # there are no such points in C++
+            return None
+        last = self._answers
+        if last is not None and last[0] == channels and layout in (None, last[1]):
+            return last[2]
+        if layout is None:
+            return None
+        try:
+            check_flat_weights(layout, "")
+        except TypeError:
+            return None
+        boxes = [channel.mailbox for channel in channels]
+        segments = [channel.peer_segments for channel in channels]
+        made = _core.WorkerAnswers(boxes, segments, layout.core, layout.digest.encode())
+        self._answers = channels, layout, made
+        return made
 
     def _sleep(self, boxes: list[_core.Mailbox], seconds: float | None, enough: int) -> None:
         self._doorbell.arm(enough)
@@ -357,6 +467,7 @@ class Channels:
 
     def _drop(self, channel: DriverChannel) -> None:
         """Close the channel of a worker that is dead, or no longer reads any segment."""
+        self._answers = None
         descriptor = next((d for d, known in self._channels.items() if known is channel), None)
         if descriptor is not None:
             del self._channels[descriptor]
@@ -370,8 +481,29 @@ class Channels:
         for channel in [*self._channels.values(), *self._met.all()]:
             self._drop(channel)
             channel.forget_segments()
+        self._answers = None
         self.segments.clear()
         self._poll.close()
+
+
+def _read_by(
+    answers: _core.WorkerAnswers,
+    channels: Sequence[DriverChannel],
+    read: Callable[..., Result],
+    *arguments: Any,
+) -> Result:
+    """Return what ``read`` returns, which has read the answers at ``channels``, or none of them.
+
+    Whenever an interrupt comes, nobody reads an answer twice, which would release memory twice.
+    """
+    try:
+        for channel in channels:
+            channel.note_read(is_read=True)
+        return read(*arguments)
+    finally:
+        if not answers.were_read():
+            for channel in channels:
+                channel.note_read(is_read=False)
 
 
 class _Connections:

@@ -82,7 +82,7 @@ class ChannelEnd:
         self._is_worker = is_worker
         self._of_peer: dict[int, tuple[int, _core.PeerSegment]] = {}
         self._peer_has: dict[int, int] = {}  # by index, the generation of the segment
-        self._refused: Exception | None = None  # the error of the last packet
+        self._refused: Exception | None = None  # the error of a packet, for what misses it
         self._handles: dict[tuple[int, int], Handle] = {}  # by owner and index: what it was sent
         self._sent_handles: dict[tuple[int, int], int] = {}  # by owner and index, the generation
 
@@ -224,7 +224,6 @@ class ChannelEnd:
                 return
             try:
                 self._take(packet[:1], packet[1:], descriptors)
-                self._refused = None
             except (ChannelError, OSError, ValueError, struct.error) as error:
                 self._refused = error.with_traceback(None)
             finally:
@@ -234,7 +233,7 @@ class ChannelEnd:
 
     def _missing(self, text: str) -> ChannelError:
         """Return the error about a packet that the peer should have sent."""
-        refused = self._refused
+        refused, self._refused = self._refused, None
         return ChannelError(text + (f" ({type(refused).__name__}: {refused})" if refused else ""))
 
     def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:

@@ -8,12 +8,14 @@ import struct
 WELCOME = b"A"  # it has the mailbox, and recognises the worker by its token
 REFUSAL = b"N"  # it does not expect the worker
 
-# Kinds of commands. All except `COMMAND` are for members of a process group. The core knows the
-# numbers of REPEATED and REPEAT (repeated_calls.hpp).
-COMMAND = 0
+# Kinds of commands. All except `COMMAND` and `CALL` are for members of a process group. The core
+# knows the numbers of REPEATED and REPEAT (repeated_calls.hpp), of VALUE and WEIGHTS
+# (worker_answers.hpp).
+COMMAND = 0  # pickled: a method, and its arguments
 REDUCE = 1  # average segments of a GPU; answered by REDUCED
 RESEND = 2  # send the last request again, whole, with weights in memory of the host
 REPEATED = 3  # the response of a call that all have repeated; holds a `TOLD_AGAIN` and a buffer
+CALL = 4  # a call without arguments; holds a body for the worker's `run_plain`, and its weights
 
 # Kinds of answers.
 VALUE = 0  # a pickled result

@@ -26,14 +26,21 @@ from flatweights._weights import FlatWeights, frozen
 from flatweights.ray import _clock
 from flatweights.ray.channels._driver_channel import Channels, DriverChannel
 from flatweights.ray.channels._end import ChannelError, is_shortage
-from flatweights.ray.channels._message import Message, make_message
-from flatweights.ray.channels._protocol import BROKEN, BY_CALL, COMMAND, VALUE, WEIGHTS
+from flatweights.ray.channels._message import Message, buffer_message, make_message
+from flatweights.ray.channels._protocol import BROKEN, BY_CALL, CALL, COMMAND, VALUE, WEIGHTS
 from flatweights.ray.channels._worker_channel import NoChannel
 from flatweights.ray.peers._backoff import Backoff
 from flatweights.ray.peers._call_log import CallLog
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._store import RayResult, argument_of, call_actor, sent_weights
-from flatweights.ray.peers._transport import Call, Payload, PendingResult, plain_weights
+from flatweights.ray.peers._transport import (
+    Call,
+    MeanOfAnswers,
+    Payload,
+    PendingResult,
+    plain_call,
+    plain_weights,
+)
 from flatweights.ray.results._result import is_arrays, may_change
 
 _MOST_OFFERED = 3  # segments for averages that the user keeps
@@ -97,16 +104,15 @@ class GroupChannels:
     def command(self, call: Call) -> Message | None:
         """Return the command for ``call``, one for all workers; None if it goes through Ray."""
         assert self.made is not None
-        weights = None if call.payload is None else call.payload.value
-        value = "call_version", (call.head, plain_weights(weights), call.method, *call.args)
-        is_plain = not (call.args or call.kwargs) and type(weights) in (FlatWeights, type(None))
-        message = make_message(
-            COMMAND,
-            [(*value, call.kwargs)],
-            self.made.segments,
-            frozen=True,
-            is_known_plain=is_plain,
-        )
+        segments, plain = self.made.segments, plain_call(call)
+        if plain is not None:
+            body, weights = plain
+            buffer = None if weights is None else weights.buffer
+            message = buffer_message(CALL, body, buffer, segments)
+        else:
+            sent = plain_weights(None if call.payload is None else call.payload.value)
+            value = "call_version", (call.head, sent, call.method, *call.args), call.kwargs
+            message = make_message(COMMAND, [value], segments, frozen=True)
         self.last = call, message
         return message
 
@@ -223,6 +229,36 @@ class ChannelResult(PendingResult):
                 for answer in answers:
                     if answer not in there:
                         answer.look_at_call()
+
+    @classmethod
+    def mean(
+        cls,
+        answers: Sequence["ChannelResult"],
+        weights: list[float],
+        timeout: float | None,
+        *,
+        finite: bool,
+    ) -> MeanOfAnswers | None:
+        """Wait for weights of one layout in segments, and average them in place."""
+        channels = [answer._channel for answer in answers]
+        layout = channels[0].layout
+        if layout is None or layout.nbytes == 0:
+            return None
+        mean = layout.new_buffer()
+        found = answers[0]._channels.mean_of(
+            channels, layout, mean, weights, _slice_of(timeout), takes_nonfinite=not finite
+        )
+        if found is None:
+            del mean  # it may have taken the segment that was offered
+            answers[0]._worker.offer(layout.nbytes)
+            return None
+        return MeanOfAnswers(mean, layout, *found)
+
+    @classmethod
+    def are_done(cls, answers: Sequence["ChannelResult"], timeout: float | None) -> bool:
+        """Wait until workers have answered None."""
+        channels = [answer._channel for answer in answers]
+        return answers[0]._channels.are_done(channels, _slice_of(timeout))
 
     @staticmethod
     def _read_all(
@@ -408,6 +444,10 @@ class Worker:
         self.transport = "shm"
         return ChannelResult(self, channels, channel, call)
 
+    def offer(self, nbytes: int) -> None:
+        """Offer a segment to the next average; see `GroupChannels.offer`."""
+        self._group.offer(nbytes)
+
     def call_by_ray(self, call: Call, why: str) -> RayResult:
         """Make the call through Ray; dismiss a worker that waits at its mailbox."""
         self.transport = f"store: {why}"
@@ -536,6 +576,11 @@ class Worker:
         platform = payload.platform
         payload.value = made
         payload.put = lambda: platform.put(made)
+
+
+def _slice_of(timeout: float | None) -> float:
+    """Return the seconds until the Ray calls of workers are to be looked at, or time is up."""
+    return _SLICE if timeout is None or timeout > _SLICE else timeout
 
 
 def _text_of(error: Exception) -> str:

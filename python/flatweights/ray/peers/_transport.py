@@ -30,16 +30,20 @@ several. The contract:
 
 from __future__ import annotations
 
+import functools
 import pickle
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import ray
+from numpy.typing import NDArray
 
-from flatweights._layout import unpickle_layout
+from flatweights._layout import Layout, unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.results._result import Packed
@@ -92,6 +96,65 @@ def weights_of(value: Any, platform: GroupPlatform = PLATFORM) -> Any:
     return value
 
 
+_NUMBERS = struct.Struct("=qq")  # of a call, and of the version that it needs; -1 for none
+
+
+def plain_call(call: Call) -> tuple[bytes, FlatWeights | None] | None:
+    """Return the body of a call without arguments, and the weights that it brings.
+
+    Only the numbers at its beginning differ from those of the last such call. Reading and writing
+    them takes a tenth of the time of a pickle.
+
+    Returns:
+        None for other calls, and for weights of other kinds.
+    """
+    weights = None if call.payload is None else call.payload.value
+    if call.args or call.kwargs or type(weights) not in (FlatWeights, NoneType):
+        return None
+    (group, number), version, encoding = call.head
+    if version is not None and version[0] != group:
+        return None
+    layout = None if weights is None else weights.layout
+    numbers = _NUMBERS.pack(number, -1 if version is None else version[1])
+    return numbers + _pickled_rest(group, encoding, call.method, layout), weights
+
+
+@functools.lru_cache(maxsize=64)
+def _pickled_rest(*rest: Any) -> bytes:
+    return pickle.dumps(rest, protocol=5)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_rest(rest: bytes) -> Any:
+    return pickle.loads(rest)
+
+
+def read_plain_call(body: bytes, buffers: list[NDArray[np.uint8]]) -> tuple[Head, Any, str | None]:
+    """Return head, weights for `weights_of`, and method of a call; it empties ``buffers``."""
+    number, version = _NUMBERS.unpack_from(body)
+    group, encoding, method, layout = _read_rest(body[_NUMBERS.size :])
+    head = (group, number), None if version < 0 else (group, version), encoding
+    if layout is None:
+        return head, None, method
+    return head, (None, [Packed(buffers.pop(), layout)]), method
+
+
+class MeanOfAnswers(NamedTuple):
+    """The mean of answers that are all weights of one layout.
+
+    Attributes:
+        mean: The mean.
+        layout: Their layout.
+        waited: The seconds of the wait.
+        averaged: The seconds of the average.
+    """
+
+    mean: NDArray[np.uint8]
+    layout: Layout
+    waited: float
+    averaged: float
+
+
 class PendingResult(ABC):
     """The answer to one call, which may not have arrived yet.
 
@@ -121,6 +184,36 @@ class PendingResult(ABC):
             timeout: Seconds to wait; for ever, if None.
             enough: The number of answers to wait for. It may return sooner, as after a failure.
         """
+
+    @classmethod
+    def mean(
+        cls, answers: Sequence[Any], weights: list[float], timeout: float | None, *, finite: bool
+    ) -> MeanOfAnswers | None:
+        """Wait for all ``answers``, and average them, if this transport does that in one step.
+
+        Args:
+            answers: Answers of this class, to calls that were just made.
+            weights: One for each.
+            timeout: Seconds to wait; for ever, if None.
+            finite: Whether a mean with NaN or infinity is none.
+
+        Returns:
+            None if there is no such mean. Then `wait` and `result` say why.
+        """
+        return None
+
+    @classmethod
+    def are_done(cls, answers: Sequence[Any], timeout: float | None) -> bool:
+        """Wait until all ``answers`` are None, if this transport does that in one step.
+
+        Args:
+            answers: Answers of this class, to calls that were just made.
+            timeout: Seconds to wait; for ever, if None.
+
+        Returns:
+            Whether they are. If not, `wait` and `result` say why.
+        """
+        return False
 
     @abstractmethod
     def result(self) -> Any:

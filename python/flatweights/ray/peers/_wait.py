@@ -9,8 +9,8 @@ from flatweights._numbers import check_count
 from flatweights.ray import _clock
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.peers._store import RayResult
-from flatweights.ray.peers._transport import PendingResult
-from flatweights.ray.results._result import weight_of
+from flatweights.ray.peers._transport import MeanOfAnswers, PendingResult
+from flatweights.ray.results._result import Packed, weight_of
 from flatweights.ray.results._wire import nbytes_of
 from flatweights.ray.support._errors import FULL, WorkerError, late_error, too_small
 from flatweights.robust import AnyRule, Rule
@@ -144,6 +144,8 @@ class Arrivals:
     Attributes:
         answers: The answers by rank, until they are let go of.
         arrived: The ranks whose answers have arrived, without failed ranks.
+        given: Those of them whose answers are known to be results. After an interrupt, others may
+            not have been read yet: these may be errors.
         failed: By rank, the workers' exceptions so far, and the errors of ranks in quarantine.
         quarantined: The failed ranks that hold NaN or infinity, and are skipped.
         late: The ranks that had not answered when the time was up.
@@ -163,6 +165,7 @@ class Arrivals:
         """
         self.answers: dict[int, PendingResult] = {}
         self.arrived: set[int] = set()
+        self.given: set[int] = set()
         self.failed: dict[int, Exception] = {}
         self.quarantined: set[int] = set()
         self.late: list[int] = []
@@ -197,6 +200,7 @@ class Arrivals:
         nobody = RayResult(None)  # for which nobody waits
         arrivals.answers = {**answers, **dict.fromkeys([*failed, *late], nobody)}
         arrivals.arrived = {*answers}
+        arrivals.given = {*answers}
         arrivals.failed = {**failed}
         arrivals.late = sorted(late)
         arrivals.seconds_waited = seconds_waited
@@ -262,16 +266,68 @@ class Arrivals:
             self.lose(lost)
         return came
 
+    def mean(
+        self, ranks: Sequence[int], weights: list[float], *, finite: bool
+    ) -> MeanOfAnswers | None:
+        """Wait for all answers, and return their mean, if their transport does that in one step.
+
+        Args:
+            ranks: All ranks, in their order.
+            weights: One for each.
+            finite: Whether a mean with NaN or infinity is none.
+
+        Returns:
+            None if there is no such mean. Then call `wait`, until it says what there is.
+        """
+        transport = self._transport()
+        if transport is None:
+            return None
+        begin = _clock.now()
+        in_order = [self.answers[rank] for rank in ranks]
+        found = transport.mean(in_order, weights, seconds_left(self.deadline.end), finite=finite)
+        self.seconds_waited += _clock.now() - begin if found is None else found.waited
+        if found is not None:
+            self._all_arrive()
+        return found
+
+    def are_done(self) -> bool:
+        """Wait until all answers are None, if their transport does that in one step.
+
+        Returns:
+            Whether they are. If not, `wait` and `collect` go on.
+        """
+        transport = self._transport()
+        if transport is None:
+            return False
+        begin = _clock.now()
+        are_done = transport.are_done([*self.answers.values()], seconds_left(self.deadline.end))
+        self.seconds_waited += _clock.now() - begin
+        if are_done:
+            self._all_arrive()
+        return are_done
+
+    def _transport(self) -> type[PendingResult] | None:
+        """Return the class of all answers, if none has arrived; None, if there are several."""
+        transports = {type(answer) for answer in self._pending}
+        if len(transports) != 1 or len(self._pending) != len(self.answers) or self.find_lost:
+            return None
+        return transports.pop()
+
+    def _all_arrive(self) -> None:
+        self._pending.clear()
+        self.arrived.update(self.answers)
+        self.given.update(self.answers)
+        self._is_let_go = False
+
     def collect(self) -> dict[int, Any]:
         """Wait for all answers; return the values by rank."""
         while self.wait(all_at_once=True) is not None:
             pass
         values: dict[int, Any] = {}
         for rank in sorted(self.arrived):
-            try:
-                values[rank] = self.answers[rank].result()
-            except Exception as error:
-                self._fail(rank, error)
+            value = self.result(rank)
+            if rank in self.given:
+                values[rank] = value
         return values
 
     def fetch(self) -> None:
@@ -287,10 +343,19 @@ class Arrivals:
         if rank in self.failed:
             return None
         try:
-            return self.answers[rank].result()
+            value = self.answers[rank].result()
         except Exception as error:
             self._fail(rank, error)
-        return None
+            return None
+        self.given.add(rank)
+        return value
+
+    def packed(self, rank: int) -> Packed | None:
+        """Return the value of a rank that has answered, if it is only weights, read in place."""
+        packed = self.answers[rank].packed
+        if packed is not None:
+            self.given.add(rank)
+        return packed
 
     def _fail(self, rank: int, error: Exception) -> None:
         # The frames of its traceback would hold other ranks' results.
@@ -300,6 +365,7 @@ class Arrivals:
         """Count ranks as failed."""
         self.failed.update(reasons)
         self.arrived.difference_update(reasons)
+        self.given.difference_update(reasons)
 
     def quarantine(self, not_finite: Mapping[int, Exception]) -> None:
         """Leave out ranks that hold NaN or infinity, for ``nonfinite="skip"``."""

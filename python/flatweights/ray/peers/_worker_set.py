@@ -339,7 +339,10 @@ class WorkerSet:
         if arrivals.failed:
             refused = raised(arrivals.failed) if alone else _refusals(arrivals)
         took = _took(arrivals, refused)
-        is_refused = refused and not took and arrivals.unanswered.keys() <= {*arrivals.late}
+        may_have_taken = took or arrivals.arrived  # after an interrupt, not all were read
+        is_refused = (
+            refused and not may_have_taken and arrivals.unanswered.keys() <= {*arrivals.late}
+        )
         is_sent = bool(arrivals.answers) and not is_refused
         if not is_sent:
             self.latest = before
@@ -735,9 +738,9 @@ class WorkerSet:
             self._close(arrivals)
             self._leave_out(arrivals.failed)
             if payload is not None:
-                self._note_taken(arrivals.arrived)
-                _count_sent(payload, arrivals, arrivals.arrived)
-        return arrivals.arrived
+                self._note_taken(arrivals.given)
+                _count_sent(payload, arrivals, arrivals.given)
+        return arrivals.given
 
 
 def note_seconds(weights: Any, step: str, seconds: float) -> None:
@@ -769,5 +772,5 @@ def _refusals(arrivals: Arrivals) -> dict[int, Exception]:
 def _took(arrivals: Arrivals, refused: Mapping[int, Exception]) -> set[int]:
     """Return the ranks that have answered a call with weights, and have not refused these."""
     if not arrivals.failed:
-        return arrivals.arrived
-    return arrivals.arrived | raised(arrivals.failed).keys() - refused.keys()
+        return arrivals.given
+    return arrivals.given | raised(arrivals.failed).keys() - refused.keys()

@@ -48,6 +48,7 @@ from flatweights.ray.support._failpoints import reach
 
 _MOMENT = 0.1  # seconds to wait for the oldest call
 _SLICE = 0.05  # seconds between two checks of workers that are being added, or are lost
+_LOOK = 1e-3  # seconds between two looks for workers that have died, while others answer
 
 _log = logging.getLogger("flatweights")
 
@@ -171,6 +172,7 @@ class AsCompleted:
         self._admitted = 0  # the first ranks of `Ranks.admitted`, which were taken up
         self._since = _SinceLast()
         self._waited = 0.0  # seconds for answers, in this round
+        self._next_look = 0.0  # the time from which `_look` looks at all answers
         self._accepted: Layout | None = None  # of the last results
 
     def begin(self) -> None:
@@ -208,15 +210,19 @@ class AsCompleted:
         begin = _clock.now()
         self._waited = 0.0
         taken: dict[int, _Sent] = {}
+        self._call_idle()
+        self._look(begin)
         while True:
-            self._call_idle()
-            self._receive(0.0)
             self._wait_for_oldest()
             if not self._take(taken):
-                if self._idle:
-                    continue
-                if self._is_anyone_at_work(taken):
+                if not self._idle and self._is_anyone_at_work(taken):
                     self._receive(None)
+                    if self._idle or self._lost or self.worker_set.ranks.joining:
+                        self._call_idle()
+                    continue
+                if self._idle:
+                    self._call_idle()
+                    self._receive(0.0)
                     continue
                 if not taken:
                     errors = self.worker_set.ranks.unhealthy(self._asked_now()) | self._since.failed
@@ -224,12 +230,14 @@ class AsCompleted:
                 # A round with fewer results: no other worker is left.
             publications = self.worker_set.latest.number
             if self._leave_out_stale(taken, publications):
+                self._call_idle()
                 continue
             result = self._round(taken, publications)
             if result is not None:
                 break
             self._check_not_all_spoiled()
             taken = {}
+            self._call_idle()
         self._rounds += 1
         result.number = self._rounds
         result.seconds["wait"] = self._waited
@@ -344,6 +352,15 @@ class AsCompleted:
             sent.record.why is None and not sent.record.has_left and sent.rank not in besides
             for sent in self._out.values()
         )
+
+    def _look(self, now: float) -> None:
+        """Take the answers that are there, if results are to be put in order, or a look is due.
+
+        While answers keep coming, only a look that does not wait learns of deaths.
+        """
+        if self._there or now >= self._next_look:
+            self._next_look = now + _LOOK
+            self._receive(0.0)
 
     def _receive(self, seconds: float | None) -> None:
         """Wait for an answer, for at most ``seconds``, or until something else is due."""

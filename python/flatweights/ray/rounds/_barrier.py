@@ -144,7 +144,8 @@ def send(worker_set: WorkerSet, weights: Any, timeout: float | None) -> list[int
     def collect(payload: Payload | None) -> None:
         begin = _clock.now()
         worker_set.send_out(worker_set.call(payload=payload), arrivals, ranks)
-        arrivals.collect()
+        if not arrivals.are_done():
+            arrivals.collect()
         note_seconds(weights, "broadcast", _clock.now() - begin)
 
     worker_set.round(weights, ranks, arrivals, collect, alone=True)

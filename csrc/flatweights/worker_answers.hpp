@@ -1,0 +1,82 @@
+// The answers of all workers of a group to one command: the wait for them, and their mean.
+//
+// A worker whose result is weights of a layout that the driver knows answers by a message of kind
+// kWeights, with the digest of the layout and one buffer in a segment; one that has only set
+// weights answers by a message of kind kValue, with a body that is always the same. If all do, and
+// nothing else happens, the driver reads these messages here, and averages in place. Whatever is
+// different is left where it is, for a driver that knows more: see `Ended`.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "flatweights/answers.hpp"
+#include "flatweights/layout.hpp"
+#include "flatweights/mailbox.hpp"
+
+namespace flatweights {
+
+// Kinds of answers; channels/_protocol.py has all of them.
+inline constexpr std::uint32_t kValue = 0;
+inline constexpr std::uint32_t kWeights = 3;
+
+class WorkerAnswers {
+ public:
+  // kAll: all have answered as expected, and their answers are read. For all others nothing is
+  // read. kOther: an answer is something else, or the mean is not to be used. kSocket: a worker has
+  // died, or has sent a packet. kLate: the time is up. kInterrupted: by a signal.
+  enum class Ended { kAll, kOther, kSocket, kLate, kInterrupted };
+
+  struct Patience {
+    double watch;    // seconds of polling before the driver sleeps
+    double seconds;  // of the wait in all
+  };
+
+  // The mailboxes of the workers, in the order of their ranks, and the layout of their weights.
+  WorkerAnswers(std::vector<Mailbox*> boxes, Layout layout, std::string digest);
+
+  // Tells the segments of a worker.
+  void know(std::size_t worker, std::vector<KnownSegment> segments) {
+    segments_[worker] = std::move(segments);
+  }
+
+  // Waits for weights, and writes their weighted mean to `out`; one with NaN or infinity only if
+  // `takes_nonfinite`.
+  Ended mean(const std::vector<double>& weights, bool takes_nonfinite, const Patience& patience,
+             const Sleep& sleep, std::byte* out);
+  // Waits for values whose body is `value`, without buffers.
+  Ended values(std::string_view value, const Patience& patience, const Sleep& sleep);
+
+  // Whether answers have been read since the last look.
+  [[nodiscard]] bool were_read() noexcept { return std::exchange(are_read_, false); }
+  // Of the last call: seconds of the wait, and of the average.
+  [[nodiscard]] double waited() const noexcept { return waited_; }
+  [[nodiscard]] double averaged() const noexcept { return averaged_; }
+
+ private:
+  // What a worker answers.
+  struct Expected {
+    std::uint32_t kind;
+    std::string_view body;
+    bool has_model;
+  };
+
+  Ended wait(const Expected& expected, const Patience& patience, const Sleep& sleep);
+  bool read(std::size_t worker, const Expected& expected);
+
+  std::vector<Mailbox*> boxes_;
+  Layout layout_;
+  std::string digest_;
+  std::vector<std::vector<KnownSegment>> segments_;
+  // Of the last answers, by worker.
+  std::vector<char> is_there_;
+  std::vector<Extent> extents_;
+  std::vector<const std::byte*> models_;
+  bool are_read_ = false;
+  double waited_ = 0, averaged_ = 0;
+};
+
+}  // namespace flatweights

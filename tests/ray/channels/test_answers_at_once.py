@@ -1,0 +1,196 @@
+"""Answers of all workers that the core waits for, and averages, in one step."""
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+import numpy as np
+import pytest
+from channel_processes import LARGE, Driver, value_of, weights_of
+
+import flatweights as fw
+from flatweights._layout import Layout
+from flatweights.ray.channels._protocol import VALUE, WEIGHTS
+
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="channels are Linux's")
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    made = Driver(3)
+    made.values("get", 1.0)  # from now on, the layout is known
+    yield made
+    made.close()
+
+
+def layout_of(driver: Driver) -> Layout:
+    layout: Layout | None = driver.workers[0].channel.layout
+    assert layout is not None
+    return layout
+
+
+def mean_of(
+    driver: Driver,
+    weights: list[float] | None = None,
+    seconds: float = 30.0,
+    *,
+    takes_nonfinite: bool = False,
+) -> fw.FlatWeights | None:
+    """Return the mean of the answers; None, if it could not be made in one step."""
+    layout = layout_of(driver)
+    buffer = layout.new_buffer()
+    channels = [worker.channel for worker in driver.workers]
+    found = driver.channels.mean_of(
+        channels,
+        layout,
+        buffer,
+        weights or [1.0] * len(channels),
+        seconds,
+        takes_nonfinite=takes_nonfinite,
+    )
+    return None if found is None else fw.FlatWeights.wrap(buffer, layout)
+
+
+def post_each(driver: Driver, method: str, *values: float) -> None:
+    for worker, value in zip(driver.workers, values, strict=True):
+        worker.post(driver.command(method, value), driver.channels)
+
+
+def test_it_has_the_bits_of_average_again_and_again(driver: Driver) -> None:
+    values = np.random.default_rng(0).standard_normal((20, 3))
+    for k, (row, weights) in enumerate(zip(values, itertools.cycle([None, [1.0, 0.0, 2.5]]))):
+        post_each(driver, "get", *row)
+        mean = mean_of(driver, weights)
+        expected = fw.average([np.full(LARGE, value) for value in row], weights)
+        assert mean is not None, k
+        assert mean["w"].tobytes() == expected.tobytes()
+        assert not any(worker.channel.count_views() for worker in driver.workers)
+
+
+def test_answers_can_be_read_one_by_one_in_between(driver: Driver) -> None:
+    for value in (2.0, 3.0):
+        driver.post("get", value)
+        mean = mean_of(driver)
+        assert mean is not None
+        assert (mean["w"] == value).all()
+        assert [float(one["w"][0]) for one in driver.values("get", value + 0.5)] == [
+            value + 0.5
+        ] * 3
+
+
+def test_an_answer_of_another_kind_leaves_all_unread(driver: Driver) -> None:
+    first, second, third = driver.workers
+    for worker in (first, third):
+        worker.post(driver.command("get", 2.0), driver.channels)
+    second.post(driver.command("echo", "no weights"), driver.channels)
+    assert mean_of(driver) is None
+    assert driver.wait()
+    assert second.channel.take() == (VALUE, "no weights")
+    for worker in (first, third):
+        kind, packed = worker.channel.take()
+        assert kind == WEIGHTS
+        assert (packed.weights()["w"] == 2.0).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_mean_that_is_not_finite_is_made_only_if_it_may_be(driver: Driver, value: float) -> None:
+    post_each(driver, "get", 1.0, value, 3.0)
+    assert mean_of(driver) is None
+    assert driver.wait()
+    assert [float(value_of(w.channel.take())["w"][0]) for w in driver.workers][::2] == [1.0, 3.0]
+    post_each(driver, "get", 1.0, value, 3.0)
+    mean = mean_of(driver, takes_nonfinite=True)
+    assert mean is not None
+    assert not np.isfinite(mean["w"]).any()
+
+
+def test_time_that_is_up_and_a_late_answer(driver: Driver) -> None:
+    first, second, third = driver.workers
+    first.post(driver.command("sleep", 0.3), driver.channels)
+    for worker in (second, third):
+        worker.post(driver.command("get", 2.0), driver.channels)
+    begin = time.monotonic()
+    assert mean_of(driver, seconds=0.05) is None
+    assert time.monotonic() - begin >= 0.05
+    assert not first.channel.is_answered
+    assert driver.wait()
+    assert first.channel.take() == (VALUE, None)
+    assert (value_of(third.channel.take())["w"] == 2.0).all()
+
+
+def test_a_worker_that_dies_ends_the_wait(driver: Driver) -> None:
+    _, second, third = driver.workers
+    driver.post("get", 2.0)
+    assert driver.wait()
+    for worker in driver.workers:
+        worker.channel.take()
+    second.post(driver.command("die"), driver.channels)
+    for worker in (driver.workers[0], third):
+        worker.post(driver.command("get", 3.0), driver.channels)
+    assert mean_of(driver) is None
+    driver.channels.poll()
+    assert second.channel.is_closed
+    assert driver.wait([third])
+    assert (value_of(third.channel.take())["w"] == 3.0).all()
+
+
+def test_an_exception_of_a_signal_handler_leaves_all_unread(driver: Driver) -> None:
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        driver.workers[0].post(driver.command("sleep", 0.4), driver.channels)
+        for worker in driver.workers[1:]:
+            worker.post(driver.command("get", 2.0), driver.channels)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            mean_of(driver)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert driver.wait()
+    assert driver.workers[0].channel.take() == (VALUE, None)
+    assert (value_of(driver.workers[1].channel.take())["w"] == 2.0).all()
+
+
+def test_weights_of_another_layout_are_left_unread(driver: Driver) -> None:
+    other = fw.FlatWeights({"other": np.ones(LARGE)}).layout
+    channels = [worker.channel for worker in driver.workers]
+    driver.post("get", 2.0)
+    buffer = other.new_buffer()
+    weights = [1.0, 1.0, 1.0]
+    assert (
+        driver.channels.mean_of(channels, other, buffer, weights, 30.0, takes_nonfinite=True)
+        is None
+    )
+    assert driver.wait()
+    assert [float(value_of(one.take())["w"][0]) for one in channels] == [2.0] * 3
+
+
+def test_workers_that_answer_none(driver: Driver) -> None:
+    channels = [worker.channel for worker in driver.workers]
+    driver.post("get", 2.0)
+    assert mean_of(driver) is not None
+    for value in (4.0, 5.0):
+        driver.post("set", weights_of(value))
+        assert driver.channels.are_done(channels, 30.0)
+        assert [float(one["w"][0]) for one in driver.values("get")] == [value] * 3
+
+
+def test_a_worker_that_does_not_answer_none(driver: Driver) -> None:
+    channels = [worker.channel for worker in driver.workers]
+    driver.post("get", 2.0)
+    assert mean_of(driver) is not None
+    driver.workers[0].post(driver.command("echo", 7), driver.channels)
+    for worker in driver.workers[1:]:
+        worker.post(driver.command("forget"), driver.channels)
+    assert not driver.channels.are_done(channels, 30.0)
+    assert driver.wait()
+    assert [one.take() for one in channels] == [(VALUE, 7), (VALUE, None), (VALUE, None)]
+    driver.post("sleep", 0.3)
+    assert not driver.channels.are_done(channels, 0.01)
+    assert driver.channels.are_done(channels, 30.0)
