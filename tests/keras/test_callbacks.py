@@ -70,6 +70,30 @@ def test_epochs_end_with_the_average_weighted_by_samples() -> None:
         )
 
 
+def rounds_seen(place: Place, every: int) -> list[int]:
+    """How many averages there have been after each execution of two batches."""
+    import keras
+
+    from flatweights.keras import AverageWeights
+
+    averaging = AverageWeights(every, "batch", member=place.member())
+    model, rounds, seen = compiled(place, steps_per_execution=2), [], []
+
+    def note(batch: int, logs: Any) -> None:
+        if averaging.round is not None and averaging.round not in rounds:
+            rounds.append(averaging.round)
+        seen.append(len(rounds))
+
+    noting = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+    x, y = (array[: 8 * BATCH] for array in images("dense"))
+    model.fit(x, y, BATCH, 1, verbose=0, callbacks=[averaging, noting])
+    return seen
+
+
+def test_each_batch_of_an_execution_of_several_counts() -> None:
+    assert in_threads(2, rounds_seen, 4) == [[0, 1, 1, 2]] * 2
+
+
 def validated(place: Place) -> Any:
     """The values that earlier callbacks see, later ones, `fit`, and a validation at the end."""
     import keras
@@ -380,6 +404,8 @@ def after_an_error(place: Place) -> Any:
     short = slice(None if place.rank else 36)
     with pytest.raises((ValueError, tf.errors.OpError), match="as many batches"):
         model.fit(x[short], y[short], BATCH, verbose=0, callbacks=logs)
+    if place.rank:  # the next one starts from the weights of rank 0
+        model.set_weights([2 * weights for weights in model.get_weights()])
     model.fit(x, y, BATCH, verbose=0, callbacks=logs)
     return model.get_weights()
 

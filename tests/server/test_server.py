@@ -269,6 +269,12 @@ def test_without_momentum_and_at_full_rate_it_is_the_average(
     assert "momentum" not in optimizer.state
 
 
+@pytest.mark.parametrize("rate", [0.5, 1.5])
+def test_another_rate_goes_less_far_than_the_average_or_farther(rate: float) -> None:
+    optimizer = server.FedAvgM(np.array([1.0, 2.0]), momentum=0, learning_rate=rate)
+    assert np.array_equal(optimizer.step(np.array([3.0, 2.0])), [1.0 + 2 * rate, 2.0])
+
+
 def test_models_without_momentum_are_the_average_too(rng: np.random.Generator) -> None:
     optimizer = server.FedAvgM(model(rng), momentum=0)
     average = fw.average([model(rng, 3), model(rng, 4)])

@@ -434,7 +434,8 @@ class GroupOracle:
                 self.fail(f"call {call.number}: rank {rank} is late before the time is up")
         for rank in [*late, *[k for k, why in failed.items() if isinstance(why, TimeoutError)]]:
             owes = self._platform.actors[rank].process.notes.get("busy")
-            if owes:
+            # A process that was started since may repeat an earlier call, as Ray's retries do.
+            if owes is not None and owes in call.runs.get(rank, ()):
                 owes.is_late = True
         if self._platform.losses:
             return

@@ -964,6 +964,15 @@ def test_graph_optimizers_take_the_steps_of_apply_gradients(name: Any, use_resou
     np.testing.assert_array_equal(flats[0][8:10], [7, 7])
 
 
+def test_a_step_in_a_graph_names_variables_that_are_not_initialized() -> None:
+    with tf.Graph().as_default(), tf1.Session() as session:
+        variables = [tf1.get_variable(name, [2]) for name in ("first", "second")]
+        weights = TensorFlowVariables(variables, session)
+        session.run(variables[0].initializer)
+        with pytest.raises(RuntimeError, match="got uninitialized: 'second'; run"):
+            weights.apply_flat_gradients(TF1["adam"](), np.ones(4, np.float32))
+
+
 def test_a_graph_is_fed_through_one_placeholder_and_does_not_grow() -> None:
     with tf.Graph().as_default() as graph, tf1.Session() as session:
         variables = [tf1.Variable(np.float32(i), name=f"v{i}") for i in range(20)]

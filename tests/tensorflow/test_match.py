@@ -55,6 +55,13 @@ def test_position_needs_the_same_dtypes() -> None:
         match_slots(weights_named(names, np.float64), model_layout())
 
 
+def test_ignored_names_do_not_count_for_a_position() -> None:
+    # Otherwise the state of a generator would be set as the last bias.
+    names = [*(f"actor/{name}" for name in [*SHAPES][:3]), "seed_generator_state"]
+    with pytest.raises(AssertionError, match="No variables in the input matched"):
+        match_slots(weights_named(names), model_layout(), ignored={"seed_generator_state"})
+
+
 def test_position_needs_names() -> None:
     # Numbers would look like positions, which may disagree with the order of the items.
     given: Any = dict(enumerate(weights_named(SHAPES).values()))

@@ -73,12 +73,14 @@ class Latest:
         model = self._if_here(value) if isinstance(value, ray.ObjectRef) else value
         if self.is_changed_by(model):
             base = self._base_for(model)
+        is_frozen = False
         if isinstance(value, FlatWeights):
-            buffer = value.buffer
-            if buffer.nbytes <= BY_VALUE and may_change(value):
+            changes = may_change(value)
+            if changes and value.buffer.nbytes <= BY_VALUE:
                 value = value.copy()  # it may change before a restarted worker needs it
+            is_frozen = type(value) is FlatWeights and not changes
         payload = self._payload_of(value)
-        payload.exchanged = exchanged
+        payload.is_frozen, payload.exchanged = is_frozen, exchanged
         if is_round:
             platform = self.platform
             payload.put = lambda: weights.current_ref(platform.session(), platform.put)
