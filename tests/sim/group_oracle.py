@@ -356,7 +356,9 @@ class GroupOracle:
 
     # Rounds.
 
-    def check_round(self, call: Call, result: Round, asked: Sequence[int], fresh: bool) -> None:
+    def check_round(
+        self, call: Call, result: Round, asked: Sequence[int], *, fresh: bool, by_run: bool = False
+    ) -> None:
         """Check the round of a call.
 
         Args:
@@ -364,6 +366,7 @@ class GroupOracle:
             result: The round.
             asked: The ranks that it may contain.
             fresh: Whether workers had to run it on the weights that the group has sent last.
+            by_run: Whether it is a round of `WorkerGroup.run`, before which no worker trains on.
         """
         used = result.used
         self.counts["rounds"] += 1
@@ -385,6 +388,9 @@ class GroupOracle:
         self._check_mean(call, result, runs)
         if fresh:
             self._check_bases(call, runs)
+        for rank, run in runs.items() if by_run else ():
+            if run.base not in (None, run.before):
+                self.fail(f"call {call.number}: rank {rank} has trained since it was sent weights")
         for rank in result.quarantined:
             if not any(run.is_spoiled for run in call.runs.get(rank, ())):
                 self.fail(f"call {call.number}: rank {rank} is in quarantine, without NaN")

@@ -220,7 +220,9 @@ class GroupProgram:
                 if result is None:
                     return
                 self._made += 1
-                oracle.check_round(call, result, self._ranks(), fresh=True)
+                oracle.check_round(
+                    call, result, self._ranks(), fresh=True, by_run=self._plan["program"] == "run"
+                )
                 oracle.has_sent(np.asarray(result.weights["w"]))
                 self._world.note(f"round {self._made}: {result!r}")
                 del result
