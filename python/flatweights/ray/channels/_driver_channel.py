@@ -37,7 +37,7 @@ from flatweights.ray.results._result import Packed
 from flatweights.ray.support import _failpoints as failpoints
 from flatweights.ray.support._listener import Listener, PendingConnection, RefusedError
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 _MOST_SEGMENTS = 64  # the number of counts in a mailbox; segments are made when they are needed
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
@@ -489,9 +489,9 @@ class Channels:
 def _read_by(
     answers: _core.WorkerAnswers,
     channels: Sequence[DriverChannel],
-    read: Callable[..., Result],
+    read: Callable[..., _Result],
     *arguments: Any,
-) -> Result:
+) -> _Result:
     """Return what ``read`` returns, which has read the answers at ``channels``, or none of them.
 
     Whenever an interrupt comes, nobody reads an answer twice, which would release memory twice.

@@ -50,12 +50,8 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
 
-def pickled(value: Any, *, is_known_plain: bool = False) -> tuple[bytes, list[memoryview]]:
+def pickled(value: Any) -> tuple[bytes, list[memoryview]]:
     """Return the body of ``value``, pickled as Ray does, and its large buffers.
-
-    Args:
-        value: The value.
-        is_known_plain: Whether it has no object of a user's class; if not, this function looks.
 
     Raises:
         TypeError: If it refers to objects of Ray.
@@ -70,7 +66,7 @@ def pickled(value: Any, *, is_known_plain: bool = False) -> tuple[bytes, list[me
         buffers.append(raw)
         return False
 
-    if is_known_plain or is_plain(value):
+    if is_plain(value):
         return pickle.dumps(value, protocol=5, buffer_callback=keep), buffers
     with io.BytesIO() as file:
         _Pickler(file, protocol=5, buffer_callback=keep).dump(value)
@@ -132,9 +128,7 @@ def buffer_message(
     return Message(join_message(kind, body, extents), extents)
 
 
-def make_message(
-    kind: int, box: list[Any], segments: Segments, *, frozen: bool, is_known_plain: bool = False
-) -> Message | None:
+def make_message(kind: int, box: list[Any], segments: Segments, *, frozen: bool) -> Message | None:
     """Return a message with the value in ``box``.
 
     Buffers that lie in segments are not moved, unless a process could still write to them;
@@ -147,13 +141,12 @@ def make_message(
         segments: The segments of this process.
         frozen: Whether read-only buffers are never written to. If not, a buffer that lies in a
             segment is copied if an array over it is still alive.
-        is_known_plain: See `pickled`.
 
     Returns:
         None if the value is too large, no segment is free, or it cannot be pickled for a channel.
     """
     try:
-        body, buffers = pickled(box[0], is_known_plain=is_known_plain)
+        body, buffers = pickled(box[0])
     except Exception:  # if it cannot be pickled at all, Ray will raise
         return None
     if not fits(body, len(buffers)):
