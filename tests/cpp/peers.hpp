@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "flatweights/doorbell.hpp"
+#include "flatweights/layout.hpp"
 #include "flatweights/mailbox.hpp"
 #include "flatweights/memory_file.hpp"
 
@@ -22,6 +23,15 @@ inline void expect(bool is_so, const char* what) {
   if (is_so) return;
   std::fprintf(stderr, "%s\n", what);
   failed = true;
+}
+
+// Of a model of float64.
+inline flatweights::Layout layout_of_model() {
+  flatweights::Slot slot;
+  slot.shape = {kNumbers};
+  slot.dtype = flatweights::DType::kFloat64;
+  slot.itemsize = sizeof(double);
+  return flatweights::Layout({slot});
 }
 
 struct Bell {

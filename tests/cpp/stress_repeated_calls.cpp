@@ -11,7 +11,6 @@
 #include <thread>
 #include <vector>
 
-#include "flatweights/layout.hpp"
 #include "flatweights/repeated_calls.hpp"
 #include "peers.hpp"
 
@@ -65,12 +64,8 @@ int main() {
   std::vector<std::shared_ptr<MemoryFile>> results;
   for (int k = 0; k < 2; ++k) results.push_back(MemoryFile::create(kNumbers * sizeof(double)));
 
-  Slot slot;
-  slot.shape = {kNumbers};
-  slot.dtype = DType::kFloat64;
-  slot.itemsize = sizeof(double);
   RepeatedCalls calls(boxes);
-  RepeatedCalls::Prepared prepared{kCall, Layout({slot}), {}, false, {}, {}};
+  RepeatedCalls::Prepared prepared{kCall, layout_of_model(), {}, false, {}, {}};
   prepared.timeouts.assign(kMembers, 30.0);
   for (std::uint32_t k = 0; k < 2; ++k)
     prepared.results[k] = {results[k]->data(), {k, 1, 0, prepared.layout.nbytes()}};

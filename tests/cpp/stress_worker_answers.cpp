@@ -12,7 +12,6 @@
 #include <thread>
 #include <vector>
 
-#include "flatweights/layout.hpp"
 #include "flatweights/worker_answers.hpp"
 #include "peers.hpp"
 
@@ -57,11 +56,7 @@ int main() {
   std::vector<Peer> workers(kWorkers);
   std::vector<Mailbox*> boxes;
   for (const Peer& worker : workers) boxes.push_back(worker.box.get());
-  Slot slot;
-  slot.shape = {kNumbers};
-  slot.dtype = DType::kFloat64;
-  slot.itemsize = sizeof(double);
-  WorkerAnswers answers(boxes, Layout({slot}), std::string(kDigest.begin(), kDigest.end()));
+  WorkerAnswers answers(boxes, layout_of_model(), std::string(kDigest.begin(), kDigest.end()));
   for (std::size_t k = 0; k < kWorkers; ++k) answers.know(k, {{0, 1, workers[k].segment}});
 
   std::vector<std::thread> threads;

@@ -141,8 +141,7 @@ ASYNCHRONOUS = {
     ),
     "results that wait for others may be stale": (
         "rounds/_as_completed.py",
-        "            if self._leave_out_stale(taken, publications):\n"
-        "                self._call_idle()\n                continue\n",
+        "            if self._leave_out_stale(taken, publications):\n                continue\n",
         "",
     ),
     "the newest call comes first": (

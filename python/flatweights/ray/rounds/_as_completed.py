@@ -213,16 +213,14 @@ class AsCompleted:
         self._call_idle()
         self._look(begin)
         while True:
+            if self._idle or self._lost or self.worker_set.ranks.joining:
+                self._call_idle()
             self._wait_for_oldest()
             if not self._take(taken):
-                if not self._idle and self._is_anyone_at_work(taken):
-                    self._receive(None)
-                    if self._idle or self._lost or self.worker_set.ranks.joining:
-                        self._call_idle()
-                    continue
                 if self._idle:
-                    self._call_idle()
-                    self._receive(0.0)
+                    continue
+                if self._is_anyone_at_work(taken):
+                    self._receive(None)
                     continue
                 if not taken:
                     errors = self.worker_set.ranks.unhealthy(self._asked_now()) | self._since.failed
@@ -230,14 +228,12 @@ class AsCompleted:
                 # A round with fewer results: no other worker is left.
             publications = self.worker_set.latest.number
             if self._leave_out_stale(taken, publications):
-                self._call_idle()
                 continue
             result = self._round(taken, publications)
             if result is not None:
                 break
             self._check_not_all_spoiled()
             taken = {}
-            self._call_idle()
         self._rounds += 1
         result.number = self._rounds
         result.seconds["wait"] = self._waited
