@@ -19,8 +19,9 @@
 #include "bindings.hpp"
 #include "channels.hpp"
 #include "checks.hpp"
-#include "flatweights/message.hpp"
 #include "flatweights/repeated_calls.hpp"
+#include "member_turn.hpp"
+#include "repeated_request.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {
@@ -28,92 +29,6 @@ namespace flatweights::bind {
 namespace py = pybind11;
 
 namespace {
-
-// A member's end of a call that it repeats.
-class BoundRepeatedRequest {
- public:
-  // Segment, generation, offset and bytes of a model.
-  using Position = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>;
-
-  // `segments`: as in `read_message`. `extent`: where the member's model is, in a segment of its
-  // own; none, if it sends none.
-  BoundRepeatedRequest(BoundMailbox mailbox, std::shared_ptr<BoundDoorbell> bell, py::dict segments,
-                       std::uint64_t call, const std::optional<Position>& extent)
-      : mailbox_(std::move(mailbox)),
-        bell_(std::move(bell)),
-        segments_(std::move(segments)),
-        call_(call) {
-    if (!extent) return;
-    const auto [segment, generation, offset, nbytes] = *extent;
-    check_index(segment);
-    extent_ = Extent{segment, generation, offset, nbytes};
-  }
-
-  // Asks, and waits for at most `seconds`. Returns number and seconds of the response, and its
-  // weights; None, if nothing was sent, since the coordinator still holds the segment; True, if the
-  // coordinator has told something else, which is to be read; False, if it has told nothing.
-  [[nodiscard]] py::object exchange(double weight, double seconds) const {
-    Mailbox& box = mailbox_.box();
-    if (box.state() != Mailbox::State::kBusy) throw std::runtime_error("mailbox: no command");
-    if (extent_ && box.holds(Side::kDriver, extent_->segment) != 0) return py::none();
-    send(weight);
-    box.enter(kStay);
-    if (!mailbox_.await(seconds, kStay)) return py::bool_(false);
-    try {
-      const Message message(box, Side::kWorker);
-      const auto view = view_of(message);
-      if (!view) return py::bool_(true);
-      Repeated told;
-      std::memcpy(&told, message.body().data(), sizeof told);
-      return py::make_tuple(told.number, told.waited, told.averaged, *view);
-    } catch (const std::invalid_argument&) {  // it is malformed, which its reader says
-      return py::bool_(true);
-    }
-  }
-
- private:
-  static constexpr std::uint32_t kStay = 1;  // a member is in one call of the protocol for ever
-
-  void send(double weight) const {
-    struct {
-      std::uint32_t kind = kRepeat, count = 0;
-      std::array<std::byte, sizeof(Extent) + sizeof(Repeat)> rest;
-    } message;
-    std::size_t size = 2 * sizeof(std::uint32_t);
-    const auto add = [&](const auto& part) {
-      std::memcpy(reinterpret_cast<std::byte*>(&message) + size, &part, sizeof part);
-      size += sizeof part;
-    };
-    if (extent_) {
-      message.count = 1;
-      add(*extent_);
-      mailbox_.box().add_hold(Side::kDriver, extent_->segment);
-    }
-    add(Repeat{call_, weight});
-    mailbox_.box().answer_and_stay(std::as_bytes(std::span(&message, 1)).first(size));
-    if (bell_->door().count_down()) bell_->ring_bell();
-  }
-
-  // The weights of a response; nothing, if it is of another kind, or its segment is not known yet.
-  [[nodiscard]] std::optional<py::array> view_of(const Message& message) const {
-    const bool is_response = message.kind() == kRepeated && message.extents().size() == 1 &&
-                             message.body().size() == sizeof(Repeated);
-    if (!is_response) return {};
-    const Extent& extent = message.extents().front();
-    const py::int_ index(extent.segment);
-    if (!segments_.contains(index)) return {};
-    const auto [generation, segment] =
-        py::cast<std::pair<std::uint32_t, PeerSegment>>(segments_[index]);
-    if (generation != extent.generation) return {};
-    return segment.view(mailbox_, true, extent.segment, extent.offset, extent.nbytes);
-  }
-
-  BoundMailbox mailbox_;
-  std::shared_ptr<BoundDoorbell> bell_;
-  py::dict segments_;
-  std::uint64_t call_;
-  std::optional<Extent> extent_;
-};
 
 // Calls that the members of a process group repeat, with what keeps their memory alive.
 class BoundRepeatedCalls {
@@ -192,11 +107,22 @@ class BoundRepeatedCalls {
 }  // namespace
 
 void bind_repeated_calls(py::module_& m) {
+  py::class_<MemberTurn, std::shared_ptr<MemberTurn>>(m, "MemberTurn")
+      .def(py::init<>())
+      .def("__enter__", &MemberTurn::take)
+      .def("__exit__", [](MemberTurn& turn, const py::args&) { turn.give_back(); })
+      .def_property_readonly("is_taken", &MemberTurn::is_taken)
+      .def_property_readonly("is_own", &MemberTurn::is_own)
+      .def("resume", &MemberTurn::resume)
+      .def("give_back", &MemberTurn::give_back)
+      .def("forget_steps", &MemberTurn::forget_steps);
+
   py::class_<BoundRepeatedRequest>(m, "RepeatedRequest")
       .def(py::init<BoundMailbox, std::shared_ptr<BoundDoorbell>, py::dict, std::uint64_t,
-                    const std::optional<BoundRepeatedRequest::Position>&>(),
+                    const std::optional<BoundRepeatedRequest::Position>&,
+                    std::shared_ptr<Segment>>(),
            py::arg("mailbox"), py::arg("doorbell"), py::arg("segments"), py::arg("call"),
-           py::arg("extent"))
+           py::arg("extent"), py::arg("segment"))
       .def("exchange", &BoundRepeatedRequest::exchange, py::arg("weight"), py::arg("seconds"));
 
   py::class_<BoundRepeatedCalls>(m, "RepeatedCalls")

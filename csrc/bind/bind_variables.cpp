@@ -41,7 +41,9 @@ void bind_variables(py::module_& m) {
            py::arg("segment"))
       .def("scatter_segment", &CalledTensors::scatter_segment, py::arg("layout"),
            py::arg("segment"))
-      .def("pass_on", &CalledTensors::pass_on, py::arg("layout"));
+      .def("pass_on", &CalledTensors::pass_on, py::arg("layout"))
+      .def("let_repeat", &CalledTensors::let_repeat, py::arg("layout"), py::arg("request"),
+           py::arg("turn"), py::arg("weight"), py::arg("seconds"));
   py::class_<BoundVariables>(m, "BoundVariables")
       .def(py::init<const VariablesLibrary&, const BoundLayout&, std::vector<std::size_t>,
                     const std::vector<std::int64_t>&, const std::vector<int>&, const py::object&>(),

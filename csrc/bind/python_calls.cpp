@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <exception>
 #include <map>
+#include <memory>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -46,6 +47,15 @@ struct ExpireAtEnd {
   ~ExpireAtEnd() { tensors.expire(); }
 };
 
+// A function may raise before it goes on with what its step has asked.
+struct EndStepAtEnd {
+  MemberTurn* turn;
+
+  ~EndStepAtEnd() {
+    if (turn != nullptr) turn->end_step();
+  }
+};
+
 std::byte* bytes_of(const void* memory) {
   return static_cast<std::byte*>(const_cast<void*>(memory));
 }
@@ -63,9 +73,9 @@ DeviceCopy device_copy(void* stream, std::byte* tensor, std::byte* part, const S
 
 }  // namespace
 
-CalledTensors::CalledTensors(const CalledTensor* tensors, std::size_t count,
+CalledTensors::CalledTensors(std::int64_t op, const CalledTensor* tensors, std::size_t count,
                              const std::vector<py::dtype>& dtypes)
-    : dtypes_(dtypes) {
+    : op_(op), dtypes_(dtypes) {
   for (std::size_t i = 0; i < count; ++i)
     tensors_.push_back({bytes_of(tensors[i].input), bytes_of(tensors[i].output), tensors[i].size,
                         tensors[i].stream, tensors[i].stream != nullptr});
@@ -218,12 +228,23 @@ void CalledTensors::pass_on(const BoundLayout& bound) const {
   scatter(bound, buffer);
 }
 
+void CalledTensors::let_repeat(const BoundLayout& bound, const BoundRepeatedRequest& request,
+                               MemberTurn& turn, double weight, double seconds) const {
+  check(bound);
+  const bool on_host = std::ranges::none_of(tensors_, &Tensor::is_on_gpu);
+  if (op_ == 0 || !on_host) return;
+  if (auto step = request.step(bound, weight, seconds)) turn.allow(op_, std::move(step));
+}
+
 PythonCall::PythonCall(const py::function& function, std::vector<py::dtype> dtypes)
     : function_(function, py::handle()), dtypes_(std::move(dtypes)), id_(next_id()) {
   calls().emplace(id_, this);
 }
 
-PythonCall::~PythonCall() { calls().erase(id_); }
+PythonCall::~PythonCall() {
+  calls().erase(id_);
+  MemberTurn::forget(id_);
+}
 
 void PythonCall::operator()(const CalledTensor* tensors, std::size_t count) const {
   if (count != dtypes_.size())
@@ -231,14 +252,22 @@ void PythonCall::operator()(const CalledTensor* tensors, std::size_t count) cons
                                 std::to_string(count));
   const py::object function = function_();
   if (function.is_none()) throw std::runtime_error(kGone);
-  const py::object called = py::cast(CalledTensors(tensors, count, dtypes_));
+  const py::object called = py::cast(CalledTensors(id_, tensors, count, dtypes_));
   const ExpireAtEnd expire{called.cast<CalledTensors&>()};
   function(called);
 }
 
+StepStart start_step(std::int64_t id, const CalledTensor* tensors, std::size_t count) noexcept {
+  const std::shared_ptr<MemberTurn> turn = MemberTurn::of(id);
+  return turn == nullptr ? StepStart::kNot : turn->start(id, tensors, count);
+}
+
 bool call_python(std::int64_t id, const CalledTensor* tensors, std::size_t count, char* text,
                  std::size_t room) noexcept {
+  const std::shared_ptr<MemberTurn> turn = MemberTurn::of(id);
+  if (turn != nullptr && turn->finish(id, tensors, count)) return true;
   const WithGil gil;
+  const EndStepAtEnd end{turn.get()};
   std::string reason;
   try {
     const auto found = calls().find(id);

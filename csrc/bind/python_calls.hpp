@@ -12,6 +12,8 @@
 #include "checks.hpp"
 #include "flatweights/device_copies.hpp"
 #include "flatweights/flatten.hpp"
+#include "member_turn.hpp"
+#include "repeated_request.hpp"
 #include "tensorflow/variables_api.hpp"
 
 namespace flatweights::bind {
@@ -20,7 +22,8 @@ namespace flatweights::bind {
 // and sizes. A tensor and its result may be the same memory. With the GIL.
 class CalledTensors {
  public:
-  CalledTensors(const CalledTensor* tensors, std::size_t count,
+  // Those of the op with this id.
+  CalledTensors(std::int64_t op, const CalledTensor* tensors, std::size_t count,
                 const std::vector<pybind11::dtype>& dtypes);
 
   // Contiguous arrays, which live longer than this.
@@ -50,6 +53,11 @@ class CalledTensors {
   // Makes each tensor its own result.
   void pass_on(const BoundLayout& bound) const;
 
+  // Lets the op repeat, without Python, the call that has just averaged these tensors, if they are
+  // on the host.
+  void let_repeat(const BoundLayout& bound, const BoundRepeatedRequest& request, MemberTurn& turn,
+                  double weight, double seconds) const;
+
   // Makes all calls from now on fail: the memory is TensorFlow's again.
   void expire() noexcept { is_expired_ = true; }
 
@@ -73,6 +81,7 @@ class CalledTensors {
   void check(const BoundLayout& bound) const;
   void move_segment(const BoundLayout& bound, std::byte* segment, Direction direction) const;
 
+  std::int64_t op_ = 0;  // 0, if no op has them
   std::vector<Tensor> tensors_;
   std::vector<pybind11::dtype> dtypes_;
   bool is_expired_ = false;
@@ -98,7 +107,9 @@ class PythonCall {
   std::int64_t id_;
 };
 
-// The `PythonCaller` of the op library.
+// The `StepStarter` and the `PythonCaller` of the op library. A call that repeats the last one
+// enters no Python.
+StepStart start_step(std::int64_t id, const CalledTensor* tensors, std::size_t count) noexcept;
 bool call_python(std::int64_t id, const CalledTensor* tensors, std::size_t count, char* text,
                  std::size_t room) noexcept;
 

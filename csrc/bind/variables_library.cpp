@@ -19,7 +19,7 @@ VariablesLibrary::VariablesLibrary(const std::string& path) {
   if (api_ == nullptr || api_->version != kVariablesApiVersion)
     throw py::import_error(path + ": expected an op library of this version of flatweights");
   sweep_owners(api_->sweep);
-  api_->set_python_caller(&call_python);
+  api_->set_python_caller(&start_step, &call_python);
 }
 
 }  // namespace flatweights::bind

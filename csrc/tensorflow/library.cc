@@ -112,7 +112,10 @@ flatweights_variables_api() {
       [] { return fw::LingeringRoots::instance().sweep(); },
       fw::ExecutorFunctions::instance().found() ? &fw::is_async : nullptr,
       fw::find_eager_mode(),
-      [](fw::PythonCaller caller) { fw::python_caller() = caller; },
+      [](fw::StepStarter starter, fw::PythonCaller caller) {
+        fw::step_starter() = starter;
+        fw::python_caller() = caller;
+      },
   };
   return &api;
 }

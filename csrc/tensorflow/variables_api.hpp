@@ -8,7 +8,7 @@
 namespace flatweights {
 
 // Raised with every change of the declarations below; libraries of another version are not used.
-inline constexpr std::uint32_t kVariablesApiVersion = 6;
+inline constexpr std::uint32_t kVariablesApiVersion = 7;
 
 // The exported function, `const VariablesApi*()`.
 inline constexpr char kVariablesApiSymbol[] = "flatweights_variables_api";
@@ -72,6 +72,11 @@ struct CalledTensor {
 using PythonCaller = bool (*)(std::int64_t id, const CalledTensor* tensors, std::size_t count,
                               char* text, std::size_t room);
 
+// Begins what the function with this id would do, if that needs no Python, and waits a moment.
+// kNot: nothing was done. kBegun: the `PythonCaller` has to go on, which may wait for long.
+enum class StepStart { kNot, kDone, kBegun };
+using StepStarter = StepStart (*)(std::int64_t id, const CalledTensor* tensors, std::size_t count);
+
 struct VariablesApi {
   std::uint32_t version;
 
@@ -117,8 +122,8 @@ struct VariablesApi {
   // the value at once, with the GIL held. Null if this TensorFlow does not expose it.
   const bool* (*eager_mode)(void* context);
 
-  // Sets the function that the op FlatweightsCallPython calls.
-  void (*set_python_caller)(PythonCaller caller);
+  // Sets the functions that the op FlatweightsCallPython calls.
+  void (*set_python_caller)(StepStarter starter, PythonCaller caller);
 };
 
 }  // namespace flatweights

@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <span>
 #include <thread>
 #include <vector>
 
 #include "flatweights/repeated_calls.hpp"
+#include "flatweights/repeated_request.hpp"
 #include "peers.hpp"
 
 namespace {
@@ -25,26 +25,19 @@ constexpr std::uint64_t kCall = 7;
 void be_member(std::size_t rank, const Peer& member, const Bell& bell,
                std::span<const std::shared_ptr<MemoryFile>> results) {
   Mailbox& box = *member.box;
+  const RepeatedRequest request{kCall, Extent{0, 1, 0, kNumbers * sizeof(double)}};
   member.take();
   for (std::int64_t number = 1; number <= kCalls; ++number) {
-    expect(box.holds(Mailbox::Side::kDriver, 0) == 0,
-           "the coordinator holds a segment that it has read");
     std::fill_n(member.numbers(), kNumbers,
                 static_cast<double>(number) + static_cast<double>(rank));
-    struct {
-      std::uint32_t kind = kRepeat, count = 1;
-      Extent extent{0, 1, 0, kNumbers * sizeof(double)};
-      Repeat body{kCall, 1.0};
-    } request;
-    box.add_hold(Mailbox::Side::kDriver, 0);
-    box.answer_and_stay(std::as_bytes(std::span(&request, 1)));
+    expect(request.may_ask(box), "the member may not ask");
+    request.ask(box, 1.0);
     bell.count_down();
     member.take();
-    const Message told(box, Mailbox::Side::kWorker);
-    Repeated body;
-    std::memcpy(&body, told.body().data(), sizeof body);
-    expect(told.kind() == kRepeated && body.number == number, "a response has another number");
-    const Extent extent = told.extents().front();
+    const auto told = told_again(box);
+    expect(told && told->told.number == number, "a response has another number");
+    if (!told) return;
+    const Extent extent = told->extent;
     const auto* const mean = reinterpret_cast<const double*>(results[extent.segment]->data());
     const bool is_right = std::all_of(mean, mean + kNumbers, [number](double value) {
       return value == static_cast<double>(number) + (kMembers - 1) / 2.0;

@@ -2,7 +2,8 @@
 
 ``python tests/helpers/killed_members.py FAULTS SEED`` prints what came of it. The coordinator is a
 thread of this process, and members are forks of a process without threads. A member replaces each
-one that was killed. No Ray is started.
+one that was killed. No Ray is started. With ``steps`` as a third argument, members call from steps
+of TensorFlow, which repeat calls without Python.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from itertools import combinations
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,6 +29,8 @@ from flatweights.ray.members._client import ChannelClient, Identity
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._rendezvous import JoinReply
 from flatweights.ray.members._repetitions import Series
+
+Tell = Callable[[dict[str, Any]], object]
 
 SIZE = 4
 TIMEOUT = 0.5  # seconds for which members wait for one that was stopped
@@ -63,18 +68,70 @@ def be_member(told: dict[str, Any], to: str) -> None:
             None, Identity(token, f"process {os.getpid()}"), channel, join_reply.session
         )
         member = Member("local", coordinator, join_reply, coordinator.start(STUCK))
-        weights = Weights(told["rank"])
+        call = take_steps if told["steps"] else average
         with contextlib.suppress(MemberError):
-            while True:
-                result = member.average_variables(weights, timeout=TIMEOUT, min_results=1)
-                expected = sum(2.0**rank for rank in result.used) / len(result.used)
-                if not (weights.values == expected).all():
-                    wrong = f"{result!r}: expected {expected}, got {weights.values[:3]}"
-                    link.send(json.dumps({"wrong": wrong}).encode())
+            call(member, told["rank"], lambda what: link.send(json.dumps(what).encode()))
 
 
-def fork_members(orders: socket.socket, to: str) -> NoReturn:
+def mean_of(ranks: Any) -> float:
+    total: float = sum(2.0**rank for rank in ranks)
+    return total / len(ranks)
+
+
+def average(member: Member, rank: int, tell: Tell) -> None:
+    """Average variables for ever."""
+    weights = Weights(rank)
+    while True:
+        result = member.average_variables(weights, timeout=TIMEOUT, min_results=1)
+        if not (weights.values == mean_of(result.used)).all():
+            tell({"wrong": f"{result!r}: got {weights.values[:3]}"})
+
+
+def take_steps(member: Member, rank: int, tell: Tell) -> None:
+    """Average a tensor in steps for ever.
+
+    A step that enters no Python has no `Round`: its average is that of some ranks, with this one.
+    """
+    import tensorflow as tf
+
+    from flatweights.keras._exchange import Exchange
+    from flatweights.tensorflow._python_op import compute_in_python
+
+    exchange, results = Exchange(["w"], [(700,)], [np.float64]), list[Any]()
+
+    def compute(called: Any) -> None:
+        with exchange.of(called):
+            result = member.average_variables(exchange, timeout=TIMEOUT, min_results=1)
+            results.append(result)
+
+    step = tf.function(lambda own: compute_in_python(compute, [own])[0])
+    own = tf.fill(700, tf.constant(2.0**rank, tf.float64))
+    others = [one for one in range(SIZE) if one != rank]
+    possible = {
+        mean_of((rank, *some)) for count in range(SIZE) for some in combinations(others, count)
+    }
+    steps = 0
+    while True:
+        results.clear()
+        try:
+            values = step(own).numpy()
+        except tf.errors.OpError as error:
+            raise MemberError(str(error)) from error
+        expected = {mean_of(results[0].used)} if results else possible
+        if not (values == values[0]).all() or values[0] not in expected:
+            tell({"wrong": f"{results}: expected one of {expected}, got {values[:3]}"})
+        if not results:
+            steps += 1
+            if steps % 20 == 0:
+                tell({"steps": 20})
+
+
+def fork_members(orders: socket.socket, to: str, *, steps: bool) -> NoReturn:
     """Fork a member for each order, and answer with its process."""
+    if steps:  # nothing here calls TensorFlow, which would start threads
+        import flatweights.keras
+
+        assert flatweights.keras
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while order := orders.recv(4096):
         child = os.fork()
@@ -91,8 +148,9 @@ def fork_members(orders: socket.socket, to: str) -> NoReturn:
 class Run:
     """The coordinator, and what it is told."""
 
-    def __init__(self, orders: socket.socket, inbox: socket.socket) -> None:
-        self.orders, self.inbox = orders, inbox
+    def __init__(self, orders: socket.socket, inbox: socket.socket, *, steps: bool) -> None:
+        self.orders, self.inbox, self.in_steps = orders, inbox, steps
+        self.steps = 0  # without Python
         self.group = LocalProcessGroup(SIZE)
         self.wrong: list[str] = []
         self.members: dict[int, int] = {}  # by rank, the process
@@ -107,8 +165,10 @@ class Run:
         group = self.group.group
         while True:
             said = json.loads(self.inbox.recv(4096))
+            self.steps += said.get("steps", 0)
             if "wrong" in said:
                 self.wrong.append(said["wrong"])
+            if "token" not in said:
                 continue
             with contextlib.suppress(Exception):  # it was killed meanwhile
                 token, nonce = bytes.fromhex(said["token"]), bytes.fromhex(said["nonce"])
@@ -120,7 +180,8 @@ class Run:
         join_reply = entry.join_reply.result(STUCK)
         assert join_reply.address is not None
         order = {"token": entry.token.hex(), "rank": rank, "session": join_reply.session}
-        self.orders.send(json.dumps(order | {"address": join_reply.address.hex()}).encode())
+        order |= {"address": join_reply.address.hex(), "steps": self.in_steps}
+        self.orders.send(json.dumps(order).encode())
         self.members[rank] = int(self.orders.recv(64))
 
     def kill(self, rank: int) -> None:
@@ -144,7 +205,7 @@ class Run:
         return self.group.group.queue.called(lambda: self.group.group.calls.number).result(STUCK)
 
 
-def main(faults: int, seed: int) -> None:
+def main(faults: int, seed: int, *, steps: bool) -> None:
     """Let ``faults`` befall members, and print what came of it."""
     to = f"\0flatweights-killed-{os.getpid()}"
     inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -152,14 +213,15 @@ def main(faults: int, seed: int) -> None:
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         orders.close()
-        fork_members(theirs, to)
+        fork_members(theirs, to, steps=steps)
     theirs.close()
-    run, rng = Run(orders, inbox), random.Random(seed)
+    run, rng = Run(orders, inbox, steps=steps), random.Random(seed)
     for rank in range(SIZE):
         run.start(rank)
     last, since, kills = 0, time.monotonic(), 0
     for _ in range(faults):
-        time.sleep(rng.choice((0.0, 0.005, 0.05, 0.1)) * rng.random())
+        pauses = (0.0, 0.1, 1.0, 2.0) if steps else (0.0, 0.005, 0.05, 0.1)
+        time.sleep(rng.choice(pauses) * rng.random())
         if rng.random() < 0.7:
             run.kill(rng.randrange(SIZE))
             kills += 1
@@ -177,6 +239,7 @@ def main(faults: int, seed: int) -> None:
     if run.number() < last + 200:
         run.wrong.append("the members do not go on")
     told = {"calls": run.number(), "in C++": run.made, "kills": kills, "wrong": run.wrong}
+    told["steps"] = run.steps
     for process in run.members.values():
         os.kill(process, signal.SIGKILL)
     print(json.dumps(told), flush=True)
@@ -184,4 +247,4 @@ def main(faults: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), steps="steps" in sys.argv)

@@ -83,6 +83,7 @@ class Fit:
         assert averaging is not None
         for handle in (averaging.handle, self.logs._handle):
             handle.timeout = seconds  # the shortest of all members' counts
+        self.member._turn.forget_steps()  # with the old one
 
     def _run(self) -> tuple[Any, list[Any]]:
         optimizer = average_gradients(

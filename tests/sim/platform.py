@@ -918,7 +918,8 @@ class SimulatedMemberChannel:
             return (*TOLD_AGAIN.unpack(told), buffer)
 
         segments: Any = SimpleNamespace(changes=0)
-        return Shortcut(exchange, memory, segments, 0)
+        request: Any = SimpleNamespace(exchange=exchange)
+        return Shortcut(request, memory, segments, 0)
 
     def response(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         world, link = self._world, self.link

@@ -10,7 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatweights import Layout
-from flatweights._core import CalledTensors, DeviceSegment, PeerDeviceSegment
+from flatweights._core import (
+    CalledTensors,
+    DeviceSegment,
+    MemberTurn,
+    PeerDeviceSegment,
+    RepeatedRequest,
+)
 
 
 class Exchange:
@@ -52,6 +58,17 @@ class Exchange:
 
     def check(self) -> None:
         """Raise if the average of a call in which this member took part is no average."""
+
+    def let_repeat(self, request: RepeatedRequest, turn: MemberTurn, seconds: float) -> None:
+        """Let the op of the step make the next call like this one without Python.
+
+        Args:
+            request: The call.
+            turn: That of the member.
+            seconds: How long it waits for the response, before Python does.
+        """
+        assert self.grads is not None
+        self.grads.let_repeat(self.layout.core, request, turn, self.weight, seconds)
 
     @property
     def gpu(self) -> bytes | None:

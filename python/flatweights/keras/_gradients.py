@@ -305,8 +305,8 @@ class Averaging:
 
         def train(iterator: Any) -> Any:
             self._errors.clear()
-            if self.progress is None:  # perhaps another fit
-                self._check_fit(running_fit())
+            if self.progress is None and self.handle.min_results is not None:
+                self._check_fit(running_fit())  # perhaps another fit
             try:
                 return function(iterator)
             except tf.errors.OpError:

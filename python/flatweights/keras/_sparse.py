@@ -26,7 +26,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from flatweights import Layout
-from flatweights._core import CalledTensors
+from flatweights._core import CalledTensors, MemberTurn, RepeatedRequest
 from flatweights.keras._exchange import Exchange
 from flatweights.tensorflow._python_op import Compute, compute_in_python
 
@@ -121,6 +121,9 @@ class SparseExchange(Exchange):
     @property
     def gpu(self) -> bytes | None:
         return None
+
+    def let_repeat(self, request: RepeatedRequest, turn: MemberTurn, seconds: float) -> None:
+        """Do nothing: the rows differ from step to step."""
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         if not self.weight:

@@ -655,7 +655,7 @@ def test_a_call_is_late_by_the_timeout_of_a_member_that_has_asked() -> None:
     for box in boxes[:2]:  # the third member does not ask
         box.enter(1)
         assert box.wait(0.0, 1)
-        asks = _core.RepeatedRequest(box, bell, {}, 1, None)
+        asks = _core.RepeatedRequest(box, bell, {}, 1, None, None)
         assert asks.exchange(1.0, 0.0) is False
     calls = _core.RepeatedCalls(boxes, [{}, {}, {}])
     calls.prepare(1, layout.core, results, None, False, [None, 0.01, None])

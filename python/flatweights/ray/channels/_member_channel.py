@@ -7,7 +7,6 @@ answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,14 +33,14 @@ class Shortcut(NamedTuple):
     """The way to ask for a call again, without Python; valid until segments change.
 
     Attributes:
-        exchange: Asks and waits; see `_core.RepeatedRequest.exchange`. If it returns a truth value,
-            that is to become `MemberChannel.pending`.
+        request: Its `exchange` asks and waits. If that returns a truth value, this is to become
+            `MemberChannel.pending`.
         memory: The memory in a segment from which the coordinator reads the weights.
         segments: The segments of the channel.
         changes: How often they had changed.
     """
 
-    exchange: Callable[[float, float], Any]
+    request: _core.RepeatedRequest
     memory: NDArray[np.uint8]
     segments: Segments
     changes: int
@@ -121,9 +120,11 @@ class MemberChannel(WorkerChannel):
         extent = segments.find(buffer)
         if extent is None or self._doorbell is None:
             return None
-        request = _core.RepeatedRequest(self.mailbox, self._doorbell, self._of_peer, call, extent)
-        memory = segments[extent.segment].memory()[extent.offset : extent.offset + extent.nbytes]
-        return Shortcut(request.exchange, memory, segments, segments.changes)
+        segment = segments[extent.segment]
+        ends = self.mailbox, self._doorbell
+        request = _core.RepeatedRequest(*ends, self._of_peer, call, extent, segment)
+        memory = segment.memory()[extent.offset : extent.offset + extent.nbytes]
+        return Shortcut(request, memory, segments, segments.changes)
 
     def response(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         """Wait for the next command; return its body, its buffers and its kind.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -196,10 +195,6 @@ class Member:
         name: The name of the process group.
         rank: The rank of this member.
         size: The largest number of members; ranks are below it. `ranks` are those that take part.
-        lacks_state: Whether this member lacks the state of the training: because it joined after
-            the first call, missed more than one call with a ``state``, or did not get to set its
-            variables in one. The next such call heals it. You may set this to have the member
-            healed.
         raise_if_out_of_sync: Whether a call of this member, if it lacks the state, raises
             `OutOfSyncError` once the others have made another call with that state, such as one at
             the end of their training; and a broadcast, if they have made any other call since. If
@@ -215,17 +210,31 @@ class Member:
         self.size = response.size
         self._ranks = response.ranks
         self._session = join_reply.session
-        self.lacks_state = response.number > 0
+        self._lacks_state = response.number > 0
         self.raise_if_out_of_sync = False
         self._coordinator = coordinator
         self._twins = Twins(name)
         self._again: dict[int, RepeatedCall | None] = {}  # by the id of their variables
         self._states: list[WholeState] = []  # of the last calls, the newest first
-        self._turn = threading.Lock()
-        self._caller = 0  # the thread that holds it
+        self._turn = _core.MemberTurn()
         self._over: str = ""
         self._process = os.getpid()
         self._finalizer = finalizer(self, coordinator.close)
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether this member lacks the state of the training.
+
+        That is so if it joined after the first call, missed more than one call with a ``state``, or
+        did not get to set its variables in one. The next such call heals it. You may set this to
+        have the member healed.
+        """
+        return self._lacks_state
+
+    @lacks_state.setter
+    def lacks_state(self, lacks: bool) -> None:
+        self._lacks_state = lacks
+        self._turn.forget_steps()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -345,6 +354,10 @@ class Member:
         """
         arguments = weight, timeout, min_results, nonfinite
         again = self._again.get(id(variables))
+        if again is not None and again.is_in_step:
+            has_come = self._turn.resume()
+            if has_come is not None:
+                return self._go_on(again, variables, state, has_come)
         try:
             repeats = again is not None and rule is None and again.arguments == arguments
         except (ValueError, RuntimeWarning):  # a weight is an array, or too large for the other
@@ -373,39 +386,62 @@ class Member:
                 remember(self._again, id(variables), again)
             return result
 
+    def _go_on(
+        self, again: RepeatedCall, variables: Variables, state: Any, has_come: bool
+    ) -> Round:
+        """Go on with a call for which a step has asked without Python; it has the turn."""
+        try:
+            result = self._exchange_again(again, variables, self._whole(state), has_come)
+            assert result is not None
+            return result
+        finally:
+            self._turn.give_back()
+
     def _average_again(self, again: RepeatedCall, variables: Variables, state: Any) -> Round | None:
         """Average as before; None, with nothing done, if this call is not like that one."""
         if self._process != os.getpid() or _get_running_loop() is not None:
             return None
-        if self._turn.locked():  # by another thread's call, or by one of this thread
+        if not (state is None or hasattr(state, "gather_into")):
+            state = self._whole(state)
+        if self._turn.is_taken:  # by another thread's call, or by one of this thread
             return None
         with self._turn:
-            self._caller = threading.get_ident()
-            try:
-                is_healthy = state is None or not self.lacks_state
-                if self._over or not (is_healthy and again.is_for(variables, state, self._twins)):
-                    return None
-                return self._exchange_again(again, variables, state)
-            finally:
-                self._caller = 0
+            is_healthy = state is None or not self._lacks_state
+            if self._over or not (is_healthy and again.is_for(variables, state, self._twins)):
+                return None
+            return self._exchange_again(again, variables, state)
 
     def _exchange_again(
-        self, again: RepeatedCall, variables: Variables, state: Variables | None
+        self,
+        again: RepeatedCall,
+        variables: Variables,
+        state: Variables | None,
+        has_come: bool | None = None,
     ) -> Round | None:
-        """Average as before; None, with nothing done, if the segment is not free."""
-        coordinator = self._coordinator
+        """Average as before; None, with nothing done, if the segment is not free.
+
+        Args:
+            again: The call.
+            variables: Its variables.
+            state: Its state.
+            has_come: If its step has asked already: whether the response has come.
+        """
+        coordinator, shortcut = self._coordinator, again.shortcut
         try:
             coordinator.is_asking = coordinator.is_told = False
-            shortcut = again.shortcut
-            variables.gather_into(shortcut.memory)
-            coordinator.is_asking = True
-            if _failpoints.hook is not None:
-                _failpoints.reach("asking")
-            told = shortcut.exchange(again.request.weight, SLICE)
-            if told is None:
-                coordinator.is_asking = False
-                return None
+            told: Any = has_come
+            if has_come is None:
+                variables.gather_into(shortcut.memory)
+                coordinator.is_asking = True
+                if _failpoints.hook is not None:
+                    _failpoints.reach("asking")
+                told = shortcut.request.exchange(again.request.weight, SLICE)
+                if told is None:
+                    coordinator.is_asking = False
+                    return None
             if isinstance(told, bool):
+                self._turn.forget_steps()
+                coordinator.is_asking = True
                 coordinator.was_asked(again.request, again.known, told)
                 sent = shortcut.memory
                 response, mean = self._exchange(
@@ -418,6 +454,8 @@ class Member:
                     _failpoints.reach("told")
                 *numbers, mean = told
                 result = Round(None, *repeated_arguments(again.known.response.arguments, *numbers))
+                if again.is_in_step and _failpoints.hook is None:
+                    cast("Any", variables).let_repeat(shortcut.request, self._turn, SLICE)
             variables.scatter(mean, **again.options)
             return result
         except BaseException as error:
@@ -711,18 +749,14 @@ class Member:
         Raises:
             RuntimeError: If this thread is in a call already, for which it would wait for ever.
         """
-        own = threading.get_ident()
-        if self._caller == own and self._turn.locked():
+        if self._turn.is_own:
             raise RuntimeError(
                 "this thread is in a call of the member already. In a signal handler, set a flag, "
                 "and make the call, such as leave(), later"
             )
         with self._turn:
-            self._caller = own
-            try:
-                yield
-            finally:
-                self._caller = 0
+            self._turn.forget_steps()
+            yield
 
     def _check_process(self) -> None:
         """Raise in a fork of the member's process: before any lock, which it may have inherited."""

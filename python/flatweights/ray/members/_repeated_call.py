@@ -4,6 +4,11 @@ If the coordinator repeats calls (`RepeatedCalls`), `Member.average_variables` c
 steps: the variables are gathered into a segment of this process, one function of C++ asks and
 waits, and the variables are set from the coordinator's segment. Anything else makes it a call like
 the first.
+
+The tensors of a step of TensorFlow's (`flatweights.keras`) need no Python for these three: from the
+second such call on, the op makes them, as long as it has the member's turn (`_core.MemberTurn`) and
+nothing has changed on which the next call depends. If the response is no repetition, or there is
+none in time, Python goes on with the call.
 """
 
 from __future__ import annotations
@@ -58,6 +63,8 @@ class RepeatedCall(NamedTuple):
         known: What is known of such calls.
         changes: How often another model had taken its turn.
         options: Those with which the variables are set.
+        is_in_step: Whether the variables are the tensors of a step, whose op may repeat the call
+            without Python.
     """
 
     variables: weakref.ref[Any]
@@ -69,6 +76,7 @@ class RepeatedCall(NamedTuple):
     known: Repeatable
     changes: int
     options: dict[str, bool]
+    is_in_step: bool
 
     @classmethod
     def of(
@@ -96,8 +104,9 @@ class RepeatedCall(NamedTuple):
             refs = weakref.ref(variables), None if state is None else weakref.ref(state)
         except TypeError:  # a class has no weak references
             return None
-        options = without_seeds(variables)
-        return cls(*refs, arguments, variables.layout, request, *way, twins.changes, options)
+        options, is_in_step = without_seeds(variables), hasattr(variables, "let_repeat")
+        layout = variables.layout
+        return cls(*refs, arguments, layout, request, *way, twins.changes, options, is_in_step)
 
     def is_for(self, variables: Variables, state: Any, twins: Twins) -> bool:
         """Whether the next call with these objects is like this one."""

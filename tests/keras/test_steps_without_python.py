@@ -1,0 +1,230 @@
+"""Steps that repeat the call of the last one: they enter no Python, unless something is different.
+
+Members are threads, each with a process group's real channel.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras_programs import in_threads
+from process_groups import LocalProcessGroup
+
+from flatweights.keras import average_gradients
+from flatweights.keras._exchange import Exchange
+from flatweights.ray import Member
+from flatweights.ray.support import _failpoints
+
+SIZE, STEPS = 2, 120
+FEW = STEPS // 3  # members that trace their steps are late for the first ones
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a step has entered Python, by the first name of its tensors."""
+    counts: Counter[str] = Counter()
+    of = Exchange.of
+
+    def counting(exchange: Exchange, grads: Any) -> Any:
+        counts[exchange.layout.slots[0].name] += 1
+        return of(exchange, grads)
+
+    monkeypatch.setattr(Exchange, "of", counting)
+    return counts
+
+
+def model_of(*, normalized: bool = False) -> Any:
+    keras.utils.set_random_seed(3)
+    first: Any = keras.layers.BatchNormalization(synchronized=True) if normalized else None
+    layers = [keras.layers.Dense(5, "tanh"), *([first] if first else []), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+
+def data_of(rank: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(rank)
+    x = rng.normal(size=(4 * STEPS, 3)).astype(np.float32)
+    return x, x[:, :2] ** 2
+
+
+_making = threading.Lock()
+
+
+def fit(place: Any, callback: Callable[[int, int], None], normalized: bool) -> Any:
+    with _making:
+        model = model_of(normalized=normalized)
+    optimizer = average_gradients(keras.optimizers.Adam(0.01), member=place.member())
+    model.compile(optimizer, "mse", jit_compile=False)
+
+    class Calls(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            callback(place.rank, batch)
+
+    model.fit(*data_of(place.rank), batch_size=4, verbose=0, callbacks=[Calls()])
+    return model.get_weights()
+
+
+def nothing(rank: int, batch: int) -> None:
+    pass
+
+
+def trained(callback: Callable[[int, int], None] = nothing, *, normalized: bool = False) -> Any:
+    """The weights after a training, which all members have."""
+    first, second = in_threads(SIZE, fit, callback, normalized)
+    assert not isinstance(first, str), first
+    assert all(map(np.array_equal, first, second))
+    return first
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_they_have_the_bits_of_steps_in_python(
+    entered: Counter[str], monkeypatch: pytest.MonkeyPatch, normalized: bool
+) -> None:
+    weights = trained(normalized=normalized)
+    assert len(entered) == 3 if normalized else 1  # moments and their gradient, and all gradients
+    assert max(entered.values()) <= SIZE * FEW
+    entered.clear()
+    monkeypatch.setattr(_failpoints, "hook", lambda point: None)  # its points are in Python
+    assert all(map(np.array_equal, trained(normalized=normalized), weights))
+    assert min(entered.values()) == SIZE * STEPS
+
+
+def test_they_go_on_after_a_pause(entered: Counter[str]) -> None:
+    expected = trained()
+    entered.clear()
+
+    def pause(rank: int, batch: int) -> None:
+        if rank == 1 and batch in (60, 80):
+            time.sleep(0.4)  # longer than C++ waits
+
+    assert all(map(np.array_equal, trained(pause), expected))
+    assert max(entered.values()) <= SIZE * FEW
+
+
+class Loop:
+    """A loop of a user's own, of one variable; its gradient is the member's rank, plus 1."""
+
+    def __init__(self, member: Member, **options: Any) -> None:
+        self.variable = keras.Variable([0.0, 0.0])
+        optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member, **options)
+        optimizer.build([self.variable])
+        own = tf.fill(2, member.rank + 1.0)
+        self.step = tf.function(lambda: optimizer.apply([own], [self.variable]))
+
+    def take(self, steps: int) -> list[float]:
+        """Take steps; return the averages that were applied."""
+        averages = []
+        for _ in range(steps):
+            before = self.variable.numpy()
+            self.step()
+            averages.append(float((before - self.variable.numpy())[0]))
+        return averages
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    made = LocalProcessGroup(SIZE).join_all()
+    yield made
+    for member in made:
+        member.leave()
+
+
+def together(members: list[Member], act: Callable[[Member], Any]) -> list[Any]:
+    replies = dict[int, Any]()
+
+    def run(member: Member) -> None:
+        try:
+            replies[member.rank] = act(member)
+        except Exception as error:
+            replies[member.rank] = error
+
+    threads = [threading.Thread(target=run, args=(member,)) for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    return [replies[member.rank] for member in members]
+
+
+def test_another_thread_may_leave_meanwhile(entered: Counter[str], members: list[Member]) -> None:
+    going, left = threading.Barrier(SIZE), threading.Event()
+
+    def leave(member: Member) -> None:
+        member.leave()
+        left.set()
+
+    def act(member: Member) -> Any:
+        loop = Loop(member, min_results=1)
+        loop.take(20)
+        before = entered.total()
+        going.wait()
+        if member.rank == 0:
+            threading.Timer(0.3, leave, [member]).start()
+            return loop.take(10**6)
+        averages = []
+        while not left.is_set():
+            averages += loop.take(10)
+        return before, [*averages, *loop.take(20)]
+
+    error, (before, averages) = together(members, act)
+    assert "has left the process group" in str(error)
+    assert {*averages} <= {1.5, 2.0}  # of both, and of the one that stays
+    assert averages[-10:] == [2.0] * 10
+    assert averages == sorted(averages)
+    assert len(averages) > 100
+    assert entered.total() - before < len(averages) / 2
+
+
+def test_a_member_that_is_said_to_lack_the_state_is_healed(members: list[Member]) -> None:
+    def act(member: Member) -> Any:
+        loop = Loop(member, min_results=1)
+        loop.take(20)
+        if member.rank == 1:
+            loop.variable.assign([500.0, 500.0])
+            member.lacks_state = True
+        loop.take(20)
+        return loop.variable.numpy().tolist(), member.lacks_state
+
+    assert together(members, act) == [([-59.5] * 2, False)] * 2  # one step had one average alone
+
+
+def test_calls_of_other_kinds_take_their_turns(members: list[Member]) -> None:
+    """Their weights may be where those of the steps were: segments are replaced."""
+
+    def act(member: Member) -> Any:
+        loop, means = Loop(member), []
+        for size in (3, 10**4, 10**6, 30, 10**5, 10):
+            assert loop.take(8) == [1.5] * 8
+            means.append(member.average(np.full(size, float(member.rank))).weights)
+        return all((mean == 0.5).all() for mean in means)
+
+    assert together(members, act) == [True] * 2
+
+
+def test_a_model_that_is_gone_leaves_the_member_as_it_was(members: list[Member]) -> None:
+    def act(member: Member) -> Any:
+        for _ in range(3):
+            assert Loop(member).take(8) == [1.5] * 8
+        return float(member.average(np.full(3, float(member.rank))).weights[0])
+
+    assert together(members, act) == [0.5] * 2
+
+
+def test_a_coordinator_that_is_gone_is_an_error_of_the_step(
+    entered: Counter[str], members: list[Member]
+) -> None:
+    def act(member: Member) -> Any:
+        loop = Loop(member)
+        loop.take(20)
+        if member.rank == 1:
+            member._coordinator.close()
+            return None
+        return loop.take(10**6)
+
+    error, _ = together(members, act)
+    assert "MemberDiedError" in str(error)
