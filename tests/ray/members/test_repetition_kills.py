@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reference import clean_environment
@@ -11,18 +12,27 @@ from reference import clean_environment
 HELPERS = Path(__file__).parents[2] / "helpers"
 
 
-@pytest.mark.parametrize("faults", [20, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_averages_are_right_whoever_is_killed_in_a_series(faults: int) -> None:
+def run(faults: int, *arguments: str) -> dict[str, Any]:
     ran = subprocess.run(
-        [sys.executable, HELPERS / "killed_members.py", str(faults), "7"],
+        [sys.executable, HELPERS / "killed_members.py", str(faults), "7", *arguments],
         capture_output=True,
         text=True,
         env=clean_environment(PYTHONPATH=str(HELPERS)),
         check=False,
-        timeout=60 + faults,
+        timeout=60 + 2 * faults,
     )
     assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout)
+    told: dict[str, Any] = json.loads(ran.stdout)
     assert told["wrong"] == []
     assert told["kills"] >= faults / 2
-    assert told["in C++"] >= faults
+    return told
+
+
+@pytest.mark.parametrize("faults", [20, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_averages_are_right_whoever_is_killed_in_a_series(faults: int) -> None:
+    assert run(faults)["in C++"] >= faults
+
+
+@pytest.mark.slow
+def test_averages_are_right_whoever_is_killed_in_a_step_without_python() -> None:
+    assert run(300, "steps")["steps"] >= 3000
