@@ -1,11 +1,9 @@
 #include "repeated_request.hpp"
 
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <exception>
 #include <stdexcept>
-#include <utility>
 
 #include "flatweights/flatten.hpp"
 

@@ -7,13 +7,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_programs import in_threads
+from keras_programs import in_threads, outcome
 from process_groups import LocalProcessGroup
 
 from flatweights.keras import average_gradients
@@ -41,9 +42,10 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def model_of(*, normalized: bool = False) -> Any:
     keras.utils.set_random_seed(3)
-    first: Any = keras.layers.BatchNormalization(synchronized=True) if normalized else None
-    layers = [keras.layers.Dense(5, "tanh"), *([first] if first else []), keras.layers.Dense(2)]
-    return keras.Sequential([keras.Input((3,)), *layers])
+    layers = [keras.Input((3,)), keras.layers.Dense(5, "tanh")]
+    if normalized:
+        layers.append(keras.layers.BatchNormalization(synchronized=True))
+    return keras.Sequential([*layers, keras.layers.Dense(2)])
 
 
 def data_of(rank: int) -> tuple[Any, Any]:
@@ -86,7 +88,7 @@ def test_they_have_the_bits_of_steps_in_python(
     entered: Counter[str], monkeypatch: pytest.MonkeyPatch, normalized: bool
 ) -> None:
     weights = trained(normalized=normalized)
-    assert len(entered) == 3 if normalized else 1  # moments and their gradient, and all gradients
+    assert len(entered) == (3 if normalized else 1)  # moments and their gradient, and all gradients
     assert max(entered.values()) <= SIZE * FEW
     entered.clear()
     monkeypatch.setattr(_failpoints, "hook", lambda point: None)  # its points are in Python
@@ -135,20 +137,9 @@ def members() -> Iterator[list[Member]]:
 
 
 def together(members: list[Member], act: Callable[[Member], Any]) -> list[Any]:
-    replies = dict[int, Any]()
-
-    def run(member: Member) -> None:
-        try:
-            replies[member.rank] = act(member)
-        except Exception as error:
-            replies[member.rank] = error
-
-    threads = [threading.Thread(target=run, args=(member,)) for member in members]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    return [replies[member.rank] for member in members]
+    """Call ``act`` in a thread for each member; return results, or the texts of errors."""
+    with ThreadPoolExecutor(SIZE) as pool:
+        return [*pool.map(lambda member: outcome(act, member), members)]
 
 
 def test_another_thread_may_leave_meanwhile(entered: Counter[str], members: list[Member]) -> None:
@@ -172,7 +163,7 @@ def test_another_thread_may_leave_meanwhile(entered: Counter[str], members: list
         return before, [*averages, *loop.take(20)]
 
     error, (before, averages) = together(members, act)
-    assert "has left the process group" in str(error)
+    assert "has left the process group" in error
     assert {*averages} <= {1.5, 2.0}  # of both, and of the one that stays
     assert averages[-10:] == [2.0] * 10
     assert averages == sorted(averages)
@@ -227,4 +218,4 @@ def test_a_coordinator_that_is_gone_is_an_error_of_the_step(
         return loop.take(10**6)
 
     error, _ = together(members, act)
-    assert "MemberDiedError" in str(error)
+    assert "MemberDiedError" in error

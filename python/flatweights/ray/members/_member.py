@@ -401,7 +401,7 @@ class Member:
         """Average as before; None, with nothing done, if this call is not like that one."""
         if self._process != os.getpid() or _get_running_loop() is not None:
             return None
-        if not (state is None or hasattr(state, "gather_into")):
+        if state is not None:
             state = self._whole(state)
         if self._turn.is_taken:  # by another thread's call, or by one of this thread
             return None
@@ -428,7 +428,7 @@ class Member:
         """
         coordinator, shortcut = self._coordinator, again.shortcut
         try:
-            coordinator.is_asking = coordinator.is_told = False
+            coordinator.is_asking, coordinator.is_told = has_come is not None, False
             told: Any = has_come
             if has_come is None:
                 variables.gather_into(shortcut.memory)
@@ -441,7 +441,6 @@ class Member:
                     return None
             if isinstance(told, bool):
                 self._turn.forget_steps()
-                coordinator.is_asking = True
                 coordinator.was_asked(again.request, again.known, told)
                 sent = shortcut.memory
                 response, mean = self._exchange(
