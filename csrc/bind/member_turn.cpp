@@ -19,8 +19,8 @@ constexpr unsigned long kStep = ~0UL;            // the owner, while no thread g
 
 // Seconds for which a step waits in a thread of TensorFlow's. If another thread waited instead, it
 // would have to be woken twice, and TensorFlow's would poll for work meanwhile. But that thread may
-// be the one in which another member of this process would ask: so it waits ever less long if that
-// is not long enough.
+// be the one in which another member of this process would ask: so it waits for shorter times if
+// that is not long enough.
 constexpr double kMostMoment = 50e-3;
 constexpr double kLeastMoment = 1e-4;
 

@@ -32,6 +32,12 @@ def show_config() -> dict[str, str]:
     * ``FLATWEIGHTS_GPU``: where members average variables that are on one GPU. ``host`` always
       averages in memory of the host; ``device`` stays on the GPU for few bytes, too, and raises
       if it cannot.
+    * ``FLATWEIGHTS_BETWEEN_NODES``: ``streams`` or ``driver``, the way of averages of several
+      nodes. Default: by their size.
+    * ``FLATWEIGHTS_PORTS``: the ports of connections between nodes, such as ``20000-20100``.
+    * ``FLATWEIGHTS_TENSORFLOW``: ``bound`` raises if the library of TensorFlow operations cannot
+      be compiled or loaded; ``ops`` does without it.
+    * ``FLATWEIGHTS_CACHE_DIR``: the folder in which that library is kept.
 
     Raises:
         ValueError: If one of these variables is malformed.

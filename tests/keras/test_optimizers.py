@@ -90,18 +90,22 @@ def test_a_model_is_saved_with_it_and_loaded_without(
     assert all(map(np.array_equal, model.get_weights(), loaded.get_weights()))
 
 
-def test_under_the_policy_of_half_precision_the_loss_is_scaled(
+def test_under_the_policy_of_half_precision_the_outer_optimizer_averages(
     member: flatweights.ray.Member,
 ) -> None:
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        optimizer = average_gradients(keras.optimizers.SGD(0.1), member=member)
-        assert type(optimizer) is keras.optimizers.LossScaleOptimizer
+        optimizer = keras.optimizers.SGD(0.1)
+        with pytest.raises(ValueError, match=r"average_gradients\(keras.optimizers.LossScaleOptim"):
+            average_gradients(optimizer, member=member)
+        scaled = keras.optimizers.LossScaleOptimizer(optimizer)
+        average_gradients(scaled, member=member)
         model = build("dense", 0)
-        model.compile(optimizer, "mse")
-        assert model.optimizer is optimizer
+        model.compile(scaled, "mse")
+        assert model.optimizer is scaled
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
         with pytest.raises(ValueError, match="nonfinite: expected 'propagate' for a LossScale"):
-            average_gradients(keras.optimizers.SGD(), member=member, nonfinite="raise")
+            average_gradients(optimizer, member=member, nonfinite="raise")
     finally:
         keras.config.set_dtype_policy("float32")
 

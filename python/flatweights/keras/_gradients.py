@@ -63,6 +63,12 @@ from flatweights.tensorflow._python_op import HOST, compute_in_python, device_of
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
+_SCALED = (
+    "If the policy, or that of the model, is mixed_float16, compile puts the optimizer into a "
+    "LossScaleOptimizer. Pass this to compile: "
+    "average_gradients(keras.optimizers.LossScaleOptimizer(optimizer))"
+)
+
 _averagings: weakref.WeakSet[Averaging] = weakref.WeakSet()
 _numbers = count()
 _log = logging.getLogger("flatweights")
@@ -92,8 +98,8 @@ def average_gradients(
 
     The optimizer is changed in place: it keeps its class, and is saved and loaded like any other,
     without the averaging. After loading, call this function again. Under the policy
-    ``mixed_float16``, an optimizer that is not in a `keras.optimizers.LossScaleOptimizer` is put
-    into one first, as ``compile`` does.
+    ``mixed_float16``, put it into a `keras.optimizers.LossScaleOptimizer` first, as ``compile``
+    would: the one that is outside averages.
 
     Before the first step of the first ``fit``, all members get the trainable variables and the
     optimizer's slots of rank 0. ``optimizer.build(model.trainable_variables)`` does that. Call it
@@ -146,7 +152,7 @@ def average_gradients(
         TypeError: If it is not an optimizer of Keras 3, ``member`` is not a `Member`, ``rule`` is
             not a rule, or ``state`` is of another kind (at the first step that needs it).
         ValueError: If it averages gradients already, or ``nonfinite`` or ``sparse`` does not suit
-            it.
+            it, or the policy is ``mixed_float16`` and it is no `LossScaleOptimizer`.
         RuntimeError: If it was made in the scope of a `tf.distribute.MirroredStrategy`.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -164,8 +170,10 @@ def average_gradients(
     _check_strategy(optimizer)
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if not scales and keras.config.dtype_policy().name == "mixed_float16":
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-        scales = True
+        raise ValueError(
+            "optimizer: expected a LossScaleOptimizer under the policy mixed_float16, got "
+            f"{type(optimizer).__name__}. {_SCALED}"
+        )
     if scales and nonfinite != "propagate":
         raise ValueError(
             f"nonfinite: expected 'propagate' for a LossScaleOptimizer, got {nonfinite!r}"
@@ -755,9 +763,7 @@ def averaging_of(model: Any) -> Averaging | None:
     if averaging_of_optimizer(getattr(optimizer, "inner_optimizer", None)) is not None:
         raise ValueError(
             f"average_gradients: expected the optimizer of the model, got the one inside of its "
-            f"{type(optimizer).__name__}. Under the model's own policy mixed_float16, compile puts "
-            "the optimizer into a LossScaleOptimizer. Pass this to compile: average_gradients("
-            "keras.optimizers.LossScaleOptimizer(optimizer))"
+            f"{type(optimizer).__name__}. {_SCALED}"
         )
     return averaging_of_optimizer(optimizer)
 

@@ -172,7 +172,7 @@ class MemberHandle:
         self.min_results = terms["min_results"]
 
     def take(self) -> Member:
-        """Return the member; join first, if it is shared and no handle has joined yet.
+        """Return the member; join first, if it is shared and there is none, or it has ended.
 
         Raises:
             RuntimeError: If there is no process group to join, outside of Ray Train.
@@ -187,7 +187,7 @@ class MemberHandle:
         if self._given is not None:
             return self._given
         with _lock:
-            if _shared is None:
+            if _shared is None or _shared.is_over:
                 try:
                     _shared = join()
                 except NotInTrainError as error:
@@ -207,6 +207,10 @@ class MemberHandle:
     def terms(self) -> dict[str, Any]:
         """The terms on which calls wait, as arguments."""
         return {"timeout": self.timeout, "min_results": self.min_results}
+
+    def timeout_of(self, seconds: float) -> float | None:
+        """Return the timeout of calls for which all members wait for at least ``seconds``."""
+        return None if self.timeout is None else max(self.timeout, seconds)
 
     def gather(self, value: object, name: str, *, at: Place, state: Any = None) -> Round:
         """Return the objects of all members; see `Member.all_gather`.
@@ -228,8 +232,8 @@ class MemberHandle:
         with _lock:
             _handles.discard(self)
             if not _handles and _shared is not None:
-                _shared.leave()
-                _shared = None
+                shared, _shared = _shared, None
+                shared.leave()
 
 
 def agree(handles: Sequence[MemberHandle]) -> None:

@@ -226,7 +226,7 @@ class Report(MemberCallback):
         Args:
             metrics: What is reported; if empty, this worker has nothing to report.
         """
-        timeout = self._handle.timeout and max(self._handle.timeout, _PATIENCE)
+        timeout = self._handle.timeout_of(_PATIENCE)
         are_all_there = len(self._member.ranks) == self._member.size
         folder = self._saved() if metrics and are_all_there and not self._waits() else None
         has_begun = asked_again = False

@@ -6,11 +6,13 @@ import itertools
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ import flatweights as fw
 from flatweights import robust
 from flatweights.ray import Member, MemberDiedError, MemberError, NotInTrainError, WorkerError, join
 from flatweights.ray.members._coordinator import Coordinator
+from flatweights.ray.members._train import train_worker
 from flatweights.ray.support import _failpoints
 
 pytestmark = pytest.mark.ray
@@ -891,6 +894,19 @@ def test_an_event_loop_is_not_blocked() -> None:
 def test_join_without_arguments_is_for_ray_train() -> None:
     with pytest.raises(NotInTrainError, match=r"^outside of Ray Train expected join"):
         join()
+
+
+def test_attempts_of_ray_train_that_cannot_be_told_apart_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    train = pytest.importorskip("ray.train")
+    worker = SimpleNamespace(
+        get_experiment_name=lambda: "run", get_world_rank=lambda: 0, get_world_size=lambda: 2
+    )
+    monkeypatch.setattr(train, "get_context", lambda: worker)
+    monkeypatch.setitem(sys.modules, "ray.train.collective", None)  # as before Ray 2.50
+    with pytest.raises(NotImplementedError, match=r"Ray 2\.50 or later"):
+        train_worker(1.0)
 
 
 @BY_ONE_WAY

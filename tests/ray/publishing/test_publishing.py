@@ -150,6 +150,30 @@ def test_an_interrupt_while_the_main_thread_waits_stops_no_other_answer(
     assert ray.get(waits, timeout=60) == "open"
 
 
+@pytest.mark.parametrize("name", ["begin", "commit"])
+@pytest.mark.parametrize("event", ["c_call", "c_return"])
+def test_a_publisher_goes_on_after_an_interrupt(name: str, event: str) -> None:
+    weights, read = {"w": np.zeros(4)}, {"w": np.zeros(4)}
+
+    def interrupt(_: Any, at: str, function: Any) -> None:
+        if at == event and function.__name__ == name:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    with Publisher("interrupted", weights) as publisher, Subscriber("interrupted", read) as reader:
+        first = publisher.publish()
+        sys.setprofile(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish()
+        is_published = (name, event) == ("commit", "c_return")
+        assert publisher.version == first + is_published
+        weights["w"] += 1.0
+        assert publisher.publish() == publisher.version == first + is_published + 1
+        assert reader.update()
+        assert reader.version == publisher.version
+        assert np.array_equal(weights["w"], read["w"])
+
+
 @pytest.mark.parametrize("is_main", [True, False])
 def test_a_call_that_raises_a_timeout_error_is_not_waited_for(
     started: list[Any], is_main: bool

@@ -87,7 +87,7 @@ def join(
     other node the coordinator starts an agent, which that node's members reach in the same way.
 
     In a worker of Ray Train no argument is needed: name, rank and size come from its context, and
-    each attempt of a run is a separate process group.
+    each attempt of a run is a separate process group. That needs Ray 2.50 or later.
 
     >>> import numpy as np
     >>> import ray
@@ -119,6 +119,7 @@ def join(
         RuntimeError: If Ray is not initialized, or this thread runs an event loop, which the wait
             would block.
         MemberError: If the coordinator ended while this process joined.
+        NotImplementedError: Without arguments in a worker of Ray Train, if Ray is older than 2.50.
     """
     _check_thread()
     if not ray.is_initialized():
@@ -240,6 +241,11 @@ class Member:
     def ranks(self) -> tuple[int, ...]:
         """The ranks that took part in the process group at the last call: neither dead nor gone."""
         return self._ranks
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this member has left, or cannot continue: its process may join again."""
+        return bool(self._over)
 
     def average(
         self,

@@ -155,7 +155,7 @@ class Rendezvous:
     def lost(self) -> list[tuple[str, str]]:
         """Return the tasks and processes of members that died and were not replaced.
 
-        None, if all died: all may come back.
+        If no member has left by itself, nobody is lost: all may come back.
         """
         newest = [*self.sessions.values()]
         if not any(session.state is PeerState.LEFT for session in newest):

@@ -55,6 +55,7 @@ def train_worker(timeout: float | None) -> TrainWorker | None:
 
     Raises:
         TimeoutError: If not all of them have come in time.
+        NotImplementedError: If Ray is older than 2.50.
     """
     try:
         import ray.train
@@ -81,8 +82,12 @@ def _attempt(context: Any, size: int, timeout: float | None) -> str:
     global _pending
     try:
         from ray.train.collective import broadcast_from_rank_zero
-    except ImportError:  # before Ray 2.50
-        return f"{context.get_experiment_name()}-{context.get_trial_id()}"
+    except ImportError:
+        raise NotImplementedError(
+            "join: without arguments, it needs Ray 2.50 or later in a worker of Ray Train: before, "
+            "nothing tells one attempt of a run from the next. Pass a name of its own for each "
+            "attempt, rank= and size="
+        ) from None
     with _lock:
         # It has no timeout, and counts its callers: one that gave up is not to call it again.
         if _pending is None:

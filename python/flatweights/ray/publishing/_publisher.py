@@ -45,7 +45,6 @@ class Publisher:
 
     Attributes:
         name: The name.
-        version: The version that was published last; 0 if there is none.
     """
 
     def __init__(self, name: str, variables: Any) -> None:
@@ -68,7 +67,6 @@ class Publisher:
             raise TypeError(f"name: expected a text, got {name!r}")
         _names.this_node()
         self.name = name
-        self.version = 0
         self._source = source_of(variables, "variables")
         self._layout = self._source.layout
         self._turn = threading.Lock()
@@ -81,7 +79,7 @@ class Publisher:
         except BaseException:
             self._finalizer()
             raise
-        self._next = self._record.number * _names.VERSIONS + 1
+        self._before = self._record.number * _names.VERSIONS  # no version is that low
         in_forks(self, Publisher._end_copy)
         if before is not None and before.node == self._record.node:
             end = _clock.now() + _HANDOVER
@@ -90,6 +88,11 @@ class Publisher:
                 earlier = PublicationConnection(before.address, end)
                 earlier.take_over(end)
                 earlier.close()
+
+    @property
+    def version(self) -> int:
+        """The version that was published last; 0 if there is none."""
+        return self._server.publication.newest
 
     def publish(self, weights: Any = None) -> int:
         """Publish the weights as they are now; return their version.
@@ -124,10 +127,9 @@ class Publisher:
                 publication.abandon()
                 raise
             del buffer
-            publication.commit(self._next)
-            self.version = self._next
-            self._next += 1
-            return self.version
+            number = max(publication.newest, self._before) + 1  # also after an interrupt
+            publication.commit(number)
+            return number
 
     def close(self) -> None:
         """Stop publishing; subscribers keep their weights. Further calls do nothing."""
