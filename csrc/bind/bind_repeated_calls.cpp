@@ -113,6 +113,7 @@ void bind_repeated_calls(py::module_& m) {
       .def("__exit__", [](MemberTurn& turn, const py::args&) { turn.give_back(); })
       .def_property_readonly("is_taken", &MemberTurn::is_taken)
       .def_property_readonly("is_own", &MemberTurn::is_own)
+      .def_property_readonly("is_left", &MemberTurn::is_left)
       .def("resume", &MemberTurn::resume)
       .def("give_back", &MemberTurn::give_back)
       .def("forget_steps", &MemberTurn::forget_steps);

@@ -17,6 +17,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
@@ -41,6 +42,12 @@ namespace py = pybind11;
 using Side = Mailbox::Side;
 
 inline Side side_of(bool of_worker) { return of_worker ? Side::kWorker : Side::kDriver; }
+
+// The time in so many seconds, by which a wait that signals interrupt ends, too.
+inline std::chrono::steady_clock::time_point in_seconds(double seconds) {
+  const std::chrono::nanoseconds left(static_cast<std::int64_t>(seconds * 1e9));
+  return std::chrono::steady_clock::now() + left;
+}
 
 inline void check_index(std::size_t index) {
   if (index >= Mailbox::kSegments)
@@ -147,12 +154,12 @@ struct BoundMailbox {
   }
 
   [[nodiscard]] bool await(double seconds, std::uint32_t call) const {
-    const auto nanoseconds = static_cast<std::int64_t>(seconds * 1e9);
+    const auto end = in_seconds(seconds);
     for (;;) {
       Mailbox::Awaited outcome;
       {
         const WithoutGil nogil;
-        outcome = box().await(nanoseconds, call);
+        outcome = box().await(end, call);
       }
       if (outcome != Mailbox::Awaited::kInterrupted) return outcome == Mailbox::Awaited::kTaken;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();

@@ -28,6 +28,7 @@ constexpr double kLeastMoment = 1e-4;
 struct MemberTurns {
   std::mutex mutex;
   std::map<std::int64_t, std::weak_ptr<MemberTurn>> by_op;
+  const pid_t process = getpid();
 
   static MemberTurns& instance() {
     static auto* const turns = new MemberTurns;
@@ -85,6 +86,7 @@ void MemberTurn::allow(std::int64_t op, std::shared_ptr<const RepeatedStep> step
 }
 
 void MemberTurn::forget_steps() {
+  if (process_ != getpid()) return;  // a thread of the parent's may have had the mutex
   const std::lock_guard lock(mutex_);
   steps_.clear();
 }
@@ -109,9 +111,14 @@ StepStart MemberTurn::start(std::int64_t op, const CalledTensor* tensors,
     give_back();
     return StepStart::kDone;
   }
-  const std::lock_guard lock(mutex_);
-  owner_ = kStep;
-  begun_ = {op, std::move(step), ended == RepeatedStep::Ended::kTold};
+  {
+    const std::lock_guard lock(mutex_);
+    owner_ = kStep;
+    begun_ = {op, tensors[0].output, std::move(step), ended == RepeatedStep::Ended::kTold};
+  }
+  MemberTurns& turns = MemberTurns::instance();
+  const std::lock_guard lock(turns.mutex);
+  turns.by_op[op] = weak_from_this();  // if the op is gone meanwhile, `finish` gives the turn back
   return StepStart::kBegun;
 }
 
@@ -119,7 +126,7 @@ bool MemberTurn::finish(std::int64_t op, const CalledTensor* tensors, std::size_
   Begun begun;
   {
     const std::lock_guard lock(mutex_);
-    if (!begun_ || begun_->op != op) return false;
+    if (!begun_ || begun_->op != op || begun_->output != tensors[0].output) return false;
     begun = std::move(*begun_);
     begun_.reset();
     owner_ = PyThread_get_thread_ident();
@@ -142,7 +149,18 @@ std::optional<bool> MemberTurn::resume() {
 }
 
 void MemberTurn::end_step() {
-  if (resume()) give_back();
+  if (!resume()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    is_left_ = true;
+    steps_.clear();
+  }
+  give_back();
+}
+
+bool MemberTurn::is_left() const {
+  const std::lock_guard lock(mutex_);
+  return is_left_;
 }
 
 std::shared_ptr<MemberTurn> MemberTurn::of(std::int64_t op) {
@@ -153,12 +171,13 @@ std::shared_ptr<MemberTurn> MemberTurn::of(std::int64_t op) {
 }
 
 void MemberTurn::forget(std::int64_t op) {
+  MemberTurns& turns = MemberTurns::instance();
+  if (turns.process != getpid()) return;  // as in `forget_steps`
   if (const std::shared_ptr<MemberTurn> turn = of(op)) {
     const std::lock_guard lock(turn->mutex_);
     turn->steps_.erase(op);
     if (turn->begun_ && turn->begun_->op == op) return;  // `finish` needs it
   }
-  MemberTurns& turns = MemberTurns::instance();
   const std::lock_guard lock(turns.mutex);
   turns.by_op.erase(op);
 }

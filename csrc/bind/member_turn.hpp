@@ -1,6 +1,9 @@
 // The turn of the thread that makes a call of a member, in Python or in C++.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -28,7 +31,7 @@ class MemberTurn : public std::enable_shared_from_this<MemberTurn> {
 
   // Makes the op with this id repeat a call from now on. With the turn.
   void allow(std::int64_t op, std::shared_ptr<const RepeatedStep> step);
-  // Makes the next call of each op go through Python.
+  // Makes the next call of each op go through Python. In a fork of the process, it does nothing.
   void forget_steps();
 
   // Begins the call of a step, without the GIL, and waits a moment: a thread of TensorFlow's calls
@@ -40,8 +43,11 @@ class MemberTurn : public std::enable_shared_from_this<MemberTurn> {
   // If `finish` has left a call to this thread's Python: whether the response has come. From then
   // on, the turn is Python's, which gives it back. Otherwise nothing.
   std::optional<bool> resume();
-  // Gives the turn back if Python did not go on with such a call.
+  // Gives the turn back if Python did not go on with such a call: then the member has asked for
+  // what nobody takes.
   void end_step();
+  // Whether that has happened.
+  [[nodiscard]] bool is_left() const;
 
   // The turn that has allowed the op with this id something; null, if none has or it is gone.
   static std::shared_ptr<MemberTurn> of(std::int64_t op);
@@ -52,6 +58,7 @@ class MemberTurn : public std::enable_shared_from_this<MemberTurn> {
   // A call that a step has begun.
   struct Begun {
     std::int64_t op;
+    const void* output;  // of its first tensor, which no other execution of the op has
     std::shared_ptr<const RepeatedStep> step;
     bool has_come;  // whether there is a response, which Python has to read
   };
@@ -61,8 +68,10 @@ class MemberTurn : public std::enable_shared_from_this<MemberTurn> {
   unsigned long owner_ = 0;     // as of threading.get_ident; 0, if nobody has it
   std::optional<Begun> begun_;  // and not yet gone on with
   std::optional<bool> asked_;   // what `resume` returns
-  double moment_ = 1e-3;        // seconds for which `start` waits
+  bool is_left_ = false;
+  double moment_ = 1e-3;  // seconds for which `start` waits
   std::map<std::int64_t, std::shared_ptr<const RepeatedStep>> steps_;
+  const pid_t process_ = getpid();
 };
 
 }  // namespace flatweights::bind

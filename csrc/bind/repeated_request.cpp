@@ -59,8 +59,9 @@ RepeatedStep::Ended RepeatedStep::wait(const CalledTensor* tensors, std::size_t 
                                        double seconds) const noexcept {
   Mailbox& box = parts_.mailbox.box();
   box.enter(kStay);
+  const auto end = in_seconds(seconds);
   Mailbox::Awaited awaited;
-  do awaited = box.await(static_cast<std::int64_t>(seconds * 1e9), kStay);
+  do awaited = box.await(end, kStay);
   while (awaited == Mailbox::Awaited::kInterrupted);
   if (awaited != Mailbox::Awaited::kTaken) return Ended::kAsked;
   try {

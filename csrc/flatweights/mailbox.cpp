@@ -68,8 +68,8 @@ void Mailbox::note_end(std::uint32_t call) noexcept {
   }
 }
 
-Mailbox::Awaited Mailbox::await(std::int64_t nanoseconds, std::uint32_t call) noexcept {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(nanoseconds);
+Mailbox::Awaited Mailbox::await(std::chrono::steady_clock::time_point end,
+                                std::uint32_t call) noexcept {
   for (;;) {
     std::uint32_t word = word_.load(std::memory_order_acquire);
     switch (state_of(word)) {

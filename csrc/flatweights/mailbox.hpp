@@ -35,6 +35,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -81,9 +82,9 @@ class Mailbox {
 
   // Worker, in the Ray call with the number `call`, from 1. `enter` comes before each series of
   // `await`. `await` sleeps until it has taken a command, the driver has dismissed the worker or
-  // `nanoseconds` have passed (kLeft), or a signal came.
+  // the time is up (kLeft), or a signal came.
   void enter(std::uint32_t call) noexcept;
-  Awaited await(std::int64_t nanoseconds, std::uint32_t call) noexcept;
+  Awaited await(std::chrono::steady_clock::time_point end, std::uint32_t call) noexcept;
   [[nodiscard]] std::span<const std::byte> command() const noexcept;
   // Only while BUSY. An answer is at most kBytes long. answer_and_stay leaves the worker WAITING.
   void answer_and_stay(std::span<const std::byte> answer) noexcept;

@@ -125,8 +125,9 @@ void serve(Shared& shared, unsigned seed) {
     const std::size_t stay = random.below(50);
     shared.mailbox.enter(call);
     for (std::size_t k = 0;; ++k) {
-      const auto linger = static_cast<std::int64_t>(random.below(2) == 0 ? 0 : 200'000);
-      const Mailbox::Awaited outcome = shared.mailbox.await(linger, call);
+      const std::chrono::microseconds linger(random.below(2) == 0 ? 0 : 200);
+      const Mailbox::Awaited outcome =
+          shared.mailbox.await(std::chrono::steady_clock::now() + linger, call);
       if (outcome == Mailbox::Awaited::kInterrupted) continue;
       if (outcome == Mailbox::Awaited::kLeft) break;
       expect(call > shared.dismissed.load(), "a call that was dismissed takes a command");

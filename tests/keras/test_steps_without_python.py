@@ -3,6 +3,7 @@
 Members are threads, each with a process group's real channel.
 """
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -204,6 +205,49 @@ def test_a_model_that_is_gone_leaves_the_member_as_it_was(members: list[Member])
         return float(member.average(np.full(3, float(member.rank))).weights[0])
 
     assert together(members, act) == [0.5] * 2
+
+
+def test_a_member_that_has_ended_averages_no_more(members: list[Member]) -> None:
+    ended = threading.Barrier(SIZE)
+
+    def act(member: Member) -> Any:
+        loop = Loop(member, min_results=1)
+        loop.take(40)
+        if member.rank == 1:
+            ended.wait()
+            return loop.take(40)
+        with contextlib.suppress(ValueError), member:
+            raise ValueError("broken")
+        ended.wait()
+        return [outcome(loop.take, 1) for _ in range(3)]
+
+    errors, averages = together(members, act)
+    assert all("this member ended with ValueError" in error for error in errors), errors
+    assert averages == [2.0] * 40
+
+
+def test_a_step_that_does_not_take_its_average_ends_the_member(
+    members: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later call would get the average of that step."""
+
+    def act(member: Member) -> Any:
+        loop = Loop(member, min_results=1)
+        loop.take(40)
+        if member.rank == 1:
+            return None
+
+        def broken(*args: Any) -> Any:
+            raise ValueError("broken before the average")
+
+        monkeypatch.setattr(Exchange, "of", broken)
+        errors = [outcome(loop.take, 1)]  # it asks, and Python is to go on with it
+        monkeypatch.undo()
+        return [*errors, outcome(member.average, np.zeros(3)), outcome(loop.take, 1)]
+
+    errors, _ = together(members, act)
+    assert "broken before the average" in errors[0]
+    assert all("a step was broken off" in error for error in errors[1:]), errors
 
 
 def test_a_coordinator_that_is_gone_is_an_error_of_the_step(

@@ -231,9 +231,12 @@ class MemberHandle:
         self.use(self.given)
         with _lock:
             _handles.discard(self)
-            if not _handles and _shared is not None:
-                shared, _shared = _shared, None
-                shared.leave()
+            is_last = not _handles
+            shared, _shared = (_shared, None) if is_last else (None, _shared)
+        if (
+            shared is not None
+        ):  # without the lock: a step may need it to give the member's turn back
+            shared.leave()
 
 
 def agree(handles: Sequence[MemberHandle]) -> None:

@@ -145,6 +145,25 @@ def test_a_mailbox_of_another_size_is_refused() -> None:
         _core.Mailbox.open(segment.descriptor, segment.nonce)
 
 
+def test_the_time_of_a_wait_is_up_although_signals_come() -> None:
+    mailbox, ticks = _core.Mailbox(), 0
+
+    def tick(number: int, frame: Any) -> None:
+        nonlocal ticks
+        ticks += 1
+        assert ticks < 1000, "the wait begins anew with each signal"
+
+    before = signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+    try:
+        mailbox.enter(1)
+        assert not mailbox.wait(0.1, 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert ticks
+
+
 def test_a_mailbox_takes_one_command_at_a_time() -> None:
     mailbox = _core.Mailbox()
     mailbox.post(join_message(5, b"first"), 1)

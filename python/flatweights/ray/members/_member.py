@@ -360,7 +360,7 @@ class Member:
         """
         arguments = weight, timeout, min_results, nonfinite
         again = self._again.get(id(variables))
-        if again is not None and again.is_in_step:
+        if again is not None and again.is_in_step and self._process == os.getpid():
             has_come = self._turn.resume()
             if has_come is not None:
                 return self._go_on(again, variables, state, has_come)
@@ -397,7 +397,8 @@ class Member:
     ) -> Round:
         """Go on with a call for which a step has asked without Python; it has the turn."""
         try:
-            result = self._exchange_again(again, variables, self._whole(state), has_come)
+            self._check_there()
+            result = self._exchange_again(again, variables, state, has_come)
             assert result is not None
             return result
         finally:
@@ -413,7 +414,11 @@ class Member:
             return None
         with self._turn:
             is_healthy = state is None or not self._lacks_state
-            if self._over or not (is_healthy and again.is_for(variables, state, self._twins)):
+            if (
+                self._over
+                or self._turn.is_left
+                or not (is_healthy and again.is_for(variables, state, self._twins))
+            ):
                 return None
             return self._exchange_again(again, variables, state)
 
@@ -421,7 +426,7 @@ class Member:
         self,
         again: RepeatedCall,
         variables: Variables,
-        state: Variables | None,
+        state: State | None,
         has_come: bool | None = None,
     ) -> Round | None:
         """Average as before; None, with nothing done, if the segment is not free.
@@ -436,6 +441,7 @@ class Member:
         try:
             coordinator.is_asking, coordinator.is_told = has_come is not None, False
             told: Any = has_come
+            whole = self._whole(state)
             if has_come is None:
                 variables.gather_into(shortcut.memory)
                 coordinator.is_asking = True
@@ -450,7 +456,7 @@ class Member:
                 coordinator.was_asked(again.request, again.known, told)
                 sent = shortcut.memory
                 response, mean = self._exchange(
-                    coordinator, again.request, again.layout, sent, state
+                    coordinator, again.request, again.layout, sent, whole
                 )
                 result = self._round(response, None)
             else:
@@ -720,8 +726,7 @@ class Member:
         """
         _check_thread()
         with self._alone():
-            if self._over:
-                raise MemberError(f"process group {self.name!r}: {self._over}")
+            self._check_there()
             self._coordinator.is_asking = self._coordinator.is_told = False
             try:
                 yield self._coordinator
@@ -729,7 +734,7 @@ class Member:
                 self._fail(error, state)
                 raise
 
-    def _fail(self, error: BaseException, state: Variables | None) -> None:
+    def _fail(self, error: BaseException, state: State | None) -> None:
         """Note that ``error`` has ended a call.
 
         Raises:
@@ -761,7 +766,14 @@ class Member:
             )
         with self._turn:
             self._turn.forget_steps()
+            if self._turn.is_left:  # a later call would receive the response
+                self._break_off("a step was broken off that had asked for an average")
             yield
+
+    def _check_there(self) -> None:
+        """Raise if this member has left, or cannot continue."""
+        if self._over:
+            raise MemberError(f"process group {self.name!r}: {self._over}")
 
     def _check_process(self) -> None:
         """Raise in a fork of the member's process: before any lock, which it may have inherited."""
@@ -770,6 +782,7 @@ class Member:
 
     def _break_off(self, why: str, error: BaseException | None = None) -> None:
         self._over = self._over or why
+        self._turn.forget_steps()
         if self._finalizer.detach() is not None:
             self._coordinator.close("" if error is None else _line_of(error))
 
