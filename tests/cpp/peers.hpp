@@ -62,7 +62,9 @@ struct Peer {
   double* numbers() const { return reinterpret_cast<double*>(segment->data()); }
   // Waits for the next command.
   void take() const {
+    using Clock = std::chrono::steady_clock;
+    const std::chrono::milliseconds most(100);
     do box->enter(1);
-    while (box->await(100'000'000, 1) != flatweights::Mailbox::Awaited::kTaken);
+    while (box->await(Clock::now() + most, 1) != flatweights::Mailbox::Awaited::kTaken);
   }
 };
