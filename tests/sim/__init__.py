@@ -13,6 +13,8 @@ An oracle checks every response while it runs. `python -m tests.sim --help` runs
 | `plans.py` | plans, drawn from a seed, and smaller ones of a plan that fails |
 | `oracle.py` | what must hold |
 | `schedules.py` | one schedule: all of these together |
+| `orders.py` | all orders of events of a core alone: each state to which they lead |
+| `call_orders.py` | the core of members' calls for it: what may happen, and what must hold |
 | `mutants.py` | small wrong changes of the package, which the oracle has to find |
 | `nodes*.py` | members on several nodes: links and exchanges, plans, mutants |
 | `group_*.py` | the same for a group: its driver and its workers, in barrier rounds and in loops |

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.sim import fit_plans, group_plans, mutants, nodes_plans, plans
+from tests.sim import fit_plans, group_plans, mutants, nodes_plans, orders, plans
 from tests.sim.plans import Plan
 
 # What imports the package is imported in functions, since a mutant changes the package before.
@@ -37,7 +37,13 @@ def main() -> None:
     parser.add_argument("--mutants", action="store_true", help="how soon wrong changes are found")
     parser.add_argument("names", nargs="*", help="with --mutants, only these")
     parser.add_argument("--scale", action="store_true", help="the time of one call: --scale --help")
+    parser.add_argument(
+        "--orders", action="store_true", help="all orders of a core: --orders --help"
+    )
     parser.add_argument("--mutant", help="run schedules of this wrong change")
+    if "--orders" in sys.argv:  # which has arguments of its own
+        orders.main([one for one in sys.argv[1:] if one != "--orders"])
+        return
     if "--scale" in sys.argv:  # which has arguments of its own
         from tests.sim import scale
 

@@ -435,6 +435,8 @@ class Handle:
         world.point(f"call of {name}")
         ref = Ref(world, caller)
         caller.notes.setdefault("refs", []).append(ref)
+        if name == "enter":
+            caller.notes["attached"] = False  # perhaps it was, in a group that has ended
         args = self._passed(caller, name, args)
         arrives = world.now + platform.delay()
         if name not in ("stay", "enter"):
