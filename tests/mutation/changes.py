@@ -54,15 +54,15 @@ CHANGES = (
         ("tests/ray/publishing/test_publishing.py", "tests/ray/publishing"),
     ),
     Change(
-        "python/flatweights/ray/rounds/_as_completed.py",
-        "if publications - sent.publication > most]",
-        "if publications - sent.publication >= most]",
+        "python/flatweights/ray/core/_loop.py",
+        "publications - call.publication > most",
+        "publications - call.publication >= most",
         ("tests/ray/group/test_as_completed.py", "tests/sim", "tests/ray/group"),
     ),
     Change(
-        "python/flatweights/ray/rounds/_as_completed.py",
-        "                self._patience[rank] = 2 * passed\n",
-        "                self._patience[rank] = 0\n",
+        "python/flatweights/ray/core/_loop.py",
+        "            self._patience[oldest.rank] = 2 * (self.rounds - oldest.rounds)\n",
+        "            self._patience[oldest.rank] = 0\n",
         ("tests/ray/group/test_as_completed.py", "tests/sim", "tests/ray/group"),
     ),
     Change(

@@ -135,9 +135,9 @@ ASYNCHRONOUS = {
         "        if latest.version is not None and record.version is None:\n",
     ),
     "results may be staler by one": (
-        "rounds/_as_completed.py",
-        "if publications - sent.publication > most]",
-        "if publications - sent.publication > most + 1]",
+        "core/_loop.py",
+        "publications - call.publication > most",
+        "publications - call.publication > most + 1",
     ),
     "results that wait for others may be stale": (
         "rounds/_as_completed.py",
@@ -145,19 +145,19 @@ ASYNCHRONOUS = {
         "",
     ),
     "the newest call comes first": (
-        "rounds/_as_completed.py",
-        "            self._there.sort(key=lambda sent: sent.rounds)\n",
-        "            self._there.sort(key=lambda sent: -sent.rounds)\n",
+        "core/_loop.py",
+        "oldest = min(others, ",
+        "oldest = max(others, ",
     ),
     "a round has two results of a worker": (
-        "rounds/_as_completed.py",
-        "            if sent.rank in taken:\n",
-        "            if False:\n",
+        "core/_loop.py",
+        "others = [call for call in self.there if call.rank not in besides]",
+        "others = [*self.there]",
     ),
     "staleness counts from the publication before": (
         "rounds/_as_completed.py",
-        "answer, kind, latest.version, latest.number, rounds, end\n",
-        "answer, kind, latest.version, latest.number - 1, rounds, end\n",
+        "version, number = latest.version, latest.number\n",
+        "version, number = latest.version, latest.number - 1\n",
     ),
     "NaN is yielded": (
         "rounds/_as_completed.py",
@@ -165,19 +165,19 @@ ASYNCHRONOUS = {
         "        del packed",
     ),
     "a loop waits for workers that are lost": (
-        "rounds/_as_completed.py",
-        "            sent.record.why is None and not sent.record.has_left",
-        "            not sent.record.has_left",
+        "core/_loop.py",
+        "            call.record.why is None and not call.record.has_left",
+        "            not call.record.has_left",
     ),
     "a lost worker is not asked again": (
         "rounds/_as_completed.py",
-        "            record.back_off()\n            self._lost.add(rank)\n",
+        "            record.back_off()\n            self._loop.lost.add(rank)\n",
         "            record.back_off()\n",
     ),
     "results of before it was lost are yielded": (
         "rounds/_as_completed.py",
         '        elif sent.kind == "probe" or record.is_probed:  # by another loop or call\n',
-        '        elif sent.kind == "in_flight":\n            self._there.append(sent)\n'
+        '        elif sent.kind == "in_flight":\n            self._loop.there.append(sent)\n'
         '        elif sent.kind == "probe" or record.is_probed:\n',
     ),
     "a loop that is left takes a refusal for a result": (

@@ -21,8 +21,8 @@ import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, WorkerError, WorkerGroup
 from flatweights.ray.channels import _driver_channel
+from flatweights.ray.core import _loop
 from flatweights.ray.peers._wait import wait_any
-from flatweights.ray.rounds import _as_completed
 
 SIZE = 3_000
 
@@ -165,7 +165,7 @@ def test_each_result_is_a_round_of_the_weights_that_it_names(group: WorkerGroup)
 @pytest.fixture
 def fair(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops wait for the oldest call, however slow load makes a worker."""
-    monkeypatch.setattr(_as_completed, "_MOMENT", 60.0)
+    monkeypatch.setattr(_loop, "_MOMENT", 60.0)
 
 
 @pytest.mark.usefixtures("fair")

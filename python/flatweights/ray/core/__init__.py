@@ -9,4 +9,6 @@ events. Tests hold it to that: it imports neither Ray nor sockets, threads or th
   what each member is told. `_events` has its events and its actions. `_waiting` lists the members
   that wait, until a `_deadline`; `_response_cache` knows the calls that were made, `_healing` the
   states that members wait for.
+- `_loop` decides about a driver's rounds without a barrier: which result is next, and which call is
+  waited for.
 """

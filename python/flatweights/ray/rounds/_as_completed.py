@@ -3,10 +3,7 @@
 Every worker has a call, except workers whose results are in the caller's current round. These
 workers are called again, with the latest weights, once the caller asks for the next round.
 
-- Fairness: among the results that have arrived, the result of the oldest call comes first. If more
-  rounds than usual have passed a call, the loop waits a moment for it: on a busy machine, one
-  worker may not have run yet, while another has answered several times. If the call takes longer
-  than that moment, its worker is slow rather than late, and from then on more rounds may pass it.
+- The core (`core/_loop`) says which result is next, and which call a round waits for.
 - The next round lists a worker that has died or is late. The loop asks it to take the latest
   weights until it does, and then calls it again.
 - A worker that owes an answer to an earlier call is called once it has answered.
@@ -19,7 +16,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from flatweights import _core
 from flatweights._average import mean_of_packed
@@ -28,9 +25,10 @@ from flatweights._sources import check_flat_weights
 from flatweights._weights import FlatWeights, frozen
 from flatweights.ray import _clock
 from flatweights.ray.core._deadline import Deadline
+from flatweights.ray.core._loop import Loop, LoopCall
 from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._ranks import WorkerRecord
-from flatweights.ray.peers._transport import PendingResult, Stamp
+from flatweights.ray.peers._transport import PendingResult
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, wait_any
 from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.results._report import report
@@ -39,49 +37,16 @@ from flatweights.ray.results._round import Round
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
 from flatweights.ray.rounds._local_reduce import DriverAverage
 from flatweights.ray.rounds._work import Work
-from flatweights.ray.support._errors import (
-    WorkerError,
-    is_lost,
-    late_error,
-)
+from flatweights.ray.support._errors import WorkerError, is_lost, late_error
 from flatweights.ray.support._failpoints import reach
 
-_MOMENT = 0.1  # seconds to wait for the oldest call
 _SLICE = 0.05  # seconds between two checks of workers that are being added, or are lost
 _LOOK = 1e-3  # seconds between two looks for workers that have died, while others answer
 
 _log = logging.getLogger("flatweights")
 
 
-@dataclasses.dataclass(eq=False)
-class _Sent:
-    """A call that was made.
-
-    Attributes:
-        rank: The rank of the worker.
-        record: The record of the worker.
-        answer: The answer to the call.
-        kind: ``"work"``; ``"probe"``, which only brings weights; or ``"in_flight"``, an earlier
-            call whose answer has not arrived yet.
-        version: The stamp of the latest weights at the time.
-        publication: The number of those weights.
-        rounds: The number of rounds before it.
-        end: The time after which it is late.
-        patience: The time until which the loop waits for it while others have answered; None
-            before.
-        is_free: Whether the worker may be called again, since the value was copied for its round.
-    """
-
-    rank: int
-    record: WorkerRecord
-    answer: PendingResult
-    kind: Literal["work", "probe", "in_flight"]
-    version: Stamp | None
-    publication: int
-    rounds: int
-    end: float | None
-    patience: float | None = None
-    is_free: bool = False
+_Sent: TypeAlias = LoopCall[WorkerRecord]
 
 
 class _KeptResult(PendingResult):
@@ -162,13 +127,7 @@ class AsCompleted:
         self._spec = spec
         self._asked = None if ranks is None else {*ranks}
         self._buffer = buffer
-        self._max_staleness = max_staleness
-        self._out: dict[PendingResult, _Sent] = {}  # oldest first
-        self._there: list[_Sent] = []  # answered, and in no round yet
-        self._idle: list[int] = []  # ranks to call
-        self._lost: set[int] = set()  # ranks to ask whether they are back
-        self._patience: dict[int, int] = {}  # rounds that may pass a slow call
-        self._rounds = 0
+        self._loop = Loop[WorkerRecord](max_staleness)
         self._admitted = 0  # the first ranks of `Ranks.admitted`, which were taken up
         self._since = _SinceLast()
         self._waited = 0.0  # seconds for answers, in this round
@@ -196,9 +155,9 @@ class AsCompleted:
         if record.in_flight is not None:
             self._expect(rank, record.in_flight, "in_flight", self.worker_set.latest)
         elif record.why is None:
-            self._idle.append(rank)
+            self._loop.idle.append(rank)
         else:
-            self._lost.add(rank)
+            self._loop.lost.add(rank)
 
     def next(self) -> Round:
         """Return the next round.
@@ -212,12 +171,17 @@ class AsCompleted:
         taken: dict[int, _Sent] = {}
         self._call_idle()
         self._look(begin)
+        loop = self._loop
         while True:
-            if self._idle or self._lost or self.worker_set.ranks.joining:
+            if loop.idle or loop.lost or self.worker_set.ranks.joining:
                 self._call_idle()
-            self._wait_for_oldest()
+            while (oldest := loop.passed_over()) is not None:
+                patience = loop.patience(oldest, _clock.now())
+                if patience is None:
+                    break
+                self._receive(patience)
             if not self._take(taken):
-                if self._idle:
+                if loop.idle:
                     continue
                 if self._is_anyone_at_work(taken):
                     self._receive(None)
@@ -234,8 +198,8 @@ class AsCompleted:
                 break
             self._check_not_all_spoiled()
             taken = {}
-        self._rounds += 1
-        result.number = self._rounds
+        loop.rounds += 1
+        result.number = loop.rounds
         result.seconds["wait"] = self._waited
         result.seconds["round"] = _clock.now() - begin
         named = self.worker_set.ranks.unhealthy() if result.failed or result.late else {}
@@ -244,12 +208,12 @@ class AsCompleted:
 
     def close(self) -> None:
         """Wait for no more answers; workers owe their answers to the group."""
-        (out, self._out), (there, self._there) = (self._out, {}), (self._there, [])
-        for answer, sent in out.items():
+        loop, self._loop = self._loop, Loop(None)
+        for answer, sent in loop.out.items():
             if sent.kind != "in_flight":
                 is_late = sent.record.why is not None  # by a call in the body
                 sent.record.complete(answer, is_there=False, is_late=is_late)
-        for sent in there:
+        for sent in loop.there:
             # A worker whose method has raised may have refused the weights.
             version = None if _has_failed(sent.answer) else sent.version
             sent.record.complete(sent.answer, version=version)
@@ -274,11 +238,11 @@ class AsCompleted:
             self._admitted += 1
             if self._is_asked(rank) and worker_set.ranks.get(rank) is not None:
                 self._take_up(rank)
-        if self._lost:
+        if self._loop.lost:
             now = _clock.now()
-            for rank in sorted(self._lost):
+            for rank in sorted(self._loop.lost):
                 self._probe(rank, now)
-        idle, self._idle = self._idle, []
+        idle, self._loop.idle = self._loop.idle, []
         for k, rank in enumerate(idle):
             if (record := worker_set.ranks.get(rank)) is None:  # it was removed
                 continue
@@ -288,7 +252,7 @@ class AsCompleted:
             try:
                 self._send(rank, "work")
             except BaseException:
-                self._idle = idle[k:]
+                self._loop.idle = idle[k:]
                 raise
 
     def _send(self, rank: int, kind: Literal["work", "probe"]) -> None:
@@ -315,22 +279,21 @@ class AsCompleted:
         timeout: float | None = None,
     ) -> None:
         end = None if timeout is None else _clock.now() + timeout
-        record, rounds = self.worker_set.ranks[rank], self._rounds
+        record, loop = self.worker_set.ranks[rank], self._loop
         record.keep_by(functools.partial(self._keep, answer, record.kept))
-        self._out[answer] = _Sent(
-            rank, record, answer, kind, latest.version, latest.number, rounds, end
-        )
+        version, number = latest.version, latest.number
+        loop.call(LoopCall(rank, record, answer, kind, version, number, loop.rounds, end))
 
     def _probe(self, rank: int, now: float) -> None:
         """Send the latest weights to a worker that was lost, if it is time to."""
         record = self.worker_set.ranks.get(rank)
         if record is not None and record.next_probe > now:
             return
-        self._lost.remove(rank)
+        self._loop.lost.remove(rank)
         if record is None:
             return
         if record.why is None:  # it was restored in the loop's body
-            self._idle.append(rank)
+            self._loop.idle.append(rank)
         elif record.in_flight is not None:
             self._expect(rank, record.in_flight, "in_flight", self.worker_set.latest)
         else:
@@ -344,47 +307,46 @@ class AsCompleted:
         A round does not wait for the start of the latter if it has results.
         """
         is_joining = not besides and any(map(self._is_asked, self.worker_set.ranks.joining))
-        return is_joining or any(
-            sent.record.why is None and not sent.record.has_left and sent.rank not in besides
-            for sent in self._out.values()
-        )
+        return is_joining or self._loop.is_anyone_at_work(besides)
 
     def _look(self, now: float) -> None:
         """Take the answers that are there, if results are to be put in order, or a look is due.
 
         While answers keep coming, only a look that does not wait learns of deaths.
         """
-        if self._there or now >= self._next_look:
+        if self._loop.there or now >= self._next_look:
             self._next_look = now + _LOOK
             self._receive(0.0)
 
     def _receive(self, seconds: float | None) -> None:
         """Wait for an answer, for at most ``seconds``, or until something else is due."""
-        if not self._out:
+        loop = self._loop
+        if not loop.out:
             if seconds is None:
                 _clock.sleep(_SLICE)
             return
-        ends = [sent.end for sent in self._out.values() if sent.end is not None]
+        late = loop.deadline()
+        ends = [] if late is None else [late]
         ends += [
-            record.next_probe for rank in self._lost if (record := self.worker_set.ranks.get(rank))
+            record.next_probe for rank in loop.lost if (record := self.worker_set.ranks.get(rank))
         ]
         begin = _clock.now()
         if seconds is not None:
             ends.append(begin + seconds)
         if self.worker_set.ranks.joining:
             ends.append(begin + _SLICE)
-        there = wait_any([*self._out], min(ends, default=None))
+        there = wait_any([*loop.out], min(ends, default=None))
         for answer in there:
-            self._arrive(self._out.pop(answer))
+            self._arrive(loop.out.pop(answer))
         if seconds == 0.0:
             return
         now = _clock.now()
         self._waited += now - begin
-        for sent in [one for one in self._out.values() if one.end is not None and one.end <= now]:
+        for sent in loop.overdue(now):
             self._note_late(sent)
 
     def _note_late(self, sent: _Sent) -> None:
-        del self._out[sent.answer]
+        self._loop.take_out(sent.answer)
         sent.record.complete(sent.answer, is_there=False, is_late=True)
         if sent.record.has_left:
             return
@@ -399,14 +361,14 @@ class AsCompleted:
             self._expect(rank, record.in_flight, "in_flight", self.worker_set.latest)
         else:
             record.back_off()
-            self._lost.add(rank)
+            self._loop.lost.add(rank)
 
     def _arrive(self, sent: _Sent) -> None:
         record = sent.record
         if record.has_left:
             record.drop_in_flight()
         elif sent.kind == "work" and record.why is None:
-            self._there.append(sent)
+            self._loop.there.append(sent)
         elif sent.kind == "probe" or record.is_probed:  # by another loop or call
             self._end_probe(sent)
         else:
@@ -416,9 +378,9 @@ class AsCompleted:
     def _end_probe(self, sent: _Sent) -> None:
         if sent.record.end_probe():
             self.worker_set.mark_healthy([sent.rank])
-            self._idle.append(sent.rank)
+            self._loop.idle.append(sent.rank)
         else:
-            self._lost.add(sent.rank)
+            self._loop.lost.add(sent.rank)
 
     def _keep(
         self, answer: PendingResult, before: Callable[[bool], None] | None, is_there: bool
@@ -435,67 +397,27 @@ class AsCompleted:
         """
         if before is not None:
             before(is_there)
-        sent = self._out.pop(answer, None)
-        if sent is None:
-            sent = next((one for one in self._there if one.answer is answer), None)
-            if sent is None:
-                return
-            self._there.remove(sent)
-        record = sent.record
-        if record.has_left:
+        sent = self._loop.take_out(answer)
+        if sent is None or sent.record.has_left:
             return
-        if sent.kind == "work" and record.why is None and is_there:
-            self._there.append(dataclasses.replace(sent, answer=_KeptResult(answer)))
+        if sent.kind == "work" and sent.record.why is None and is_there:
+            self._loop.there.append(dataclasses.replace(sent, answer=_KeptResult(answer)))
         else:
-            self._idle.append(sent.rank)
+            self._loop.idle.append(sent.rank)
 
     # Rounds.
 
-    def _wait_for_oldest(self) -> None:
-        """Give a worker that has not run yet the time to run; see the module."""
-        while self._there:
-            oldest = next((one for one in self._out.values() if one.kind == "work"), None)
-            if oldest is None:
-                return
-            rank, passed = oldest.rank, self._rounds - oldest.rounds
-            usual = 2 * (len(self._out) + len(self._there) + len(self._idle)) - 1
-            if passed < max(usual, self._patience.get(rank, 0)):
-                return
-            now = _clock.now()
-            if oldest.patience is None:
-                oldest.patience = now + _MOMENT
-            if now >= oldest.patience:
-                self._patience[rank] = 2 * passed
-                oldest.patience = None
-                return
-            self._receive(oldest.patience - now)
-
     def _take(self, taken: dict[int, _Sent]) -> bool:
         """Take results for a round; return whether there are enough."""
-        if len(self._there) > 1:
-            self._there.sort(key=lambda sent: sent.rounds)
-        rest: list[_Sent] = []
-        there, self._there = self._there, rest
-        for k, sent in enumerate(there):
-            if len(taken) == self._buffer:
-                rest += there[k:]
-                break
-            if sent.rank in taken:
-                rest.append(sent)
-                continue
-            try:
-                is_used = self._is_used(sent)
-            except BaseException:
-                rest += there[k + 1 :]
-                raise
-            if not is_used:
+        while len(taken) < self._buffer and (sent := self._loop.next_result(taken)) is not None:
+            if not self._is_used(sent):
                 continue
             taken[sent.rank] = sent
             if len(taken) < self._buffer:
                 sent.answer, answer = _KeptResult(sent.answer), sent.answer
                 answer.release()
                 sent.is_free = True
-                self._idle.append(sent.rank)
+                self._loop.idle.append(sent.rank)
         return len(taken) == self._buffer
 
     def _is_used(self, sent: _Sent) -> bool:
@@ -509,9 +431,6 @@ class AsCompleted:
             record.drop_in_flight()
             sent.answer.release()
             return False
-        passed = self._rounds - sent.rounds
-        if rank in self._patience and 4 * passed < self._patience[rank]:
-            self._patience[rank] //= 2
         if sent.answer.packed is None:
             try:
                 sent.answer.result()
@@ -524,10 +443,7 @@ class AsCompleted:
 
     def _leave_out_stale(self, taken: dict[int, _Sent], publications: int) -> bool:
         """Remove results that are too stale after so many publications; return whether any is."""
-        most = self._max_staleness
-        if most is None:
-            return False
-        stale = [rank for rank, sent in taken.items() if publications - sent.publication > most]
+        stale = [k for k, sent in taken.items() if self._loop.is_stale(sent, publications)]
         for rank in stale:
             sent = taken.pop(rank)
             sent.answer.release()
@@ -535,14 +451,14 @@ class AsCompleted:
             old = publications - sent.publication
             _log.info("rank %d: a result is left out, %d publications old", rank, old)
             if not sent.is_free:
-                self._idle.append(rank)
+                self._loop.idle.append(rank)
         return bool(stale)
 
     def _fail(self, sent: _Sent, error: Exception) -> None:
         rank = sent.rank
         sent.record.complete(sent.answer)
         if not is_lost(error):
-            self._idle.append(rank)
+            self._loop.idle.append(rank)
             raise WorkerError({rank: error}) from error
         self.worker_set.ranks.note_lost({rank: error})
         self._since.failed[rank] = error
@@ -556,7 +472,7 @@ class AsCompleted:
             publications: The number of publications so far.
         """
         worker_set, spec = self.worker_set, self._spec
-        self._idle += [rank for rank, sent in taken.items() if not sent.is_free]
+        self._loop.idle += [rank for rank, sent in taken.items() if not sent.is_free]
         worker_set.channels.done()
         result = self._of_one(*taken.values()) if len(taken) == 1 else None
         if result is None:
