@@ -93,7 +93,8 @@ SETUPS = {
     "three with a state": Setup((STEP,), size=3, deaths=3, entries=3, leaves=1),
     "nobody waits": Setup((STEP._replace(timeout=None, min_results=None),), size=3, leaves=1),
     "two calls with a state": Setup((STEP, STEP._replace(digest="others")), calls=3, pauses=2),
-    "repeated": Setup((STEP,), calls=4, pauses=1, repeats=2),
+    "repeated": Setup((SHORT,), calls=4, repeats=2),
+    "repeated with a state": Setup((STEP,), calls=4, repeats=2),
 }
 
 
@@ -341,6 +342,7 @@ class CallsModel:
         for process in self.processes.values():
             self._check_fresh(process, request)
         self._note(number, request)
+        self.kept[number] = request.kind
         self._tell(Repeated(1, [LastCall(request, number, _NBYTES)]))
         for process in self.processes.values():
             process.told = number
