@@ -60,7 +60,8 @@ class BoundWorkerAnswers {
     return py::float_(answers_.waited());
   }
 
-  bool were_read() { return answers_.were_read(); }
+  bool were_read() const { return answers_.were_read(); }
+  void begin() { answers_.begin(); }
 
  private:
   // Returns whether all have answered; signals end the wait.
@@ -88,7 +89,8 @@ void bind_worker_answers(py::module_& m) {
   py::class_<BoundWorkerAnswers>(m, "WorkerAnswers")
       .def(py::init<const py::list&, py::list, const BoundLayout&, const py::bytes&>(),
            py::arg("mailboxes"), py::arg("segments"), py::arg("layout"), py::arg("digest"))
-      .def("were_read", &BoundWorkerAnswers::were_read)
+      .def_property_readonly("were_read", &BoundWorkerAnswers::were_read)
+      .def("begin", &BoundWorkerAnswers::begin)
       .def("mean", &BoundWorkerAnswers::mean, py::arg("out"), py::arg("weights"),
            py::arg("takes_nonfinite"), py::arg("watch"), py::arg("seconds"), py::arg("doorbell"),
            py::arg("poll"))

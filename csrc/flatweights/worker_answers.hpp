@@ -50,8 +50,9 @@ class WorkerAnswers {
   // Waits for values whose body is `value`, without buffers.
   Ended values(std::string_view value, const Patience& patience, const Sleep& sleep);
 
-  // Whether answers have been read since the last look.
-  [[nodiscard]] bool were_read() noexcept { return std::exchange(are_read_, false); }
+  // Whether the last call has read the answers; not once `begin` has announced another.
+  [[nodiscard]] bool were_read() const noexcept { return are_read_; }
+  void begin() noexcept { are_read_ = false; }
   // Of the last call: seconds of the wait, and of the average.
   [[nodiscard]] double waited() const noexcept { return waited_; }
   [[nodiscard]] double averaged() const noexcept { return averaged_; }

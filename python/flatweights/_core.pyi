@@ -176,7 +176,9 @@ class WorkerAnswers:
         layout: Layout,
         digest: bytes,
     ) -> None: ...
+    @property
     def were_read(self) -> bool: ...
+    def begin(self) -> None: ...
     def mean(
         self,
         out: _Bytes,

@@ -398,3 +398,15 @@ def test_sources_infinitely_far_from_each_other_have_their_mean() -> None:
     with np.errstate(all="raise"):
         np.testing.assert_allclose(robust.geometric_median(far), [1e200])
         assert np.isnan(robust.geometric_median([np.array([np.nan])] * 3)).all()
+
+
+def test_distances_whose_sum_is_too_large_are_those_of_the_farthest() -> None:
+    """Each is finite: NaN and infinity are not what tells that source."""
+    near = [np.full(3, x) for x in (1.0, 1.1, 1.2, 1.3, 1.4)]
+    far = [np.full(3, 7e153)]
+    assert same_bits(robust.krum(near + far, 1), robust.krum(near, 1))
+    assert np.isin(robust.multi_krum(near + far, 1, 3), [1.1, 1.2, 1.3]).all() or np.allclose(
+        robust.multi_krum(near + far, 1, 3), 1.2
+    )
+    line = [np.array([float(k)]) for k in range(6)]
+    assert 0 <= robust.bulyan([*line, np.array([1.2e154])], 1)[0] <= 5

@@ -842,3 +842,25 @@ def test_an_interrupted_step_is_done_or_the_optimizer_refuses_to_be_used(name: s
                 call(optimizer)
     assert seen == {before, after}
     assert refused > 0
+
+
+class Remembering(server.ServerOptimizer[Any]):
+    """Keeps two vectors, which it swaps, and the weights from before the step."""
+
+    def vectors(self) -> dict[str, float]:
+        return {"first": 1.0, "second": 2.0, "before": 0.0}
+
+    def update(self, block: server.Block) -> None:
+        kept = block.vectors
+        kept["first"], kept["second"] = kept["second"], kept["first"]
+        kept["before"] = block.weights
+        block.weights = block.weights + 0.5 * block.delta
+
+
+def test_an_update_may_assign_vectors_to_each_other() -> None:
+    optimizer = Remembering(np.array([1.0, 2.0]))
+    for first, before, weights in ((2.0, [1.0, 2.0], [2.0, 3.0]), (1.0, [2.0, 3.0], [2.5, 3.5])):
+        assert optimizer.step(np.array([3.0, 4.0])).tolist() == weights
+        assert optimizer.state["before"].tolist() == before
+        assert optimizer.state["first"].tolist() == [first] * 2
+        assert optimizer.state["second"].tolist() == [3.0 - first] * 2

@@ -33,6 +33,8 @@ from flatweights.ray.peers._platform import GroupPlatform
 
 _NODE = "here"
 
+_READ: Any = SimpleNamespace(were_read=True)  # in place of `_core.WorkerAnswers`
+
 
 class SimulatedWorkers(GroupPlatform):
     """What a group and its workers use, in one world.
@@ -689,7 +691,7 @@ class SimulatedChannels(Bell):
         if not (is_finite or takes_nonfinite):
             return None
         for channel in channels:
-            channel.note_read(is_read=True)
+            channel.read_by(_READ)
         self._platform.averages += 1
         return self._world.now - begin, 0.0
 
@@ -697,7 +699,7 @@ class SimulatedChannels(Bell):
         """Do what `_core.WorkerAnswers` does, for a share of the calls."""
         are_done = self._have_answered(channels, (VALUE, _NOTHING), seconds)
         for channel in channels if are_done else ():
-            channel.note_read(is_read=True)
+            channel.read_by(_READ)
         return are_done
 
     def _have_answered(

@@ -340,3 +340,12 @@ def test_a_graph_needs_a_session() -> None:
         fun = TensorFlowVariables(v).value_and_gradient(lambda: v * v)
         with pytest.raises(RuntimeError, match="session is not set"):
             fun([1.0])
+
+
+def test_a_loss_of_sixteen_bits_is_a_number() -> None:
+    for dtype in (tf.bfloat16, tf.float16):
+        weights = tf.Variable(tf.constant([1.0, 2.0], dtype))
+        variables = TensorFlowVariables(weights)
+        evaluate = variables.value_and_gradient(lambda: tf.reduce_sum(weights * weights))  # noqa: B023
+        loss, gradient = evaluate([3.0, 4.0])
+        assert (loss, gradient.tolist()) == (25.0, [6.0, 8.0])

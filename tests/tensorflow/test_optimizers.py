@@ -372,3 +372,57 @@ def test_several_models_beside_an_optimizer_keep_their_positions() -> None:
     names = list(TensorFlowVariables([first, optimizer, second]).variables)
     assert names[:2] == ["0/kernel", "0/bias"]
     assert "1/2/bias/momentums" in names
+
+
+class Counting(tf.Module):  # type: ignore[misc]
+    """A model that counts its steps in a variable, which TensorFlow calls trainable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.step = tf.Variable([1.0, 2.0]), tf.Variable(7, dtype=tf.int64)
+
+
+@pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
+def test_variables_that_have_no_gradient_are_no_part_of_a_step(library: Any) -> None:
+    ours, theirs = Counting(), Counting()
+    variables = TensorFlowVariables(ours)
+    optimizers = library.optimizers.Adam(0.1), library.optimizers.Adam(0.1)
+    gradient = np.array([2.0, 4.0], np.float32)
+    for _ in range(3):
+        variables.apply_flat_gradients(optimizers[0], variables.flatten_gradients({"w": gradient}))
+        optimizers[1].apply_gradients([(tf.constant(gradient), theirs.w)])
+    assert np.array_equal(ours.w, theirs.w)
+    assert int(ours.step) == 7
+
+
+def test_variables_without_gradients_leave_a_graph_as_it_was() -> None:
+    tf1 = tf.compat.v1
+    with tf1.Graph().as_default():
+        w = tf1.get_variable("w", initializer=[1.0, 2.0], use_resource=True)
+        step = tf1.get_variable("step", initializer=7, use_resource=True)
+        with tf1.Session() as session:
+            session.run(tf1.global_variables_initializer())
+            variables = TensorFlowVariables([w, step], session)
+            variables.apply_flat_gradients(tf1.train.GradientDescentOptimizer(0.5), np.ones(3))
+            assert session.run(w).tolist() == [0.5, 1.5]
+            assert session.run(step) == 7
+
+
+def test_slots_are_those_of_keras_in_models_of_several_dtypes() -> None:
+    def model() -> Any:
+        layers = [
+            keras.layers.Dense(2, use_bias=False, dtype=dtype, kernel_initializer="ones")
+            for dtype in ("float32", "float64", "float32")
+        ]
+        return keras.Sequential([keras.Input((2,)), *layers])
+
+    ours, theirs = model(), model()
+    optimizers = [keras.optimizers.SGD(1.0, momentum=0.9) for _ in range(2)]
+    TensorFlowVariables(ours).apply_flat_gradients(optimizers[0], np.zeros(12))
+    optimizers[1].build(theirs.trainable_variables)
+    for mine, other in zip(optimizers[0].variables, optimizers[1].variables, strict=True):
+        assert (mine.dtype, tuple(mine.shape)) == (other.dtype, tuple(other.shape))
+    gradients = [tf.zeros((2, 2)), tf.zeros((2, 2), tf.float64), tf.ones((2, 2))]
+    optimizers[0].apply(gradients)  # to the variables that it was built with, in order
+    moved = [float(np.abs(1.0 - np.asarray(one)).max()) for one in ours.trainable_variables]
+    assert moved == [0.0, 0.0, 1.0]

@@ -1,5 +1,8 @@
 """All kinds of objects with variables: each variable is found once, read and set."""
 
+import importlib
+import sys
+import threading
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +19,7 @@ from keras.src.backend.common.stateless_scope import StatelessScope
 from tf_kinds import KINDS, Block, Leaf, OldBlock, Tree, numbers, value
 from tf_models import only_bound
 
-from flatweights.tensorflow import TensorFlowVariables
+from flatweights.tensorflow import TensorFlowVariables, _structure
 
 pytestmark = only_bound  # differences between the ways of moving are tested elsewhere
 
@@ -624,3 +627,22 @@ def test_a_network_of_many_operations_is_searched(graph: Any) -> None:
     for _ in range(1_200):  # deeper than Python's recursion
         x = x * w
     assert list(TensorFlowVariables(x).variables) == ["w"]
+
+
+def test_namespaces_and_packages_that_are_called_like_pythons_own_are_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = tf.Variable(1.0)
+    inner = types.SimpleNamespace(inner=types.SimpleNamespace(w=w), b=tf.Variable(2.0))
+    assert list(TensorFlowVariables(inner).variables) == ["b", "inner/w"]
+    tmp_path.joinpath("code.py").write_text("class Agent:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "code", raising=False)
+    _structure._may_hold.cache_clear()
+    module, agent = tf.Module(), importlib.import_module("code").Agent()
+    agent.w, module.agent, module.thread = w, agent, threading.local()
+    module.thread.w = tf.Variable(3.0)  # of Python's own: not searched
+    try:
+        assert list(TensorFlowVariables(module).variables) == ["agent/w"]
+    finally:
+        _structure._may_hold.cache_clear()

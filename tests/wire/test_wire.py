@@ -881,3 +881,33 @@ def test_an_interrupted_encode_loses_no_more_than_a_message() -> None:
     assert after != [0, 0, 0]
     seen = {tuple(worker.residual["a"].tolist()) for worker in each_interruption(make)}
     assert seen == {(0, 0, 0), tuple(after)}
+
+
+def test_encoders_own_what_they_are_unpickled_with() -> None:
+    """Ray's store gives buffers out of band, which are read-only."""
+
+    def sent(value: Any) -> Any:
+        buffers: list[pickle.PickleBuffer] = []
+        body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        return pickle.loads(body, buffers=[bytes(one) for one in buffers])
+
+    start = FlatWeights({"w": np.arange(40_000, dtype=np.float32)})
+    moved = FlatWeights({"w": start["w"] * np.float32(1.001)})
+    for driver in (DeltaBroadcaster(start, "bfloat16"), sent(DeltaBroadcaster(start, "bfloat16"))):
+        worker, gradients = DeltaEncoder(driver.snapshot()), GradientEncoder("bfloat16")
+        expected = sent(worker).encode(moved), gradients.encode(moved)
+        again = sent(worker).encode(moved), sent(gradients).encode(moved)
+        assert same_bits(expected[0].values.buffer, again[0].values.buffer)
+        assert same_bits(gradients.encode(moved).values.buffer, again[1].values.buffer)
+        message = driver.encode(moved)
+        received = sent(worker)
+        received.receive(message)
+        assert same_bits(received.reference.buffer, driver.reference.buffer)
+
+
+def test_parts_without_a_mean_are_refused() -> None:
+    for dtype in (">f4", ml_dtypes.float8_e4m3fn):
+        encoder = GradientEncoder("bfloat16")
+        messages = [encoder.encode(np.full(2, k, dtype)) for k in (1, 3)]
+        with pytest.raises(TypeError, match="source 0"):
+            average_differences(messages)

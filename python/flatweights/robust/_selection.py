@@ -64,7 +64,10 @@ def krum_scores(squares: Distances, byzantine: int) -> list[float]:
     scores = []
     for k in range(count):
         others = np.sort(np.delete(squares[k], k))
-        scores.append(math.fsum(others[: count - byzantine - 2].tolist()))
+        try:
+            scores.append(math.fsum(others[: count - byzantine - 2].tolist()))
+        except OverflowError:  # the sum of finite distances
+            scores.append(math.inf)
     return scores
 
 

@@ -118,12 +118,18 @@ class Run:
             vectors = {name: vector[part] for name, vector in self.kept.items()}
             block, before = Block(wide, numbers, vectors, weights, scratch), [*vectors.values()]
             yield block
-            after = block.weights, *vectors.values()
-            for old, new in zip((wide, *before), after, strict=True):
-                if new is not old:
-                    np.copyto(old, new)
+            targets, after = (wide, *before), (block.weights, *vectors.values())
+            changed = [pair for pair in zip(targets, after, strict=True) if pair[0] is not pair[1]]
+            for old, new in [(old, _apart(new, old, targets)) for old, new in changed]:
+                np.copyto(old, new)
             if self.has_master:
                 move_parts([weights], [wide])
+
+
+def _apart(new: NDArray[Any], own: NDArray[Any], targets: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return ``new``, or a copy if it is memory of another target, which is copied to as well."""
+    others = (target for target in targets if target is not own)
+    return new.copy() if any(np.may_share_memory(new, other) for other in others) else new
 
 
 def _converted(numbers: NDArray[Any], memory: NDArray[Any]) -> NDArray[Any]:

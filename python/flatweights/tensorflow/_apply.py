@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from flatweights._dtypes import is_averaged
 from flatweights._layout import Layout, cast_for_slot
 from flatweights._locks import TurnLock
 from flatweights.tensorflow._buckets import Bucket
@@ -78,7 +79,9 @@ class Steps:
     def _new(self, optimizer: Any) -> "_EagerStep | _SessionStep":
         slots: dict[np.dtype[Any], list[int]] = {}
         for i in trained_positions(self._wrappers):
-            slots.setdefault(self._layout.slots[i].dtype, []).append(i)
+            dtype = self._layout.slots[i].dtype
+            if is_averaged(dtype):  # others, such as a counter of steps, have no gradient
+                slots.setdefault(dtype, []).append(i)
         if not slots:
             raise ValueError("expected trainable variables, found none")
         inner = [inner_variable(wrapper) for wrapper in self._wrappers]
@@ -97,13 +100,14 @@ class _EagerStep:
 
     def __init__(self, optimizer: Any, buckets: list[Bucket], wrappers: Sequence[Any]) -> None:
         self.buckets = buckets
-        variables = [
-            _as_known_to(optimizer, wrappers[i]) for bucket in buckets for i in bucket.slots
-        ]
+        positions = [i for bucket in buckets for i in bucket.slots]
+        known = {i: _as_known_to(optimizer, wrappers[i]) for i in positions}
+        variables = [*known.values()]
         with eagerly():
             if is_of_keras_3(optimizer, "Optimizer") and not optimizer.built:
-                # Unlike other optimizers, it cannot create its variables inside the function.
-                optimizer.build(variables)
+                # Unlike other optimizers, it cannot create its variables inside the function. It
+                # maps gradients without variables to these in order.
+                optimizer.build([known[i] for i in sorted(positions)])
         # The function lives as long as the optimizer, so it must not keep the optimizer alive.
         optimizer_ref: Any = weakref.ref(optimizer)
 

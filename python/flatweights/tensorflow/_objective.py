@@ -11,6 +11,7 @@ from flatweights._core import is_settable, move_parts
 from flatweights._dtypes import is_floating, read_dtype
 from flatweights._flatten import new_vector
 from flatweights._layout import Layout, layout_at
+from flatweights._trees import as_array
 from flatweights.tensorflow._eager import check_outside_of_scopes, eagerly
 from flatweights.tensorflow._gradients import concat, trained_positions
 from flatweights.tensorflow._kinds import inner_variable
@@ -69,7 +70,7 @@ class Objective:
             self._set_flat(x)
             with eagerly():
                 loss, gradient = function()
-                return self._result(np.asarray(loss), np.asarray(gradient))
+                return self._result(as_array(loss, "loss"), np.asarray(gradient))
 
         return evaluate
 

@@ -1,8 +1,12 @@
 """The variables that an eager model holds, named by their place in it."""
 
+import functools
 import sys
+import sysconfig
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -22,10 +26,11 @@ from flatweights.tensorflow._kinds import (
 from flatweights.tensorflow._layers import layer_variables, layers_by_path, leaves
 from flatweights.tensorflow._optimizers import optimizer_variables, owner_key
 
-# Objects of these packages are searched for variables only if the user passes them directly.
-_NO_HOLDERS = frozenset(
-    {"tensorflow", "keras", "tf_keras", "numpy", "ray", "flatweights", *sys.stdlib_module_names}
-)
+# Objects of these packages, and of Python's own, are searched for variables only if the user passes
+# them directly.
+_NO_HOLDERS = frozenset({"tensorflow", "keras", "tf_keras", "numpy", "ray", "flatweights"})
+_HOLDERS = tf.__internal__.tracking.AutoTrackable, SimpleNamespace, Namespace
+_STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
 _Item = tuple[KeyPath, Any, bool | None]
@@ -152,8 +157,8 @@ class _Walk:
             is_layer(value)
             or is_optimizer(value)
             or is_of_keras_3(value, "random.SeedGenerator")
-            or isinstance(value, tf.__internal__.tracking.AutoTrackable)
-            or (_is_plain(value) and type(value).__module__.partition(".")[0] not in _NO_HOLDERS)
+            or isinstance(value, _HOLDERS)
+            or (_is_plain(value) and _may_hold(type(value).__module__.partition(".")[0]))
         )
 
     def _holder(self, value: Any, path: KeyPath) -> Iterator[_Item]:
@@ -259,3 +264,13 @@ def _is_plain(value: Any) -> bool:
 
 def _is_symbolic_of_keras(value: Any) -> bool:
     return any(kind.__name__ == "KerasTensor" for kind in type(value).__mro__)
+
+
+@functools.lru_cache(maxsize=256)
+def _may_hold(package: str) -> bool:
+    """Whether objects of a package are searched for variables."""
+    if package in sys.stdlib_module_names:  # or of a user's, which is called like one of Python's
+        file = getattr(sys.modules.get(package), "__file__", None)
+        path = Path(file or _STDLIB)
+        return not path.is_relative_to(_STDLIB) or "site-packages" in path.parts
+    return package not in _NO_HOLDERS

@@ -41,6 +41,11 @@ from flatweights.wire._messages import (
 Side = TypeVar("Side", bound="_Side")
 
 
+def _owned(weights: FlatWeights) -> FlatWeights:
+    """Return ``weights``, or a copy if they are read-only."""
+    return weights if weights.buffer.flags.writeable else weights.copy()
+
+
 class _Residual:
     """The accumulated rounding errors of past messages, which the next message makes up for.
 
@@ -54,6 +59,11 @@ class _Residual:
         self._pair = FlatWeights.empty(layouts.model), FlatWeights.empty(layouts.model)
         for errors in self._pair:  # as of the last message, and of the next one
             errors.buffer[...] = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Own the errors: out of Ray's store, they are read-only."""
+        vars(self).update(state)
+        self._pair = _owned(self._pair[0]), _owned(self._pair[1])
 
     @property
     def now(self) -> FlatWeights:
@@ -85,6 +95,13 @@ class _Side:
         self._layouts = layouts
         self._reference = weights.copy()
         self._held = [version]  # a list, which the core sets in the call that adds to the reference
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Own the weights: out of Ray's store, they are read-only."""
+        owned = {
+            k: _owned(one) if isinstance(one, FlatWeights) else one for k, one in state.items()
+        }
+        vars(self).update(owned)
 
     @property
     def reference(self) -> FlatWeights:

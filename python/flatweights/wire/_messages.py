@@ -10,6 +10,7 @@ from flatweights import _core
 from flatweights._average import read_sources, read_weights
 from flatweights._core import move_parts
 from flatweights._layout import Layout
+from flatweights._sources import check_flat_weights
 from flatweights._weights import FlatWeights
 from flatweights.wire._layouts import (
     WIRE_DTYPES,
@@ -141,7 +142,8 @@ def average_differences(
         out: Weights of the layout before encoding to write to; new ones, if None.
 
     Raises:
-        TypeError: If a source is not a `Difference`, or ``out`` is not `FlatWeights`.
+        TypeError: If a source is not a `Difference`, or has parts that have no mean, or ``out`` is
+            not `FlatWeights`.
         ValueError: If there is no source, layouts differ, ``weights`` are invalid, or ``out`` is
             read-only.
         MissedUpdateError: If the sources are differences from several versions.
@@ -149,6 +151,7 @@ def average_differences(
     models = read_sources(sources)
     factors = read_weights(weights, len(models))
     layouts = layouts_of(models[0], "source 0")
+    check_flat_weights(layouts.model, "source 0")
     for k, model in enumerate(models):
         check_difference(model, layouts, f"source {k}")
         check_base(model, models[0].base, f"source {k}")

@@ -1,5 +1,7 @@
 """Answers of all workers that the core waits for, and averages, in one step."""
 
+import functools
+import gc
 import itertools
 import os
 import signal
@@ -11,6 +13,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 from channel_processes import LARGE, Driver, value_of, weights_of
+from interrupts import Interrupts
 
 import flatweights as fw
 from flatweights._layout import Layout
@@ -194,3 +197,28 @@ def test_a_worker_that_does_not_answer_none(driver: Driver) -> None:
     driver.post("sleep", 0.3)
     assert not driver.channels.are_done(channels, 0.01)
     assert driver.channels.are_done(channels, 30.0)
+
+
+def test_an_interrupt_at_any_point_leaves_answers_that_are_not_read_to_others() -> None:
+    """Neither is one taken for read that is not: its segment would be held for ever."""
+    gc.collect()  # what earlier tests have left is not to be interrupted
+    driver, interrupts = Driver(1), Interrupts()
+    try:
+        driver.values("get", 1.0)
+        (worker,) = driver.workers
+        layout, was_interrupted, calls = layout_of(driver), True, 0
+        arguments = [worker.channel], layout, layout.new_buffer(), [-1.0], 30.0
+        mean = functools.partial(driver.channels.mean_of, *arguments, takes_nonfinite=True)
+        while was_interrupted:
+            driver.post("get", 5.0)
+            assert driver.wait()
+            if calls == 0:  # which makes what the others use
+                assert mean() is None  # there is no mean with that weight
+            was_interrupted, calls = interrupts.hit(mean), calls + 1
+            kind, packed = worker.channel.take()
+            assert (kind, packed.buffer.nbytes) == (WEIGHTS, layout.nbytes)
+            del packed
+            assert worker.channel.count_views() == 0
+        assert calls > 50
+    finally:
+        driver.close()

@@ -20,6 +20,7 @@ from reference import assert_same, refuses, same_bits
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import (
+    FlatWorker,
     RefusedWeightsError,
     Round,
     StaleWorkerError,
@@ -889,3 +890,24 @@ def test_an_interrupt_in_a_round_leaves_the_last_round_as_it_was(make: Make) -> 
     kill(group, 1)  # still at work
     (found,) = group.run(1, "train", min_results=2)
     assert_same(found.weights, mean_of(kept, [0, 2]))
+
+
+class Empty(FlatWorker):
+    """A worker whose weights have no bytes."""
+
+    def __init__(self) -> None:
+        self.weights = FlatWeights({"w": np.zeros((0, 4), np.float32)})
+
+    def get_weights(self) -> Any:
+        return self.weights
+
+    def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
+        self.weights = new_weights
+
+
+def test_weights_without_bytes_travel_like_others() -> None:
+    group = WorkerGroup.create(Empty, 2, num_cpus=0)
+    for _ in range(4):
+        assert group.broadcast(FlatWeights({"w": np.zeros((0, 4), np.float32)})) == [0, 1]
+    assert [result.used for result in group.run(3, "get_weights")] == [(0, 1)] * 3
+    group.shutdown()

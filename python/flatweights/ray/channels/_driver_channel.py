@@ -63,6 +63,7 @@ class DriverChannel(ChannelEnd):
         self._count = 0  # of Ray calls
         self._sent: list[Extent] = []  # of the command in the mailbox
         self._is_read = True
+        self._reader: _core.WorkerAnswers | None = None  # which may have read the answer
         self._layout: Layout | None = None  # of the last weights that arrived in a message
         self._digest = b""  # of the layout
 
@@ -94,6 +95,7 @@ class DriverChannel(ChannelEnd):
         if not self.mailbox.is_answered:
             raise ChannelError("the last command was not answered")
         try:
+            self.settle()
             if not self._is_read:  # once it is read, the worker reuses its segment
                 self.take()
             if command.extents:
@@ -101,7 +103,7 @@ class DriverChannel(ChannelEnd):
                 self.share(segments, command.extents)
             if failpoints.hook is not None:
                 failpoints.reach("shared")
-            self._sent, self._is_read = command.extents, False
+            self._sent, self._is_read, self._reader = command.extents, False, None
             if asleep is not None:
                 asleep.append(self.mailbox)
             is_expected = self.mailbox.post(command.content, self._count, asleep is None)
@@ -117,13 +119,25 @@ class DriverChannel(ChannelEnd):
         """The layout of the last weights that arrived in a message; None before the first."""
         return self._layout
 
-    def note_read(self, *, is_read: bool) -> None:
-        """Note whether `_core.WorkerAnswers` reads, or has read, the answer in place of `take`."""
-        self._is_read = is_read
+    def read_by(self, reader: _core.WorkerAnswers) -> None:
+        """Note that ``reader`` may read the answer in place of `take`; `settle` sees if it has."""
+        self._reader = reader
+
+    def settle(self) -> None:
+        """Note that the answer was read, if its reader has, before that begins anew."""
+        reader = self._reader
+        if reader is not None and reader.were_read:
+            self._is_read = True
+
+    def close(self) -> None:
+        """Close the socket, and let go of what reads the answers of several channels."""
+        self.settle()
+        self._reader = None
+        super().close()
 
     def was_posted(self, extents: list[Extent]) -> None:
         """Note that `_core.RepeatedCalls` has read an answer, and posted the next command."""
-        self._sent, self._is_read = extents, False
+        self._sent, self._is_read, self._reader = extents, False, None
 
     @property
     def peer_segments(self) -> dict[int, tuple[int, _core.PeerSegment]]:
@@ -174,6 +188,7 @@ class DriverChannel(ChannelEnd):
             call that returns it; for ``REFUSED`` and ``BROKEN``, the reason; for ``REQUEST``,
             ``REDUCED`` and ``REPEAT``, body and buffers.
         """
+        self.settle()
         if self._is_read:  # by the core; an interrupt came before anybody noted the outcome
             return VALUE, None
         self._is_read = True
@@ -494,16 +509,15 @@ def _read_by(
 ) -> _Result:
     """Return what ``read`` returns, which has read the answers at ``channels``, or none of them.
 
-    Whenever an interrupt comes, nobody reads an answer twice, which would release memory twice.
+    Whenever an interrupt comes, nobody reads an answer twice, which would release memory twice, and
+    none is taken for read that is not: only C++ says which, in the call that reads.
     """
-    try:
-        for channel in channels:
-            channel.note_read(is_read=True)
-        return read(*arguments)
-    finally:
-        if not answers.were_read():
-            for channel in channels:
-                channel.note_read(is_read=False)
+    for channel in channels:
+        channel.settle()
+    answers.begin()
+    for channel in channels:
+        channel.read_by(answers)
+    return read(*arguments)
 
 
 class _Connections:

@@ -136,7 +136,8 @@ def read_plain_call(body: bytes, buffers: list[NDArray[np.uint8]]) -> tuple[Head
     head = (group, number), None if version < 0 else (group, version), encoding
     if layout is None:
         return head, None, method
-    return head, (None, [Packed(buffers.pop(), layout)]), method
+    buffer = buffers.pop() if buffers else np.empty(0, np.uint8)  # weights without bytes
+    return head, (None, [Packed(buffer, layout)]), method
 
 
 class MeanOfAnswers(NamedTuple):
