@@ -261,8 +261,8 @@ CHANGES = (
     ),
     Change(
         "python/flatweights/keras/_member_handle.py",
-        "if not _handles and _shared is not None:",
-        "if _shared is not None:",
+        "            is_last = not _handles\n",
+        "            is_last = True\n",
         ("tests/keras/test_callbacks.py", "tests/keras/test_ray_train.py", "tests/keras/"),
     ),
     Change(
