@@ -811,6 +811,11 @@ class SimulatedChannels(Bell):
                 self._drop(link)
             link.lose_coordinator()
 
+    def let_go(self) -> None:
+        """Let go of the world: the package closes these channels once their owner is garbage."""
+        vars(self).clear()
+        self.links, self.met = [], {}
+
 
 class SimulatedMemberChannel:
     """A member's end of a channel."""

@@ -68,6 +68,8 @@ class Schedule:
             elif end == "done":
                 self.oracle.at_end(self.platform.links)
             world.close(self._processes())
+            for channels in self.platform.listeners.values():
+                channels.let_go()
 
     def _processes(self) -> list[Process]:
         return [
