@@ -135,6 +135,26 @@ def test_most_readers_hold_a_slot_each(server: PublicationServer) -> None:
         assert time.monotonic() < end
 
 
+def test_the_end_of_a_view_releases_nothing_of_the_next_reader(server: PublicationServer) -> None:
+    del server._free[1:]  # all readers have the same number, one after the other
+    first = connect(server)
+    publish(server, 1)
+    kept = read(first)
+    assert kept is not None
+    first.close()
+    end, second = time.monotonic() + 60, None
+    while second is None:  # until the server has seen that the first is gone
+        assert time.monotonic() < end
+        with contextlib.suppress(FullError):
+            second = connect(server)
+    held = read(second)
+    assert held is not None
+    del kept
+    publish(server, 2)
+    with pytest.raises(RuntimeError, match="still exists: copy"):
+        read(second)
+
+
 def test_a_view_that_is_kept_is_told_and_changes_nothing(server: PublicationServer) -> None:
     reading = connect(server)
     publish(server, 1)

@@ -321,7 +321,7 @@ class Ranks:
         if self.is_in_round:
             raise RuntimeError(
                 "expected no call of a group while its workers answer, got one in a function that "
-                "was passed as weights= or rule="
+                "was passed as weights= or rule=, or in a signal handler"
             )
         self.platform.check_connected(self._session)
 

@@ -242,5 +242,6 @@ class PublicationConnection:
             self.connection.recv(1)
 
     def close(self) -> None:
-        """Disconnect; the reader must hold nothing any more."""
+        """Disconnect; views of the weights that were read last may change from then on."""
+        self.reader.drop()  # before another reader gets its number, whose hold it would release
         self.connection.close()
