@@ -152,7 +152,8 @@ def average_gradients(
         TypeError: If it is not an optimizer of Keras 3, ``member`` is not a `Member`, ``rule`` is
             not a rule, or ``state`` is of another kind (at the first step that needs it).
         ValueError: If it averages gradients already, or ``nonfinite`` or ``sparse`` does not suit
-            it, or the policy is ``mixed_float16`` and it is no `LossScaleOptimizer`.
+            it, or the policy is ``mixed_float16``, which takes a
+            `keras.optimizers.LossScaleOptimizer`.
         RuntimeError: If it was made in the scope of a `tf.distribute.MirroredStrategy`.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
