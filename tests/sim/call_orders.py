@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tests.sim.orders import Move, WrongError
 
@@ -233,8 +233,15 @@ class CallsModel:
         )
 
     def make(self, move: Move) -> None:
-        kind, *about = move
-        _response_cache._KEPT = 1 if self.keeps_few else 8
+        kept = _response_cache._KEPT
+        if self.keeps_few:
+            _response_cache._KEPT = 1
+        try:
+            self._make(*move)
+        finally:
+            _response_cache._KEPT = kept
+
+    def _make(self, kind: str, *about: Any) -> None:
         if kind == "step":
             self._tell(Tick())
             self.is_due = self.pending is not None
@@ -298,7 +305,7 @@ class CallsModel:
                 self.now, self.is_due = end, True
                 continue
             order = [move for move in moves if move[0] != "asks"] or moves
-            self.make(min(order, key=lambda move: self._calls_of(move)))
+            self.make(min(order, key=self._calls_of))
             if isinstance(self.pending, Reduce) and len(self.pending.requests) == len(
                 self.processes
             ):
