@@ -233,9 +233,8 @@ class MemberHandle:
             _handles.discard(self)
             is_last = not _handles
             shared, _shared = (_shared, None) if is_last else (None, _shared)
-        if (
-            shared is not None
-        ):  # without the lock: a step may need it to give the member's turn back
+        # Without the lock: a step may need it to give the member's turn back.
+        if shared is not None:
             shared.leave()
 
 
