@@ -335,7 +335,7 @@ def test_auto_decides_by_bytes_and_nodes(
             optimizer.build([table])
             averaging = averaging_of_optimizer(optimizer)
             assert averaging is not None
-            averaging._is_far |= is_far
+            averaging._exchanges.is_far |= is_far
             caplog.clear()
             one = tf.IndexedSlices(np.ones((1, 64), np.float32), [3], (rows, 64))
             optimizer.apply([one], [table])

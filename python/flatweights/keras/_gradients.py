@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import logging
-import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, filterfalse
@@ -21,6 +20,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from flatweights._average import Nonfinite, check_nonfinite
 from flatweights._core import CalledTensors
 from flatweights.keras._exchange import Exchange
+from flatweights.keras._exchanges import Exchanges, accumulates
 from flatweights.keras._hooks import (
     Fit,
     call_after_begin,
@@ -37,16 +37,14 @@ from flatweights.keras._member_handle import (
     out_of_sync_is_error,
 )
 from flatweights.keras._moments import check_synchronized, synchronize
-from flatweights.keras._names import inner_variable, named_variables, with_slots
+from flatweights.keras._names import inner_variable
 from flatweights.keras._progress import AnyState, Progress
 from flatweights.keras._settings import settings_of
 from flatweights.keras._sparse import (
     Sparse,
     SparseExchange,
-    Table,
     Tables,
     check_sparse,
-    is_sent_sparse,
     takes_rows,
 )
 from flatweights.keras._start import FitStart, start_alike
@@ -58,8 +56,7 @@ from flatweights.ray import (
     Variables,
 )
 from flatweights.robust import AnyRule, Rule
-from flatweights.tensorflow import TensorFlowVariables
-from flatweights.tensorflow._python_op import HOST, compute_in_python, device_of, end_copy_on_read
+from flatweights.tensorflow._python_op import compute_in_python, device_of, end_copy_on_read
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
@@ -223,20 +220,13 @@ class Averaging:
         self._more = more
         self._optimizer = optimizer
         self._options = options
-        self._sparse = sparse
-        self._is_far = False  # whether members are known to be on several nodes
+        self._exchanges = Exchanges(optimizer, sparse)
         self._is_started = False
         self._params: Any = None  # of the last `fit` that has begun, by which it is recognised
         self._begun: Any = None  # the model of a `fit` that has begun, until its first epoch
-        self._model: Callable[[], Any] = lambda: None  # that of the last `fit`: it names variables
         # Steps after which nothing has to have been averaged.
         self._steps_before: float = int(optimizer.iterations)
         self._errors: list[BaseException] = []  # raised by the step that runs
-        self._exchanges: dict[tuple[int, ...], Exchange] = {}
-        self._tables: dict[tuple[tuple[int, ...], tuple[bool, ...]], Tables | None] = {}
-        self._means: dict[tuple[Any, ...], Exchange] = {}
-        self._names: dict[int, str] = {}  # of layers' variables
-        self._states: dict[tuple[int, ...], TensorFlowVariables] = {}
         self._callbacks: list[Any] | None = None  # of the `fit` that begins, if they are known
         self.progress: Progress | None = None
         self._apply: Callable[..., None] = optimizer.apply
@@ -262,7 +252,7 @@ class Averaging:
         if self._params is callback.params is not None:  # another callback has begun it
             return
         self._params, self.progress, self._begun = callback.params, None, None
-        self._know(model)
+        self._exchanges.know(model)
         if not model.built and self.handle.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
         callbacks = callbacks_beside(callback)
@@ -277,7 +267,7 @@ class Averaging:
             self._is_started = False
             self._optimizer.build(model.trainable_variables)
             if self.handle.min_results is not None:
-                state = self._state_of(model.weights)
+                state = self._exchanges.state_of(model.weights)
                 self.progress = Progress(self.handle, callback, callbacks, state, self._more)
                 if self.progress.has_joined:
                     call_after_begin(callback, self._join)
@@ -351,7 +341,7 @@ class Averaging:
         """
         slots = self._optimizer.variables
         with tf.control_dependencies(averages):
-            for variable in map(inner_variable, (*variables, *filterfalse(_accumulates, slots))):
+            for variable in map(inner_variable, (*variables, *filterfalse(accumulates, slots))):
                 variable.assign(variable.read_value())
 
     def _apply_averages(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -389,7 +379,7 @@ class Averaging:
         check_synchronized(variables)
         fit = running_fit()
         if fit is not None:
-            self._know(fit.model)
+            self._exchanges.know(fit.model)
             if not self._is_started:
                 self._callbacks = fit.callbacks
             self._check_fit(fit)
@@ -407,15 +397,6 @@ class Averaging:
                 with keras.name_scope(optimizer.name):
                     optimizer.build(variables)
         return list(grads), variables
-
-    def _know(self, model: Any) -> None:
-        """Name variables by the structure of ``model`` from now on; by their paths, if None."""
-        if self._model() is not model:
-            self._model = (lambda: None) if model is None else weakref.ref(model)
-            self._exchanges.clear()
-            self._tables.clear()
-            self._states.clear()
-            self._names.clear()
 
     def _check_fit(self, fit: Fit | None) -> None:
         """Raise if ``fit`` is one whose members may come back, without our callbacks."""
@@ -442,7 +423,7 @@ class Averaging:
             self._make(variables)
         if running_fit() is None:  # of a loop of the user's own, perhaps after a fit
             self.progress = None
-            self._know(None)  # nor does a member know the model that joins in this loop
+            self._exchanges.know(None)  # nor does a member know the model that joins in this loop
         if tf.executing_eagerly():
             self._start(variables, in_step=False)
 
@@ -464,7 +445,7 @@ class Averaging:
         if self.handle.min_results is not None and member.lacks_state:  # it will be healed
             self._is_started = True
             return
-        state = self._variables_with_slots(variables)
+        state = self._exchanges.with_slots(variables)
 
         def own() -> FitStart:
             try:
@@ -482,39 +463,10 @@ class Averaging:
 
         started = start_alike(self.handle, state, own)
         if self.handle.min_results is None:
-            self._is_far = any(transport != "shm" for transport in started.transports.values())
+            self._exchanges.is_far = any(
+                transport != "shm" for transport in started.transports.values()
+            )
         self._is_started = True
-
-    def _named(self, variables: Sequence[Any]) -> dict[str, Any]:
-        """Return ``variables`` by name: by the model's structure, if a `fit` has told the model.
-
-        A step may have only some of the optimizer's variables; these keep the names that they have
-        among all.
-        """
-        every = {id(one): one for one in variables_of(self._optimizer)}
-        every |= {id(one): one for one in variables}
-        names = named_variables([*every.values()], self._model())
-        by_id = dict(zip(every, names, strict=True))
-        return {by_id[id(one)]: one for one in variables}
-
-    def _variables_with_slots(
-        self, variables: Sequence[Any], prefix: str = ""
-    ) -> TensorFlowVariables:
-        """Return ``variables`` and the optimizer's slots, in the same order in all members."""
-        own = filter(_accumulates, self._optimizer.variables)  # each member's own
-        return with_slots(self._named(variables), self._optimizer, prefix, without=own)
-
-    def _state_of(self, variables: Sequence[Any]) -> TensorFlowVariables:
-        """Return what heals a member of a training of ``variables``.
-
-        An optimizer's own name is part of the names: it tells its state from that of another one
-        with variables of the same names.
-        """
-        key = tuple(id(inner_variable(variable)) for variable in variables)
-        if key not in self._states:
-            name = _own_name(self._optimizer)
-            self._states[key] = self._variables_with_slots(variables, f"{name}/" if name else "")
-        return self._states[key]
 
     def _average(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the averages of ``grads``; of a graph inside a `tf.function`.
@@ -523,66 +475,19 @@ class Averaging:
         """
         if not grads:
             return []
-        key = tuple(id(inner_variable(variable)) for variable in variables)
         device = device_of([*map(inner_variable, variables)])
-        tables = self._tables_of(key, grads, variables, device)
+        tables = None
+        if self.rule is None:
+            tables = self._exchanges.tables_of(grads, variables, device)
         if tables is not None:
             gather = functools.partial(self._gather_rows, tables)
             dtypes = [tf.as_dtype(grad.dtype).as_numpy_dtype for grad in grads]
             average = functools.partial(self._exchange_rows, tables, dtypes)
             return tables.average(grads, gather, average, takes_rows(self._optimizer))
         dense = [tf.convert_to_tensor(grad) for grad in grads]
-        exchange = self._exchanges.get(key)
-        if exchange is None:
-            named, slots = self._slots_of(variables)
-            names, shapes = [slot.name for slot in slots], [(slot.size,) for slot in slots]
-            dtypes = [grad.dtype.as_numpy_dtype for grad in dense]
-            exchange = self._exchanges[key] = Exchange(names, shapes, dtypes, named)
-        compute = functools.partial(self._exchange, exchange)
+        compute = functools.partial(self._exchange, self._exchanges.of_gradients(dense, variables))
         averages: list[tf.Tensor] = compute_in_python(compute, dense, device)
         return averages
-
-    def _slots_of(self, variables: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-        """Return ``variables`` and their slots."""
-        with tf.init_scope():
-            named = self._named(variables)
-            return [*named.values()], TensorFlowVariables(named).layout.slots
-
-    def _tables_of(
-        self, key: tuple[int, ...], grads: Sequence[Any], variables: Sequence[Any], device: str
-    ) -> Tables | None:
-        """Return the tables of which rows travel; None, if there are none.
-
-        It is decided when gradients of these variables are first averaged. With ``min_results``, it
-        depends on the variables alone, since a process that joins later must decide the same.
-        """
-        if self._sparse is False or self.rule is not None:
-            return None
-        which = tuple(isinstance(grad, tf.IndexedSlices) for grad in grads)
-        if not any(which):
-            return None
-        if (key, which) in self._tables:
-            return self._tables[key, which]
-        found = [
-            i
-            for i, pair in enumerate(zip(grads, variables, strict=True))
-            if is_sent_sparse(*pair, self._sparse, is_far=self._is_far, on_gpu=device != HOST)
-        ]
-        tables = None
-        if found:
-            named, slots = self._slots_of(variables)
-            names = [slot.name for slot in slots]
-            tables = Tables(
-                {i: Table(names[i], tuple(variables[i].shape)) for i in found}, names, named
-            )
-            where = "several nodes" if self._is_far else "one node, or not known"
-            for i in found:
-                text = (
-                    "average_gradients: of the gradient of %s, %d bytes, rows travel; members: %s"
-                )
-                _log.info(text, names[i], slots[i].nbytes, where)
-        self._tables[key, which] = tables
-        return tables
 
     def trains(self, ids: set[int]) -> bool:
         """Whether the optimizer was built with a variable whose `id` is among ``ids``."""
@@ -610,11 +515,7 @@ class Averaging:
         return mean
 
     def _mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        key = name, tensor.dtype, *tensor.shape
-        exchange = self._means.get(key)
-        if exchange is None:
-            shape, dtype = tuple(tensor.shape), tensor.dtype.as_numpy_dtype
-            exchange = self._means[key] = Exchange([name], [shape], [dtype])
+        exchange = self._exchanges.of_tensor(tensor, name)
         compute = functools.partial(self._exchange_mean, exchange)
         mean: tf.Tensor = compute_in_python(compute, [tensor])[0]
         mean.set_shape(tensor.shape)
@@ -655,13 +556,8 @@ class Averaging:
         """Return a name for the moments of ``layer``, equal in all members."""
         fit = running_fit()
         if fit is not None and averaging_of(fit.model) is self:
-            self._know(fit.model)
-        variable = next(iter(layer.variables))
-        key = id(inner_variable(variable))
-        if key not in self._names:
-            with tf.init_scope():
-                self._names[key] = next(iter(self._named([variable])))
-        return f"moments beside {self._names[key]}"
+            self._exchanges.know(fit.model)
+        return f"moments beside {self._exchanges.name_of(layer.variables[0])}"
 
     def _gather_rows(self, tables: Tables, called: CalledTensors) -> None:
         """Gather the numbers of the rows of tables; their values are averaged later.
@@ -701,7 +597,7 @@ class Averaging:
             if progress is not None:
                 result = progress.average(functools.partial(self._call, exchange), in_step=True)
             elif self.handle.min_results is not None:
-                state = [self._state_of(exchange.variables), *self._more]
+                state = [self._exchanges.state_of(exchange.variables), *self._more]
                 result = self._call_or_pass(exchange, state)
             else:
                 result = self._call(exchange, self.handle.take(), None)
@@ -815,19 +711,6 @@ def checked_graph(who: str, jit: str = "") -> Any:
 
 def _digest(values: Any) -> bytes:
     return hashlib.blake2b(values, digest_size=16).digest()
-
-
-def _own_name(optimizer: Any) -> str:
-    """Return the name that a user gave to ``optimizer``; empty, if Keras has named it."""
-    name, kind = str(optimizer.name), type(optimizer).__name__
-    is_own = re.sub(r"_\d+$", "", name).replace("_", "").lower() != kind.lower()
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return name if is_own else "" if inner is None else _own_name(inner)
-
-
-def _accumulates(slot: Any) -> bool:
-    """Whether ``slot`` is one in which an optimizer adds up gradients."""
-    return str(slot.name).endswith("gradient_accumulator")
 
 
 def _check_strategy(optimizer: Any) -> None:
