@@ -103,7 +103,8 @@ def has_array_protocol(value: Any) -> bool:
 def is_tree(values: Iterable[Any]) -> bool:
     """Whether one of ``values`` is a container of arrays instead of an array.
 
-    A list or tuple of numbers is an array, as it is for NumPy.
+    A list or tuple of numbers is an array, as it is for NumPy. An empty one is a container: NumPy
+    would make an array of float64 of it.
     """
     return any(type(value) is not np.ndarray and _is_branch(value, 0) for value in values)
 
@@ -113,7 +114,7 @@ def _is_branch(value: Any, level: int) -> bool:
         return True
     if not isinstance(value, (list, tuple)):
         return False
-    return any(_is_array(one) or _is_branch(one, level + 1) for one in value)
+    return not len(value) or any(_is_array(one) or _is_branch(one, level + 1) for one in value)
 
 
 def _is_array(value: Any) -> bool:

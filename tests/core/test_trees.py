@@ -15,6 +15,10 @@ class Moments(NamedTuple):
     square: Any
 
 
+class Empty(NamedTuple):
+    """A state without arrays, such as ``optax.EmptyState``."""
+
+
 def tree(value: float) -> dict[str, Any]:
     value = float(value)
     return {
@@ -26,7 +30,7 @@ def tree(value: float) -> dict[str, Any]:
             "scale": [value, 3 * value],  # a list of numbers is an array
         },
         "state": Moments(np.full(2, value), (np.full(1, value), np.full(1, 5.0))),
-        "empty": {},
+        "empty": {"dict": {}, "list": [], "nested": ((), [Empty()]), "state": Empty()},
         "step": np.int64(value),
     }
 
@@ -60,7 +64,8 @@ def assert_tree(result: Any, value: float, step: int) -> None:
     assert type(result["state"]) is Moments
     assert type(result["params"]["layers"]) is list
     assert type(result["state"].square) is tuple
-    assert result["empty"] == {}
+    empty = result["empty"]
+    assert repr(empty) == repr(tree(0)["empty"])  # == would accept a tuple for an Empty
     assert result["step"] == step
     result = fw.FlatWeights({**result, "step": np.int64(value)})
     expected = fw.FlatWeights(tree(value))
@@ -84,6 +89,24 @@ def test_out_and_another_order_of_keys() -> None:
     assert_tree(out, 2.0, 1)
 
 
+def test_the_state_of_an_optimizer_may_be_empty() -> None:
+    def state(value: float) -> tuple[Any, ...]:
+        return Moments({"w": np.float32([value])}, {"w": np.float32([value])}), Empty()
+
+    mean = fw.average([state(1), state(3)])
+    assert repr(mean) == repr(state(2))
+    assert fw.average([state(1), state(3)], out=mean) is mean
+    assert fw.flatten(state(1)).dtype == np.float32
+    assert fw.Layout.of(state(1)).names == ("0/0/w", "0/1/w")
+
+
+@pytest.mark.parametrize("model", [[[]], ((), [[], Empty()]), {"a": [], "b": ({},)}])
+def test_containers_without_an_array_hold_nothing(model: Any) -> None:
+    assert repr(fw.average([model, model])) == repr(model)
+    assert len(fw.Layout.of(model)) == 0
+    assert fw.flatten(model).shape == (0,)
+
+
 def changed(**parts: Any) -> dict[str, Any]:
     return {**tree(1), **parts}
 
@@ -99,6 +122,8 @@ ITSELF.append(ITSELF)
         (changed(state=[np.ones(2)]), ValueError, r"source 1, 'state': .*missing \[1\]"),
         (changed(state=np.ones(2)), TypeError, "source 1, 'state': expected a sequence, got nd"),
         (changed(params=[np.ones(2)]), TypeError, "source 1, 'params': expected a mapping, got"),
+        (changed(empty=tree(1)["empty"] | {"list": np.ones(0)}), TypeError, "'empty/list': expect"),
+        (changed(empty=tree(1)["empty"] | {"list": [1.0]}), ValueError, r"list'.*unknown \[0\]"),
         (changed(step=None), TypeError, "source 1, slot 8 'step': expected an array, got None"),
         (changed(step=[[1], [2, 3]]), ValueError, "source 1, slot 8 'step': expected an array"),
         (np.ones(2), TypeError, "source 1: expected a mapping, got ndarray"),
