@@ -30,6 +30,11 @@ from flatweights.ray.support._errors import (
 )
 from flatweights.wire import MissedUpdateError, Snapshot
 
+_NOT_PLAIN: dict[type, str] = {
+    types.CoroutineType: "an async one",
+    types.AsyncGeneratorType: "an async one",
+    types.GeneratorType: "one that yields",
+}
 _MOST_GROUPS = 64  # whose last calls a worker remembers
 
 
@@ -192,7 +197,7 @@ class FlatWorker:
         return "pong"
 
     def call_version(
-        self, head: Head, new_weights: Any, method: str | None, *args: Any, **kwargs: Any
+        self, head: Head, new_weights: Any, method: str | None, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Set the weights that a `WorkerGroup` sends, and call a method; each is optional.
 
@@ -215,7 +220,7 @@ class FlatWorker:
                 later one.
             RefusedWeightsError: If ``new_weights`` could not be set, so that the method was not
                 called. Without a method, the error itself is raised.
-            TypeError: If the method is async.
+            TypeError: If the method is async, or yields.
         """
         return _run(self, self._group_state, head, new_weights, method, *args, **kwargs)
 
@@ -279,9 +284,11 @@ def _run(
         if method is None:
             return None
         result = _call(worker, method, args, kwargs)
-        if type(result) is types.CoroutineType:
-            result.close()
-            raise TypeError(f"expected a plain method, got an async one: {method!r}")
+        kind = _NOT_PLAIN.get(type(result))
+        if kind is not None:
+            if type(result) is not types.AsyncGeneratorType:  # which has not begun
+                result.close()
+            raise TypeError(f"expected a plain method, got {kind}: {method!r}")
         if wire is None:
             return result
         wire_dtype, payload_kind = wire

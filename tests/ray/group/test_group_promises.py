@@ -6,7 +6,7 @@ import pickle
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,12 @@ class AsyncTold(Told):
 
     async def train_async(self) -> FlatWeights:
         return self.train()
+
+    def train_step_by_step(self) -> Iterator[FlatWeights]:
+        yield self.train()
+
+    async def train_async_step_by_step(self) -> AsyncIterator[FlatWeights]:
+        yield self.train()
 
 
 def head(stamp: Stamp, version: Stamp | None) -> Head:
@@ -691,11 +697,15 @@ def test_an_error_that_does_not_unpickle_leaves_its_actor_healthy(
     assert set(bits(group)) == {start_of(2.0).buffer.tobytes()}
 
 
-def test_an_async_method_is_refused(lend: Lend) -> None:
+def test_a_method_that_is_async_or_yields_is_refused(lend: Lend) -> None:
     group = lend(AsyncTold, 1)
     for call in (group.step, group.average):
         with pytest.raises(WorkerError, match="TypeError: expected a plain method, got an async o"):
             call("train_async")
+        with pytest.raises(WorkerError, match="got an async one: 'train_async_step_by_step'"):
+            call("train_async_step_by_step")
+        with pytest.raises(WorkerError, match="expected a plain method, got one that yields"):
+            call("train_step_by_step")
     assert group.step("how_often") == {0: 0}
 
 
@@ -705,6 +715,8 @@ def test_an_async_method_is_refused(lend: Lend) -> None:
 def test_run_gives_all_other_arguments_to_the_method(group: WorkerGroup) -> None:
     (found,) = group.run(1, "takes_all", out=1, payload_kind="gradients")
     assert found.extras[0] == {"out": 1, "payload_kind": "gradients"}
+    (found,) = group.run(1, "takes_all", head=1, new_weights=2)
+    assert found.extras[0] == {"head": 1, "new_weights": 2}
 
 
 def test_run_gives_restore_no_more_time_than_it_has(
