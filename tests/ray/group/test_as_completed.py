@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 from ray_pool import Actors, Lend, wait_until_dead
-from ray_workers import PlainWorker, wait_for, weights_of
+from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import assert_same, same_bits
 
 import flatweights as fw
@@ -221,6 +221,31 @@ def test_no_result_gets_too_stale_while_its_round_waits_for_others(
     assert sorted(found.stale) == [0, 1]
     publications.check(found)
     loop.close()
+
+
+def test_a_worker_that_trains_begins_each_call_with_the_latest_weights(group: WorkerGroup) -> None:
+    start = weights_of(1.0, SIZE)
+    group.publish(start)
+    results = [trained(start, rank) for rank in range(3)]
+    for buffer in (1, 2):
+        for found in group.as_completed("train", updates=6, buffer=buffer):
+            expected = fw.average([results[rank] for rank in found.used])
+            assert same_bits(found.weights.buffer, expected.buffer)
+    assert same_bits(group.average("train").weights.buffer, fw.average(results).buffer)
+
+
+def test_a_worker_in_a_call_of_an_earlier_loop_may_be_late(
+    group: WorkerGroup, tmp_path: Path
+) -> None:
+    Publications(group)
+    loop = group.as_completed("work_once", 1, str(tmp_path))
+    next(loop)
+    wait_for(tmp_path / "waits")
+    loop.close()
+    with pytest.raises(WorkerError, match="rank 1: TimeoutError"):
+        next(group.as_completed("work", ranks=[1], timeout=0.2))
+    (tmp_path / "go on").touch()
+    assert group.restore(timeout=None) == [1]
 
 
 def test_extras_vectors_and_weights_are_as_in_average(group: WorkerGroup) -> None:
