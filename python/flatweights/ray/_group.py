@@ -16,6 +16,7 @@ from flatweights.ray._worker import FlatWorker
 from flatweights.ray.nodes._plan import ReduceDType, check_reduce_dtype
 from flatweights.ray.peers._actor_spec import ActorSpec
 from flatweights.ray.peers._by_rank import ByRank, check_by_rank
+from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._store import check_cluster
 from flatweights.ray.peers._wait import RoundSpec, Weights, check_timeout, deadline_in
@@ -116,7 +117,8 @@ class WorkerGroup:
         self._max_inflight = check_count(max_inflight, "max_inflight")
         self._turn = Turn("WorkerGroup", self._platform.lock(), self._platform.thread)
         self._count = 0  # of rounds
-        self._in_round = False  # in run(): workers may have trained since the latest weights
+        # The latest weights when a round of `run` broke off: workers may have trained since.
+        self._unfinished: Latest | None = None
         self._actor_spec: ActorSpec | None = None  # for the actors, from `create`
 
     @classmethod
@@ -386,11 +388,9 @@ class WorkerGroup:
         ranks = self._worker_set.ranks
         ranks.admit()
         options["max_inflight"] = self._max_inflight
-        if weights is None:
-            try:
+        if weights is None and options["rule"] is None:
+            with contextlib.suppress(TypeError):  # one has no hash, or is wrong
                 return _spec_of(len(ranks), span=ranks.span, **options)
-            except TypeError:  # one has no hash, or is wrong
-                pass
         return RoundSpec.of(len(ranks), weights, span=ranks.span, **options)
 
     @alone
@@ -517,17 +517,21 @@ class WorkerGroup:
                 range.
         """
         work = Work(method, args, kwargs, arguments)
-        spec = self._spec(
-            weights, timeout=timeout, min_results=None, nonfinite=nonfinite, rule=rule
-        )
-        asked = None if ranks is None else self._worker_set.ranks.check(ranks)
-        buffer = check_count(buffer, "buffer", len(asked or self._worker_set.ranks))
         if updates is not None:
             updates = check_count(updates, "updates", least=0)
         if max_staleness is not None:
             max_staleness = check_count(max_staleness, "max_staleness", least=0)
-        loop = AsCompleted(self._worker_set, work, spec, asked, buffer, max_staleness)
-        return self._results(loop, updates)
+
+        def loop() -> AsCompleted:
+            spec = self._spec(
+                weights, timeout=timeout, min_results=None, nonfinite=nonfinite, rule=rule
+            )
+            asked = None if ranks is None else self._worker_set.ranks.check(ranks)
+            most = len(asked or self._worker_set.ranks)
+            size = check_count(buffer, "buffer", most)
+            return AsCompleted(self._worker_set, work, spec, asked, size, max_staleness)
+
+        return self._results(self._turn.run(loop), updates)
 
     def _results(self, loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
         """Yield at most ``updates`` rounds of a loop; end it when the caller ends."""
@@ -631,14 +635,16 @@ class WorkerGroup:
     def _round(self, number: int, run: RoundRun) -> Round:
         """Make the round ``number`` of `run`: average, and send the average to all workers."""
         begin, timeout = _clock.now(), run.spec.timeout
-        if self._in_round:
+        if self._unfinished is self._worker_set.latest:
             self._worker_set.mark_stale()
         self._take_back(timeout)
-        self._in_round = True
-        result = run.average(number)
-        self._count += 1
-        send(self._worker_set, result, timeout)
-        self._in_round = False
+        try:
+            result = run.average(number)
+            self._count += 1
+            send(self._worker_set, result, timeout)
+        except BaseException:
+            self._unfinished = self._worker_set.latest
+            raise
         result.seconds["round"] = _clock.now() - begin
         result.number = number
         self._report(result)
@@ -709,7 +715,10 @@ class WorkerGroup:
 
 @functools.lru_cache(maxsize=64, typed=True)
 def _spec_of(ranks: int, **options: Any) -> RoundSpec:
-    """Return the checked arguments of rounds without weights: most are the same again."""
+    """Return the checked arguments of rounds without weights and rules: most are the same again.
+
+    Of rules, `==` does not tell whether they are the same, and they may hold models.
+    """
     return RoundSpec.of(ranks, None, **options)
 
 

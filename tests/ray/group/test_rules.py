@@ -1,5 +1,7 @@
 """Rounds whose result is a robust average instead of the mean."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +80,23 @@ def test_run_sends_what_the_rule_gives(group: WorkerGroup) -> None:
         expected = robust.median([trained(expected, rank) for rank in range(5)])
         assert_same(found.weights, expected)
     assert all(same_bits(w["w"], expected["w"]) for w in group.step("get_weights").values())
+
+
+def test_each_round_clips_around_the_center_that_it_is_given(group: WorkerGroup) -> None:
+    for value in (1.0, 100.0):
+        start = weights_of(value)
+        rule = robust.CenteredClipping(1.0, 1, start)
+        found = group.average("train", broadcast=start, rule=rule)
+        assert_same(found.weights, rule([trained(start, rank) for rank in range(5)]))
+
+
+def test_no_rule_is_kept_after_its_round(group: WorkerGroup) -> None:
+    held = {*range(3)}
+    known = weakref.ref(held)
+    group.average("train", rule=lambda models, held=held: models[0])
+    del held
+    gc.collect()
+    assert known() is None
 
 
 def test_a_rank_with_nan_fails_and_one_left_out_by_the_rule_does_not(group: WorkerGroup) -> None:

@@ -49,6 +49,7 @@ def test_a_call_while_another_thread_is_in_one_is_refused(lend: Lend, tmp_path: 
         lambda: group.broadcast(np.zeros(6)),
         group.restore,
         lambda: next(group.run(1, "train")),
+        lambda: group.as_completed("train"),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match=r"from one thread at a time.* while 'the first' is"):
@@ -195,6 +196,7 @@ def test_functions_of_results_cannot_call_the_group(lend: Lend, name: str) -> No
         lambda: group.publish(weights),
         lambda: group.remove(2),
         lambda: next(group.run(1, "train")),
+        lambda: group.as_completed("train"),
         lambda: next(group.as_completed("train")),
     ]
     for call in calls:

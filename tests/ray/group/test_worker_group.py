@@ -741,6 +741,17 @@ def test_run_after_a_broken_round_begins_with_the_latest_weights(group: WorkerGr
     assert_same(next(group.run(1, "train")).weights, mean_of(expected, range(3)))
 
 
+def test_run_after_a_broken_round_and_a_broadcast_begins_with_what_workers_have(
+    group: WorkerGroup,
+) -> None:
+    with pytest.raises(WorkerError, match="rank 1: ArithmeticError"):
+        list(group.run(1, "act", {1: "raise"}))
+    start = weights_of(1.0)
+    group.broadcast(start)
+    group.step("train")
+    assert_same(next(group.run(1, "get_weights")).weights, mean_of(start, range(3)))
+
+
 def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
     group: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
