@@ -70,20 +70,9 @@ class Template:
             kind, tree = Kind.TREE, Tree.of(source, where)
             keys, values = tuple(tree.paths()), tree.leaves(source, where)
         arrays = _parts(keys, values, where)
-        shapes, dtypes = tuple(a.shape for a in arrays), tuple(a.dtype for a in arrays)
-        return _parts_template(kind, keys, tree, shapes, dtypes, where)
-
-    @classmethod
-    def _checked(cls, where: str, *fields: Any) -> "Template":
-        template = cls(*fields)
-        for i, slot in enumerate(template.layout.slots):
-            is_kept = is_integer(slot.dtype) and template.kind is not Kind.ARRAY
-            if not is_kept and not is_averaged(slot.dtype):
-                raise TypeError(
-                    f"{where}{template.at_slot(i)}: expected float16, bfloat16, float32, float64 "
-                    f"or complex numbers in native byte order, got {slot.dtype}"
-                )
-        return template
+        shapes, dtypes = tuple([a.shape for a in arrays]), tuple([a.dtype for a in arrays])
+        names = _position_names(len(keys)) if kind is Kind.SEQUENCE else _names(keys)
+        return cls(kind, _parts_layout(kind, names, shapes, dtypes, where), keys, tree)
 
     @property
     def packed(self) -> bool:
@@ -309,30 +298,54 @@ def first_difference(expected: Layout, layout: Layout) -> str | None:
 @functools.lru_cache(maxsize=256)
 def check_flat_weights(layout: Layout, where: str) -> None:
     """Raise `TypeError` unless `FlatWeights` of this ``layout`` have a mean."""
-    Template._checked(where, Kind.FLAT_WEIGHTS, layout)
+    _check_dtypes(Kind.FLAT_WEIGHTS, layout, where)
 
 
 @functools.lru_cache(maxsize=256)
 def _array_template(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Template:
     if dtype.hasobject:
         raise TypeError(f"{where}: expected an array of numbers, got one of Python objects")
-    return Template._checked(where, Kind.ARRAY, Layout([""], [shape], [dtype], named=False))
+    layout = Layout([""], [shape], [dtype], named=False)
+    _check_dtypes(Kind.ARRAY, layout, where)
+    return Template(Kind.ARRAY, layout)
 
 
+# By names and not by keys: keys may be equal and yet differ, as 1 and True do, and may hold memory.
 @functools.lru_cache(maxsize=64)
-def _parts_template(
+def _parts_layout(
     kind: Kind,
-    keys: tuple[Hashable, ...],
-    tree: Tree | None,
+    names: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[np.dtype[Any], ...],
     where: str,
-) -> Template:
+) -> Layout:
+    layout = Layout(names, shapes, dtypes, named=kind is not Kind.SEQUENCE)
+    _check_dtypes(kind, layout, where)
+    return layout
+
+
+def _check_dtypes(kind: Kind, layout: Layout, where: str) -> None:
+    """Raise `TypeError` unless models of this ``layout`` have a mean."""
+    for i, slot in enumerate(layout.slots):
+        is_kept = is_integer(slot.dtype) and kind is not Kind.ARRAY
+        if not is_kept and not is_averaged(slot.dtype):
+            raise TypeError(
+                f"{where}{Template(kind, layout).at_slot(i)}: expected float16, bfloat16, float32, "
+                f"float64 or complex numbers in native byte order, got {slot.dtype}"
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _position_names(count: int) -> tuple[str, ...]:
+    return tuple(map(str, range(count)))
+
+
+def _names(keys: tuple[Any, ...]) -> tuple[str, ...]:
+    if set(map(type, keys)) <= {str}:  # the usual case
+        return keys
     # repr tells 1 from "1"; str would not.
     named = all(isinstance(key, str) for key in keys)
-    names = [str(key) if named else repr(key) for key in keys]
-    layout = Layout(names, shapes, dtypes, named=kind is not Kind.SEQUENCE)
-    return Template._checked(where, kind, layout, keys, tree)
+    return tuple([str(key) if named else repr(key) for key in keys])
 
 
 def _parts(keys: Iterable[Hashable], values: list[Any], where: str) -> list[NDArray[Any]]:

@@ -1,4 +1,7 @@
+import enum
+import gc
 import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from fractions import Fraction
@@ -380,6 +383,30 @@ def test_any_keys_will_do() -> None:
     result = fw.average([model, model])
     assert list(result) == list(model)
     assert [v.tolist() for v in result.values()] == [[1], [0], [1, 1]]
+
+
+class Part(str, enum.Enum):
+    KERNEL = "kernel"
+
+
+@pytest.mark.parametrize("wrap", [lambda parts: parts, lambda parts: {"nested": parts}])
+def test_keys_are_those_of_the_call_and_not_equal_ones_of_an_earlier_one(wrap: Any) -> None:
+    for key in (Part.KERNEL, "kernel", 1, True, 1.0, np.int64(1), (1, True), (True, 1)):
+        model = wrap({key: np.ones(2)})
+        assert repr(fw.average([model, model])) == repr(model)
+
+
+@pytest.mark.parametrize("wrap", [lambda parts: parts, lambda parts: {"nested": parts}])
+def test_a_key_is_not_kept(wrap: Any) -> None:
+    class Key:
+        pass
+
+    key = Key()
+    fw.average([wrap({key: np.ones(2)})] * 2)
+    held = weakref.ref(key)
+    del key
+    gc.collect()
+    assert held() is None
 
 
 def test_sequences_may_be_tuples_and_hold_scalars() -> None:
