@@ -132,7 +132,8 @@ class Layout:
         Args:
             parts: A mapping from name to array, or a sequence of arrays, whose
                 names become ``"0"``, ``"1"``, and so on. Arrays in nested dicts, lists and
-                tuples are named by their paths: ``"encoder/layers/0/kernel"``.
+                tuples are named by their paths: ``"encoder/layers/0/kernel"``. If two paths
+                would be the same, all keys are quoted.
 
         Raises:
             TypeError: If a name is not a string, or an array holds Python objects.

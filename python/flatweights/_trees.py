@@ -1,6 +1,6 @@
 """Arrays in nested dicts, lists and tuples, as in models of Flax and other JAX libraries."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,10 +169,18 @@ class Tree:
         return Tree(self.kind, keys, tuple(branch and branch.sorted() for _, branch in items))
 
     def paths(self) -> list[str]:
-        """Return the names of the arrays, in order: ``"encoder/layers/0/kernel"``."""
+        """Return the names of the arrays, in order: ``"encoder/layers/0/kernel"``.
+
+        If two were the same, keys are quoted: ``"'a'/1"`` and ``"'a'/'1'"``.
+        """
+        paths = self._paths(str)
+        return paths if len(set(paths)) == len(paths) else self._paths(repr)
+
+    def _paths(self, text_of: Callable[[Any], str]) -> list[str]:
         paths = []
         for key, branch in zip(self.keys, self.branches, strict=True):
-            paths += [str(key)] if branch is None else [f"{key}/{path}" for path in branch.paths()]
+            text = text_of(key)
+            paths += [text] if branch is None else [f"{text}/{p}" for p in branch._paths(text_of)]
         return paths
 
     def leaves(self, source: Any, where: str, path: tuple[Hashable, ...] = ()) -> list[Any]:

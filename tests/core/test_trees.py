@@ -91,13 +91,31 @@ def test_out_and_another_order_of_keys() -> None:
 
 def test_the_state_of_an_optimizer_may_be_empty() -> None:
     def state(value: float) -> tuple[Any, ...]:
-        return Moments({"w": np.float32([value])}, {"w": np.float32([value])}), Empty()
+        return Moments(
+            {"w": np.full(1, value, np.float32)}, {"w": np.full(1, value, np.float32)}
+        ), Empty()
 
     mean = fw.average([state(1), state(3)])
     assert repr(mean) == repr(state(2))
     assert fw.average([state(1), state(3)], out=mean) is mean
     assert fw.flatten(state(1)).dtype == np.float32
     assert fw.Layout.of(state(1)).names == ("0/0/w", "0/1/w")
+
+
+@pytest.mark.parametrize(
+    ("clash", "names"),
+    [
+        ({"a": {1: 5.0, "1": 6.0}}, ("'a'/1", "'a'/'1'")),
+        ({"a/b": 5.0, "a": {"b": 6.0}}, ("'a/b'", "'a'/'b'")),
+        ([{0: 5.0, "0": {}}, {0: 6.0}], ("0/0", "1/0")),  # no clash
+    ],
+)
+def test_keys_are_quoted_where_two_paths_would_be_the_same(clash: Any, names: Any) -> None:
+    assert fw.average([clash, clash]) == clash
+    assert fw.Layout.of(clash).names == fw.FlatWeights(clash).layout.names == names
+    running = fw.RunningAverage()
+    running.add(clash)
+    assert running.mean() == clash
 
 
 @pytest.mark.parametrize("model", [[[]], ((), [[], Empty()]), {"a": [], "b": ({},)}])
