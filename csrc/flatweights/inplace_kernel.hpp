@@ -72,6 +72,11 @@ void axpy_range(std::byte* y, double a, const std::byte* x, std::size_t begin,
 template <class T>
 void lerp_range(std::byte* y, const std::byte* x, double a, std::size_t begin,
                 std::size_t end) noexcept {
+  if (a == 0.0 || a == 1.0) {
+    // An end is itself, even if the difference of both is not finite.
+    change_range<T>(y, a == 0.0 ? y : x, begin, end, [](auto, auto other) { return other; });
+    return;
+  }
   // Computed from the nearer end, where the rounding error is smaller.
   if (a < 0.5) {
     change_range<T>(y, x, begin, end,

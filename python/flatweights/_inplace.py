@@ -87,8 +87,9 @@ def lerp_(y: Model, x: Model, a: float) -> None:
     ``y += a * (x - y)``: the exponential moving average, the soft update of a target
     network. One pass over memory, without the GIL. It is computed in float64 without
     fused multiply-add, and rounded once to the dtype of ``y``. For ``a >= 0.5`` the formula
-    is ``x - (1 - a) * (x - y)``, whose rounding errors are relative to the nearer end. So 0
-    keeps ``y`` and 1 gives ``x``, except for signs of zero. The bits do not depend on
+    is ``x - (1 - a) * (x - y)``, whose rounding errors are relative to the nearer end. 0 keeps
+    ``y`` and 1 gives ``x``; for any other ``a``, the result is not finite where ``x - y`` is
+    not, even if that is the overflow of two finite numbers. The bits do not depend on
     threads, alignment or instruction set; all NaNs get the same bits. Within `FlatWeights`,
     integer and boolean parts of ``y`` stay as they are.
 

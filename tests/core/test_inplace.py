@@ -152,14 +152,21 @@ def test_float64_is_what_numpy_computes(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", AVERAGED, ids=dtype_id)
 def test_lerp_reaches_both_ends(dtype: np.dtype[Any], rng: np.random.Generator) -> None:
+    wide = rng.normal(size=(2, 3000)) * 10.0 ** rng.uniform(-4, 4, (2, 3000))
+    special = np.array([np.inf, -np.inf, 1.7e308, -1.7e308, 0.0, -0.0, 5e-324])
+    wide[:, :49] = np.repeat(special, 7), np.tile(special, 7)  # no difference of many is finite
     with np.errstate(over="ignore"):
-        wide = rng.normal(size=(2, 3000)) * 10.0 ** rng.uniform(-4, 4, (2, 3000))
-    y, x = wide.astype(dtype)
+        y, x = wide.astype(dtype)
     target = y.copy()
     fw.lerp_(target, x, 0)
-    assert np.array_equal(target, y)
+    assert same_bits(target, y)
     fw.lerp_(target, x, 1)
-    assert np.array_equal(target, x)
+    assert same_bits(target, x)
+    nans = np.full(3000, np.nan, dtype)
+    fw.lerp_(target, nans, 0)
+    assert same_bits(target, x)
+    fw.lerp_(nans, x, 1)
+    assert same_bits(nans, x)
 
 
 @pytest.mark.parametrize("a", [0.3, np.float32(0.25), np.int64(3), 2, True, np.array(0.5)])

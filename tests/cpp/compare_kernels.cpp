@@ -205,7 +205,7 @@ class Comparison {
       k.axpy[real](out.data(), factor, x, begin, end);
       return out;
     });
-    for (const double share : {0.3, 0.8}) {
+    for (const double share : {0.0, 0.3, 0.8, 1.0}) {
       both("lerp", [&](const Kernels& k) {
         Buffer out = y;
         k.lerp[real](out.data(), x, share, begin, end);
