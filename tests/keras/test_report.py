@@ -12,7 +12,6 @@ import pytest
 from numpy.typing import NDArray
 
 from flatweights.keras import Report
-from flatweights.keras._samples import Samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -214,7 +213,6 @@ def test_a_log_that_cannot_be_pickled_is_named() -> None:
         def on_train_begin(self, logs: Any = None) -> None:
             """Ray Train is not here."""
             self._averaging = self._progress = None
-            self._samples = Samples(self.model)
 
     lock = threading.Lock()
     adds = keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: logs.update(lock=lock))

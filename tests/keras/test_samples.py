@@ -36,6 +36,6 @@ def test_metrics_that_consist_of_others_are_no_obstacle() -> None:
     model.compile("sgd", "mse", metrics=["mae", Pair()], weighted_metrics=["mse"])
     weights = np.array([0.5, 1.5, 0.0, 1.0, 3.0], np.float32)
     model.fit(np.ones((5, 3)), np.ones((5, 1)), sample_weight=weights, batch_size=2, verbose=0)
-    samples = Samples(model, by_log=True)
+    samples = Samples(model)
     weights_of_logs = {log: samples.weight_of(log) for log in ("loss", "mae", "mse", "pair")}
     assert weights_of_logs == {"loss": 5.0, "mae": 5.0, "mse": 6.0, "pair": 5.0}

@@ -294,8 +294,8 @@ CHANGES = (
     ),
     Change(
         "python/flatweights/keras/_samples.py",
-        "        self._end_training()\n\n    def end_test",
-        "        self.read()\n\n    def end_test",
+        "        if not self._is_trained:",
+        "        if True:",
         ("tests/keras/test_samples.py", "tests/keras/test_callbacks.py", "tests/keras/"),
     ),
     Change(

@@ -18,6 +18,7 @@ from flatweights.keras._hooks import callbacks_beside
 from flatweights.keras._member_handle import MemberHandle, calls_are_equal
 from flatweights.keras._progress import SAVING, AnyState, check_before
 from flatweights.keras._report import Report
+from flatweights.keras._samples import Samples
 from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
 
@@ -50,8 +51,6 @@ class AverageLogs(MemberCallback):
     >>> history = model.fit(*data, epochs=2, verbose=0, callbacks=callbacks)
     >>> member.leave()
     """
-
-    weighs_logs = True
 
     def __init__(
         self,
@@ -100,6 +99,7 @@ class AverageLogs(MemberCallback):
         would = "get the logs of its own member, which differ from those of others"
         check_before(self, callbacks, _uses_logs, would)
         super().on_train_begin()
+        self._samples = Samples(self.model)
         averages = any(isinstance(one, AverageWeights) for one in callbacks)
         # A `train_step` of a user's own may have several optimizers.
         averages = averages or any(map(averaging_of_optimizer, vars(self.model).values()))
@@ -108,6 +108,16 @@ class AverageLogs(MemberCallback):
                 "AverageLogs: neither average_gradients nor AverageWeights is part of this fit, so "
                 "each member trains alone"
             )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to count the epoch's samples."""
+        super().on_epoch_begin(epoch)
+        self._samples.begin_epoch()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Read the number of samples of the training before the validation resets it."""
+        if self._is_in_fit:
+            self._samples.end_training()
 
     def on_test_end(self, logs: Any = None) -> None:
         """Read the number of samples of the validation."""

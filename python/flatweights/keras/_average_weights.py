@@ -28,6 +28,7 @@ from flatweights.keras._progress import (
     check_before,
 )
 from flatweights.keras._report import Report
+from flatweights.keras._samples import TrainedSamples
 from flatweights.keras._settings import check_alike
 from flatweights.ray import Member, Round, WorkerError
 from flatweights.robust import AnyRule, Rule
@@ -104,7 +105,8 @@ class AverageWeights(MemberCallback, HasCounts):
             member: This process's member. If None, that of the worker of Ray Train, shared with
                 the other callbacks and optimizers, which leaves at the end of the training.
             weight: This member's weight in the average: the ``"samples"`` that it was trained
-                with since the last one, or a number.
+                with since the last one, or a number. Samples of a callback's ``evaluate`` do not
+                count.
             include_optimizer: Whether the optimizer's slots are averaged, too.
             outer: An optimizer of `flatweights.server` for the trainable variables, as
                 ``TensorFlowVariables(model, trainable_only=True)`` names them, such as one that was
@@ -191,7 +193,9 @@ class AverageWeights(MemberCallback, HasCounts):
         self._best_weight_callbacks = (
             [] if ends_epochs else [one for one in callbacks if best_weight_callbacks_among([one])]
         )
-        self._counted = 0.0  # samples of this epoch that are already in `_since`
+        self._samples = TrainedSamples(self.model)
+        self._counted = 0.0  # samples that are in `_since`, or were in it
+        self._begun = 0.0  # samples before this epoch
         self._since = 0.0  # samples since the last average
         self._steps = 0  # epochs or batches since the last average
         self._trained = False  # whether there were batches since then
@@ -206,7 +210,7 @@ class AverageWeights(MemberCallback, HasCounts):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to count the epoch's samples."""
         super().on_epoch_begin(epoch)
-        self._counted = 0.0
+        self._begun = self._counted = self._samples.read()
         self._batch = -1
         self._is_epoch_over = False
 
@@ -230,7 +234,6 @@ class AverageWeights(MemberCallback, HasCounts):
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Average before the validation, if it is due."""
-        super().on_test_begin()
         if self._is_in_fit:
             self._end_epoch()
 
@@ -260,7 +263,9 @@ class AverageWeights(MemberCallback, HasCounts):
     def _average_best(self, keeper: Any) -> None:
         """Average the best weights that ``keeper`` is about to set: no average ended that epoch."""
         handle, best = self._handle, keeper.best_weights
-        weight = self._samples.read() or 1.0 if self._weight == "samples" else self._weight
+        weight = self._weight
+        if weight == "samples":
+            weight = self._samples.read() - self._begun or 1.0
         has_best = handle.gather(best is not None, "best weights", at="end").weights.values()
         if best is not None and all(has_best):
             chosen = [*compress(best, self._averaged)]
@@ -286,8 +291,7 @@ class AverageWeights(MemberCallback, HasCounts):
 
     def _count(self) -> None:
         read = self._samples.read()
-        # Fewer, if another callback has evaluated the model in the middle of the epoch.
-        self._since += max(0.0, read - self._counted)
+        self._since += read - self._counted
         self._counted = read
 
     def _start(self) -> None:

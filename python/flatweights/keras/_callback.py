@@ -12,7 +12,6 @@ import keras
 from flatweights.keras._gradients import averaging_of
 from flatweights.keras._member_handle import MemberHandle, agree
 from flatweights.keras._progress import AnyState
-from flatweights.keras._samples import Samples
 from flatweights.ray import Member, Round
 
 _callbacks: weakref.WeakSet[MemberCallback] = weakref.WeakSet()
@@ -20,13 +19,7 @@ _lock = threading.Lock()
 
 
 class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback that averages something in a process group.
-
-    Attributes:
-        weighs_logs: Whether it reads the weight of each log.
-    """
-
-    weighs_logs = False
+    """A callback that averages something in a process group."""
 
     def __init__(self, handle: MemberHandle) -> None:
         """Average with the member of ``handle``, on its terms."""
@@ -64,15 +57,13 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
             averaging.begin_fit(self)
         self._averaging = averaging
         self._progress = None if averaging is None else averaging.progress
-        self._samples = Samples(self.model, by_log=self.weighs_logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Meet the others, if they may be in another epoch; begin to count samples."""
+        """Meet the others, if they may be in another epoch."""
         if self._averaging is not None:
             self._averaging.begin_epoch(epoch)
         if self._progress is not None:
             self._progress.begin_epoch(epoch)
-        self._samples.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End the epoch, if the others have ended it."""
@@ -105,11 +96,6 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if at == "epoch":  # what callbacks after this one see
             progress.end_epoch(self)
         return None if progress.is_apart else result
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Read the number of samples of the training before the validation resets it."""
-        if self._is_in_fit:
-            self._samples.begin_test()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the process group, if no member was given."""

@@ -16,7 +16,6 @@ from flatweights._daemon import in_daemon
 from flatweights._numbers import check_count
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._member_handle import MemberHandle, calls_are_equal
-from flatweights.keras._samples import Samples
 from flatweights.ray import _clock, is_replaceable
 
 _MODEL = "model.keras"
@@ -153,8 +152,6 @@ class Report(MemberCallback):
         self._unreported: dict[str, Any] = {_EPOCHS: self.params["epochs"]}
         if is_replaceable():
             super().on_train_begin()
-        else:
-            self._samples = Samples(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Take the time."""
