@@ -131,8 +131,8 @@ GROUP = {
 ASYNCHRONOUS = {
     "a worker gets no new weights": (
         "peers/_worker_set.py",
-        "        if latest.version is not None and record.version != latest.version:\n",
-        "        if latest.version is not None and record.version is None:\n",
+        "        if latest.version is not None:\n",
+        "        if latest.version is not None and not self.ranks[rank].version:\n",
     ),
     "results may be staler by one": (
         "core/_loop.py",
@@ -179,6 +179,11 @@ ASYNCHRONOUS = {
         '        elif sent.kind == "probe" or record.is_probed:  # by another loop or call\n',
         '        elif sent.kind == "in_flight":\n            self._loop.there.append(sent)\n'
         '        elif sent.kind == "probe" or record.is_probed:\n',
+    ),
+    "a worker of a loop goes on from its own weights": (
+        "peers/_worker_set.py",
+        "        if latest.version is not None:\n",
+        "        if latest.version != self.ranks[rank].version:\n",
     ),
     "a loop that is left takes a refusal for a result": (
         "rounds/_as_completed.py",

@@ -152,6 +152,8 @@ class GroupOracle:
         if run.base == b"":
             self.fail(f"{process.name} ran call {number} on weights of which some were not set")
         elif call.rank >= 0:
+            if run.base is not None and values.tobytes() != run.base:
+                self.fail(f"{process.name} ran call {number} on weights that it had trained itself")
             self._check_publication(call, run)
         return run
 

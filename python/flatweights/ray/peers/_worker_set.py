@@ -421,15 +421,17 @@ class WorkerSet:
     def call_on_latest(
         self, rank: int, method: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Call, Latest]:
-        """Return a call for one worker, and the latest weights, which it brings if it lacks them.
+        """Return a call for one worker, and the latest weights, which it brings, if there are any.
 
-        Another thread may `publish` meanwhile.
+        A worker that took them before may have trained since. Another thread may `publish`
+        meanwhile.
         """
-        record, latest, payload = self.ranks.records[rank], self.latest, None
-        if latest.version is not None and record.version != latest.version:
+        latest, payload = self.latest, None
+        if latest.version is not None:
             payload = latest.in_full()
             assert payload is not None
             self._prepare([rank], payload)
+        self.ranks.records[rank].mark_stale()  # it may refuse them half-way
         head = self._next_stamp(), latest.version, None
         return Call(head, method, args, kwargs, payload), latest
 
@@ -477,7 +479,6 @@ class WorkerSet:
     def probe(self, rank: int) -> tuple[PendingResult, Call, Latest]:
         """Ask a worker that was lost to take the latest weights; see `WorkerRecord.end_probe`."""
         record = self.ranks.records[rank]
-        record.mark_stale()
         call, latest = self.call_on_latest(rank, None, (), {})
         answer = self._ping(record) if self._may_have_any else record.worker.call(call)
         return record.probe(answer, call.head[1]), call, latest

@@ -28,7 +28,7 @@ from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.core._loop import Loop, LoopCall
 from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._ranks import WorkerRecord
-from flatweights.ray.peers._transport import PendingResult, Stamp
+from flatweights.ray.peers._transport import PendingResult
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, wait_any
 from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.results._report import report
@@ -216,7 +216,8 @@ class AsCompleted:
                 sent.record.complete(answer, is_there=False, is_late=is_late)
         for sent in loop.there:
             # A worker whose method has raised may have refused the weights.
-            _settle(sent, None if _has_failed(sent.answer) else sent.version)
+            version = None if _has_failed(sent.answer) else sent.version
+            sent.record.complete(sent.answer, version=version)
             sent.answer.release()
         self.worker_set.channels.done()
 
@@ -261,9 +262,7 @@ class AsCompleted:
             more = work.arguments_of([rank]).get(rank, ())
             args = *work.args, *more
             call, latest = worker_set.call_on_latest(rank, work.method, args, work.kwargs)
-            record = worker_set.ranks[rank]
-            answer = record.send(call)
-            record.mark_stale()  # it may train, and is to begin with the latest weights again
+            answer = worker_set.ranks[rank].send(call)
         else:
             answer, call, latest = worker_set.probe(rank)
             timeout = None
@@ -440,7 +439,7 @@ class AsCompleted:
                 sent.answer.release()
                 self._fail(sent, error.with_traceback(None))
                 return False
-        _settle(sent, sent.version)
+        record.complete(sent.answer, version=sent.version)
         return not self._leave_out_stale({rank: sent}, self.worker_set.latest.number)
 
     def _leave_out_stale(self, taken: dict[int, _Sent], publications: int) -> bool:
@@ -552,15 +551,6 @@ class AsCompleted:
             seconds={"wait": 0.0, "average": _clock.now() - begin},
             nbytes=mean.nbytes,
         )
-
-
-def _settle(sent: _Sent, version: Stamp | None) -> None:
-    """Note the end of a call of the loop: its worker has taken weights, and may have changed them.
-
-    So it is sent the latest ones with its next call, even if there are no others until then.
-    """
-    sent.record.complete(sent.answer, version=version)
-    sent.record.mark_stale()
 
 
 def _has_failed(answer: PendingResult) -> bool:
