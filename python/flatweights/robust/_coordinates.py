@@ -13,8 +13,12 @@ from flatweights._numbers import check_count, real_number
 from flatweights.robust._rules import CoordinateRule, Source
 
 
-def _is_count(trim: float) -> bool:
-    return hasattr(trim, "__index__")
+def _count_of(trim: Any) -> int | None:
+    """Return ``trim`` as an integer; None if it is a fraction."""
+    try:
+        return operator.index(trim)
+    except Exception:  # an array of no dimension has the method, even if it holds a fraction
+        return None
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class TrimmedMean(CoordinateRule):
     def __post_init__(self) -> None:
         """Check the fraction, or the number."""
         number = real_number(self.trim, "trim")
-        if not 0 <= number < (math.inf if _is_count(self.trim) else 0.5):
+        if not 0 <= number < (0.5 if _count_of(self.trim) is None else math.inf):
             raise ValueError(
                 f"trim: expected an integer of at least 0, or a fraction below 0.5, "
                 f"got {self.trim!r}"
@@ -50,8 +54,9 @@ class TrimmedMean(CoordinateRule):
 
     def ranks(self, count: int) -> tuple[int, int, int]:
         """Return the ranks that stay."""
-        trim: Any = self.trim
-        cut = operator.index(trim) if _is_count(trim) else int(float(trim) * count)
+        cut = _count_of(self.trim)
+        if cut is None:
+            cut = int(float(self.trim) * count)
         if 2 * cut >= count:
             raise ValueError(
                 f"trim: expected less than half of the {count} sources, got {self.trim!r}"
