@@ -174,8 +174,14 @@ class NodeAgent:
                 self._lose(session, MemberDiedError(f"{session.who}: {why}"))
             return
         posted: list[_core.Mailbox] = []
-        ended = [sender for sender in self._senders.values() if not sender.is_present]
-        for session in (*told, *ended):  # no exchange uses these models any more
+        # No exchange uses the models of the call that ends. A member that has ended may have asked
+        # for the next one, and other members of this node are told something meanwhile.
+        ended = [
+            sender
+            for sender in self._senders.values()
+            if not sender.is_present and sender.has < response.number
+        ]
+        for session in (*told, *ended):
             if self._senders.get(session.rank) is session:  # not a successor of a dead member
                 del self._senders[session.rank]
                 self._end.models.pop(session.rank, None)
@@ -334,5 +340,12 @@ class NodeAgentActor(Agent):
         self._node_agent.fail(RuntimeError(why))
 
     def _result(self, rank: int) -> NDArray[np.uint8]:
-        """Return the weights of a member."""
-        return self.end.models[rank]
+        """Return the weights of a member.
+
+        Raises:
+            MemberDiedError: If it has ended, and its weights are gone.
+        """
+        try:  # another thread may drop them meanwhile
+            return self.end.models[rank]
+        except KeyError:
+            raise MemberDiedError(f"rank {rank} has ended, and its weights are gone") from None
