@@ -128,6 +128,18 @@ py::list vector_views(const BoundLayout& self, const py::object& object) {
   return views;
 }
 
+// Whether each of `parts` is an array with the dtype and shape of its slot.
+bool fits(const BoundLayout& self, const py::list& parts) {
+  const std::vector<Slot>& slots = self.layout.slots();
+  if (parts.size() != slots.size()) return false;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (!py::isinstance<py::array>(parts[i])) return false;
+    const auto part = py::reinterpret_borrow<py::array>(parts[i]);
+    if (!has_shape(part, slots[i].shape) || !same_dtype(part.dtype(), self.dtypes[i])) return false;
+  }
+  return true;
+}
+
 template <class Field>
 py::list each_slot(const BoundLayout& self, Field field) {
   py::list values;
@@ -156,6 +168,7 @@ void bind_layout(py::module_& m) {
       .def("put_packed_views", &put_packed_views, py::arg("buffer"), py::arg("names"),
            py::arg("into"))
       .def("vector_views", &vector_views, py::arg("flat"))
+      .def("fits", &fits, py::arg("parts"))
       .def(
           "cast_for_slot",
           [](const BoundLayout& self, std::size_t slot, const py::array& value,

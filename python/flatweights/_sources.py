@@ -146,8 +146,11 @@ class Template:
             ValueError: If its keys, its number of parts, a shape or its digest differ.
         """
         arrays = self._arrays(source, where)
-        if self.packed:
-            return
+        if not self.packed:
+            self.match_arrays(arrays, where)
+
+    def match_arrays(self, arrays: Sequence[NDArray[Any]], where: str) -> None:
+        """Raise as `match` if a shape or dtype of ``arrays``, one for each slot, differs."""
         for i, (array, slot) in enumerate(zip(arrays, self.layout.slots, strict=True)):
             if array.dtype != slot.dtype or array.shape != slot.shape:
                 kind = ValueError if array.dtype == slot.dtype else TypeError

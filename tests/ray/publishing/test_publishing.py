@@ -384,6 +384,57 @@ def test_arrays_that_were_replaced_by_others_of_another_shape_are_named() -> Non
         Subscriber("replaced", [1.0], timeout=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", np.array([np.nan])),
+        ("n", np.zeros(1, np.int32)),
+        ("a", np.full((50, 60), 1 + 1j, np.complex64)),
+        ("a", np.zeros((50, 60), ">f4")),
+    ],
+    ids=lambda value: str(getattr(value, "dtype", value)),
+)
+def test_arrays_that_were_replaced_by_others_of_another_dtype_are_named(
+    name: str, value: Any
+) -> None:
+    ours, theirs = model_of(1.0), model_of(0.0)
+    with Publisher("retyped", ours) as publisher, Subscriber("retyped", theirs) as subscriber:
+        expected = re.escape(f"'{name}': expected {ours[name].dtype} {ours[name].shape}, got ")
+        publisher.publish()
+        kept, theirs[name] = theirs[name], value.copy()
+        with pytest.raises(TypeError, match=expected):
+            subscriber.update()
+        np.testing.assert_equal(theirs, theirs | {name: value})
+        theirs[name] = kept
+        kept, ours[name] = ours[name], value
+        with pytest.raises(TypeError, match=expected):
+            publisher.publish()
+        ours[name] = kept
+        publisher.publish()
+        assert subscriber.update()
+        np.testing.assert_equal(theirs, ours)
+
+
+@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
+def test_arrays_that_change_in_place_are_named() -> None:
+    models: list[dict[str, Any]] = [{"w": np.ones(4)}, {"w": np.zeros(4)}]
+    ours, theirs = models
+    with Publisher("in place", ours) as publisher, Subscriber("in place", theirs) as subscriber:
+        publisher.publish()
+        assert subscriber.update()
+        publisher.publish()
+        for weights, call in ((ours, publisher.publish), (theirs, subscriber.update)):
+            weights["w"].dtype = np.int64
+            with pytest.raises(TypeError, match=r"'w': expected float64 \(4,\), got int64 \(4,\)"):
+                call()
+            weights["w"].dtype = np.float64
+            weights["w"].shape = (2, 2)
+            with pytest.raises(ValueError, match=r"'w': expected float64 \(4,\), got .* \(2, 2\)"):
+                call()
+            weights["w"].shape = (4,)
+        assert subscriber.update()
+
+
 def test_a_subscriber_that_is_closed_while_it_finds_a_new_publisher_reads_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
@@ -32,29 +31,23 @@ class Arrays:
         self._model = model
         self._where = where
         self.layout = self._template.layout
-        self._arrays: list[NDArray[Any]] | None = None  # of the first call, until one is replaced
 
     def gather_into(self, buffer: NDArray[np.uint8]) -> None:
         """Copy the arrays into a packed ``buffer``."""
         parts = self._template.read(self._model, self._where)
-        self._check_shapes(parts)
+        self._check(parts)
         _core.move_parts(self._template.parts_in(buffer), parts)
 
     def scatter(self, buffer: NDArray[np.uint8]) -> None:
         """Copy a packed ``buffer`` into the arrays."""
         targets = self._template.read_out(self._model, self._where)
-        self._check_shapes(targets)
+        self._check(targets)
         _core.move_parts(targets, self._template.parts_in(buffer))
 
-    def _check_shapes(self, arrays: list[NDArray[Any]]) -> None:
-        """Raise, naming the slot, if an array has taken the place of one of another shape."""
-        if self._template.packed:
-            return
-        if self._arrays and all(map(operator.is_, arrays, self._arrays)):  # the usual case
-            return
-        if [array.shape for array in arrays] != [slot.shape for slot in self.layout.slots]:
-            self._template.match(self._model, self._where)
-        self._arrays = arrays if self._arrays is None else []  # keep none alive that is replaced
+    def _check(self, arrays: list[NDArray[Any]]) -> None:
+        """Raise, naming the slot, if an array has not the shape and dtype that it had at first."""
+        if not (self._template.packed or self.layout.core.fits(arrays)):
+            self._template.match_arrays(arrays, self._where)
 
     def check_writable(self) -> None:
         """Raise unless `scatter` can write to all arrays.
