@@ -335,9 +335,37 @@ def test_other_names_of_the_same_shapes_replace_all_weights(twin_actors: list[An
     group.broadcast(twins(1.0, 2.0))
     renamed = Latest().after({"x": np.zeros(5), "y": np.ones(5)}, ("", 1))
     assert renamed.is_unclear(twins(1.0, 2.0))
-    renamed.names, renamed.are_all = ("a", "b"), True
+    renamed.own = ("a", "b")
     assert not renamed.is_changed_by(twins(1.0, 2.0))
     assert renamed.is_changed_by({"b": np.zeros(5)})
+
+
+class ByPosition(PlainWorker):
+    """Sets all weights of other names by position, as `TensorFlowVariables` does."""
+
+    def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
+        if len(new_weights) == len(self.model) and not {*new_weights} & {*self.model}:
+            new_weights = dict(zip(self.model, new_weights.values(), strict=True))
+        super().set_weights(new_weights, share=share)
+
+
+@pytest.mark.parametrize("initial", ["lowest", None, "by position"])
+def test_no_subset_follows_weights_that_were_set_by_position(lend: Lend, initial: Any) -> None:
+    by_position = {"x": np.full(5, 4.0), "y": np.int64(4)}
+    given = by_position if initial == "by position" else initial
+    group = lend(ByPosition, 2, initial=given)
+    if given is not by_position:
+        group.step("ping", broadcast=by_position, ranks=[0])
+    subset = {"n": np.int64(8)}
+    for call in (group.broadcast, lambda weights: group.step("ping", broadcast=weights)):
+        with pytest.raises(ValueError, match=r"expected all 2 weights, got 1: .* have no 'x'"):
+            call(subset)
+    whole = FlatWeights({"w": np.full(5, 4.0), "n": np.int64(4)})
+    assert_same(group.average("train", 0.0).weights, whole)
+    group.broadcast(whole)
+    group.broadcast(subset)
+    for weights in in_all(group):
+        assert_same(weights, FlatWeights({**whole, **subset}))
 
 
 @pytest.mark.parametrize(("second", "third"), [("xy", "x"), ("x", "xy"), ("xy", "yz")])
@@ -404,7 +432,7 @@ def test_weights_of_other_names_may_be_all_weights() -> None:
     assert before.after(renamed, ("", 2)).in_full().value is renamed  # type: ignore[union-attr]
     assert before.is_changed_by({"b": np.zeros(3), "more": np.zeros(9)})
     assert before.is_changed_by({"more": np.zeros(9)})
-    before.are_all = True
+    before.own = before.names
     assert not before.is_changed_by({"more": np.zeros(9)})  # workers refuse it
 
 

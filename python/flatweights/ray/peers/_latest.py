@@ -29,8 +29,9 @@ class Latest:
         payload: The weights in the form in which they were sent.
         version: Their stamp; None before the first weights are sent.
         number: The number of these weights among all that were the latest.
-        names: The names of all weights, as far as they are known.
-        are_all: Whether ``names`` are certainly those of all weights.
+        names: The names of all weights, as far as they are known, in the form in which these were
+            sent: workers set all weights of other names by position.
+        own: The names that all weights have in the workers, if they are known.
         base: All weights before these, if ``payload`` has only some of them.
         before: The latest weights before these, if ``payload`` is a reference to an object that is
             not here, so that it is not known whether it has all weights.
@@ -42,7 +43,7 @@ class Latest:
     version: Stamp | None = None
     number: int = 0
     names: tuple[str, ...] = ()
-    are_all: bool = False
+    own: tuple[str, ...] = ()
     base: Payload | None = None
     before: Latest | None = None
     platform: GroupPlatform = PLATFORM
@@ -62,6 +63,7 @@ class Latest:
         if wire is not None:
             model = self.platform.get(value) if isinstance(value, ray.ObjectRef) else value
             if self.is_changed_by(model):
+                self._check_is_by_name(wire.weights, model)
                 model = merged(wire.weights, model)
             difference = None if exchanged is None else exchanged.difference
             message, wire = wire.message(model, difference)
@@ -130,36 +132,39 @@ class Latest:
     def learn(self, weights: Any) -> None:
         """Note the names of all weights, which ``weights`` have, if they are by name."""
         if isinstance(weights, Mapping):
-            self.names, self.are_all = tuple(weights), True
+            self.names = self.own = tuple(weights)
 
     def is_changed_by(self, weights: Any) -> bool:
         """Whether ``weights`` leave some of these as they are; see `is_change`."""
         if self.version is None:
             return False
-        return is_change(weights, self.names, self.are_all, self.model)
+        if isinstance(weights, (dict, Mapping)) and tuple(weights) == self.names:  # the usual case
+            return False
+        return is_change(weights, self.own or self.names, bool(self.own), self.model)
 
     def is_unclear(self, weights: Any) -> bool:
-        """Whether only the names of all weights show that ``weights`` leave some as they are.
+        """Whether only the workers' own names show that ``weights`` leave some as they are.
 
-        As many weights of other names may be other weights of the model, or the same by position.
+        Weights of other names may be other weights of the model, or the same by position. And if
+        they are fewer, those before may have been set by position.
         """
-        if self.are_all or self.version is None:
+        if self.own or self.version is None:
             return False
         model = model_of(weights)
         if isinstance(model, ray.ObjectRef):
             model = self._if_here(model)
             if model is None:
                 return True
-        if not isinstance(model, (dict, Mapping)) or len(model) != len(self.names):
+        if not isinstance(model, (dict, Mapping)):
             return False
-        return bool(set(self.names).difference(model))
+        return len(model) <= len(self.names) and not {*model} <= {*self.names}
 
     def _names_after(self, weights: Any, is_change: bool = False) -> tuple[str, ...]:
         """Return the names after ``weights``."""
         if not isinstance(weights, (dict, Mapping)):
             return self.names
         given = tuple(weights)
-        if not is_change and not (self.are_all and {*given} < {*self.names}):
+        if not is_change and not {*given} < {*self.own}:
             return given
         return (*self.names, *[n for n in given if n not in self.names])
 
@@ -230,11 +235,12 @@ class Latest:
     ) -> Latest:
         """Return the latest weights after ``payload``."""
         number, platform = self.number + 1, self.platform
-        return Latest(wire, payload, version, number, names, self.are_all, platform=platform)
+        return Latest(wire, payload, version, number, names, self.own, platform=platform)
 
     def _check_is_by_name(self, whole: Any, subset: Mapping[str, Any]) -> None:
         if not isinstance(whole, Mapping):
             raise _no_base(f"{len(self.names)} parts", len(subset))
+        check_names(whole, self.own, subset)
 
 
 def model_of(weights: Any) -> Any:
@@ -278,6 +284,16 @@ def is_change(
             if before.signature == after.signature:
                 return False
     return len(missing) < len(names) or not are_all
+
+
+def check_names(before: Mapping[str, Any], own: tuple[str, ...], subset: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if weights ``before`` a ``subset`` have other names than workers' own."""
+    if own and not before.keys() <= {*own}:
+        other = next(name for name in before if name not in own)
+        raise ValueError(
+            f"weights: expected all {len(own)} weights, got {len(subset)}: those sent before were "
+            f"set by position, since the workers have no {other!r}"
+        )
 
 
 def check_follows(weights: Mapping[str, Any], before: Any) -> None:

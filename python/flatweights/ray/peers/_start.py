@@ -10,7 +10,14 @@ import ray
 
 from flatweights._layout import Layout
 from flatweights._weights import FlatWeights
-from flatweights.ray.peers._latest import Latest, check_follows, is_change, merged, model_of
+from flatweights.ray.peers._latest import (
+    Latest,
+    check_follows,
+    check_names,
+    is_change,
+    merged,
+    model_of,
+)
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.results._result import copied
 from flatweights.ray.support._errors import WorkerError
@@ -77,10 +84,15 @@ class GroupStart:
             self.layout = initial.layout if isinstance(initial, FlatWeights) else Layout.of(initial)
         if weights is None:
             return initial
-        is_subset = isinstance(initial, Mapping) and is_change(
+        if not isinstance(initial, Mapping) or not is_change(
             model, tuple(initial), are_all, lambda: initial
-        )
-        return merged(initial, model) if is_subset else weights
+        ):
+            return weights
+        if not model.keys() <= initial.keys():
+            with contextlib.suppress(WorkerError):
+                latest.learn(lowest())
+            check_names(initial, latest.own, model)
+        return merged(initial, model)
 
     def publication(self, weights: Any, latest: Latest) -> Any:
         """Return the weights to publish, with those that were published before the first call.
@@ -102,6 +114,6 @@ class GroupStart:
 
     def note_published(self, before: Latest, latest: Latest) -> None:
         """Note that ``latest`` were published after ``before``."""
-        is_open = self.initial is not None or not latest.are_all
+        is_open = self.initial is not None or not latest.own
         if is_open and (before.version is None or before is self.published):
             self.published = latest

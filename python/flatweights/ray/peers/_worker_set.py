@@ -136,7 +136,7 @@ class WorkerSet:
         if self.latest.version is None and self._start.initial is not None:
             self._await_in_flight(deadline_in(timeout))
             self.publish(self._first_weights(None, timeout))
-        elif self._start.initial is None and not self.latest.are_all:
+        elif self._start.initial is None and not self.latest.own:
             # Weights that are published later may be a subset, and `publish` asks no worker.
             self._await_in_flight(deadline_in(timeout))
             self._learn_names(timeout)
