@@ -255,8 +255,8 @@ MUTANTS = {
     ),
     "a response is not kept": Mutant(
         "core/_response_cache.py",
-        "        oldest = _put_last(self._kept, kind, made, _KEPT)\n",
-        "        oldest = _put_last(self._kept, kind, made, _KEPT) if made.number % 3 else None\n",
+        "        self._kept[kind] = made\n",
+        "        if made.number % 3:\n            self._kept[kind] = made\n",
     ),
     "a late member calls itself on time": Mutant(
         "members/_member.py",

@@ -575,6 +575,28 @@ def test_small_responses_of_many_kinds_of_call_are_kept(threads: ThreadPoolExecu
     finish(local, first, late)
 
 
+@pytest.mark.parametrize("size", [1, LARGE])
+def test_a_broadcast_at_the_start_is_kept_whatever_calls_follow(
+    size: int, threads: ThreadPoolExecutor
+) -> None:
+    local = LocalProcessGroup(2)
+    members = local.join_all()
+    for call in [
+        threads.submit(one.broadcast, {"model": np.full(size, 1.0 + one.rank)}) for one in members
+    ]:
+        call.result(PATIENCE)
+    kill(members[1])
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is PeerState.DEAD)
+    for k in range(12):
+        layer_of(members[0], k, float(k))
+    for step in range(2000):
+        members[0].all_gather(step, f"score of step {step}", min_results=1)
+    again = local.join(1)
+    asked = threads.submit(again.broadcast, {"model": np.zeros(size)})
+    assert asked.result(PATIENCE)["model"][0] == 1.0
+    finish(local, members[0], again)
+
+
 def test_a_root_whose_broadcast_is_no_longer_kept_takes_part_in_the_next(
     threads: ThreadPoolExecutor,
 ) -> None:
@@ -586,11 +608,11 @@ def test_a_root_whose_broadcast_is_no_longer_kept_takes_part_in_the_next(
     kill(members[0])
     local.wait_until(lambda group: group.rendezvous.sessions[0].state is PeerState.DEAD)
     for k in range(12):
-        layer_of(members[1], k, float(k))
+        members[1].broadcast({f"layer {k}": np.full(LARGE, 1.0)}, root=1)
     again = local.join(0)
     asked = threads.submit(again.broadcast, {"model": np.full(LARGE, 2.0)})
     local.wait_until(lambda group: group.calls.waiting.behind)
-    layer_of(members[1], 0, 0.0)  # the others do not wait for it
+    members[1].broadcast({"layer 0": np.full(LARGE, 1.0)}, root=1)  # the others do not wait for it
     assert members[1].broadcast(model)["model"][0] == 2.0
     assert asked.result(PATIENCE)["model"][0] == 2.0
     finish(local, again, members[1])
@@ -605,7 +627,7 @@ def test_a_root_takes_part_in_a_broadcast_that_waits_for_it(threads: ThreadPoolE
     kill(members[0])
     local.wait_until(lambda group: group.rendezvous.sessions[0].state is PeerState.DEAD)
     for k in range(12):  # the response of the broadcast is no longer kept
-        layer_of(members[1], k, float(k))
+        members[1].broadcast({f"layer {k}": np.full(LARGE, 1.0)}, root=1)
     again = local.join(0)
     asked = threads.submit(members[1].broadcast, model)
     local.until_asked(1)

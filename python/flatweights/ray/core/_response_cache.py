@@ -1,12 +1,15 @@
 """The calls that a process group has made: what it knows of them, for members that are late.
 
-The last responses of a few kinds of call are kept, and of more kinds if they are small, such as
-those that a `fit` makes when it begins. They answer late requests at once. Of many more kinds, only
-the number of the last response is known. A call is recognised by the layouts of its weights and of
-its state. If two models of one layout take turns in a member's calls (`Turns`), a response of one
-could be given to a member that asks for the other; so the requests of such twins are refused.
-So are those of a member that was given a response before the twins were noticed, in the first cycle
-of a loop.
+The last responses of a few kinds of call are kept, and of many more kinds if they are small, such
+as those that a `fit` makes when it begins. They answer late requests at once. Of other kinds, only
+the number of the last response is known, and a late member waits for the next. There may be none
+after a broadcast at the start of a training, so an average has to go before a broadcast, and
+gathered objects, which may have a new name in each step, before both.
+
+A call is recognised by the layouts of its weights and of its state. If two models of one layout
+take turns in a member's calls (`Turns`), a response of one could be given to a member that asks for
+the other; so the requests of such twins are refused. So are those of a member that was given a
+response before the twins were noticed, in the first cycle of a loop.
 
 A member that has the last response of one kind of call may lack that of another: a restarted
 process that got the latest critic still has its first actor. So each kind knows the members that
@@ -15,18 +18,16 @@ have its last response.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from flatweights.ray.core._peer import Peer
 from flatweights.ray.core._requests import Kind, LacksStateError, Request
 
-_KEPT = 8  # kinds of call of which the last response is kept
-_KEPT_SMALL = 64  # kinds of which it is kept after that, if it is small
+_KEPT = 8  # kinds of call of which the last response is kept, without older small ones
+_KEPT_SMALL = 1024  # kinds of which older small ones are kept
 _SMALL = 1 << 16  # bytes
 _KINDS = 1024  # kinds of call of which the number of the last response is known
-
-_Value = TypeVar("_Value")
 
 
 class CachedResponse(NamedTuple):
@@ -43,6 +44,11 @@ class CachedResponse(NamedTuple):
     nbytes: int
     gpu: bytes | None
     previous: int
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is small enough to be copied out of memory that members map."""
+        return self.gpu is None and self.nbytes <= _SMALL
 
     def reaches(self, peer: Peer) -> bool:
         """Whether a member can read it, where its variables are now."""
@@ -86,7 +92,7 @@ class ResponseCache:
     def __init__(self) -> None:
         """Begin without calls."""
         self._kept: dict[Kind, CachedResponse] = {}  # the oldest first
-        # Small responses that were the oldest in `_kept`; the oldest first.
+        # Small responses that were in `_kept` before; the oldest first.
         self._small: dict[Kind, CachedResponse] = {}
         self._made: dict[Kind, PastCall] = {}  # the oldest first
         self._states: dict[str, int] = {}  # by layout of a state, the last call with it
@@ -179,17 +185,16 @@ class ResponseCache:
         last = self._kept.pop(kind, None) or self._small.pop(kind, None)
         if last is not None:
             changes.released.append(last.number)
-        oldest = _put_last(self._kept, kind, made, _KEPT)
-        if oldest is not None and oldest[1].gpu is None and oldest[1].nbytes <= _SMALL:
-            changes.moved.append(oldest[1].number)
-            oldest = _put_last(self._small, *oldest, _KEPT_SMALL)
-        if oldest is not None:
-            changes.released.append(oldest[1].number)
+        self._kept[kind] = made
+        self._make_room(changes)
         before = self._made.get(kind)
         ever = set() if before is None else before.late
         ever.update([peer.number for peer in late])
         have = {peer.number for peer in peers} | {peer.number for peer in late}
-        _put_last(self._made, kind, PastCall(made.number, have, ever), _KINDS)
+        self._made.pop(kind, None)
+        self._made[kind] = PastCall(made.number, have, ever)
+        if len(self._made) > _KINDS:
+            del self._made[next(iter(self._made))]
         if request.state is not None:
             self._states[request.state] = made.number
             for peer in peers:
@@ -211,6 +216,22 @@ class ResponseCache:
         self._states.pop(state or "", None)
         return changes
 
+    def _make_room(self, changes: CacheChanges) -> None:
+        """Move small responses, and release others, until few enough are kept; never the newest."""
+        kept, small = self._kept, self._small
+        while len(kept) > _KEPT:
+            *older, newest = kept
+            kind = next((kind for kind in older if kept[kind].is_small), None)
+            if kind is not None:
+                changes.moved.append(kept[kind].number)
+                small[kind] = kept.pop(kind)
+            elif kept[newest].is_small:
+                break  # it moves at the next call
+            else:
+                changes.released.append(kept.pop(_least_needed(older)).number)
+        while len(small) > _KEPT_SMALL:
+            changes.released.append(small.pop(_least_needed(small)).number)
+
     def _last(self, kind: Kind) -> CachedResponse | None:
         return self._kept.get(kind) or self._small.get(kind)
 
@@ -220,16 +241,13 @@ class ResponseCache:
         return peer.request.state is None and made is not None and peer.number in made.late
 
 
-def _put_last(
-    last: dict[Kind, _Value], kind: Kind, value: _Value, most: int
-) -> tuple[Kind, _Value] | None:
-    """Make ``value`` the newest of at most ``most``; return the oldest one if it has to go."""
-    last.pop(kind, None)
-    last[kind] = value
-    if len(last) <= most:
-        return None
-    oldest = next(iter(last))
-    return oldest, last.pop(oldest)
+def _least_needed(kinds: Iterable[Kind]) -> Kind:
+    """Return the kind of call, the oldest first, whose response has to go."""
+    for operation in ("all_gather", "average"):
+        for kind in kinds:
+            if kind[0] == operation:
+                return kind
+    return next(iter(kinds))
 
 
 def _twin_error(peer: Peer) -> RuntimeError:
