@@ -5,6 +5,7 @@ import logging
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +20,7 @@ from process_groups import LocalProcessGroup, kill
 
 import flatweights as fw
 from flatweights.ray import CallsDifferError
+from flatweights.ray.core import _response_cache
 from flatweights.server import FedAvgM
 
 
@@ -291,6 +293,49 @@ def test_members_start_from_those_of_another_if_rank_0_dies(dies: str, averages:
     assert all(map(np.array_equal, *ended))
     for weights in first:
         assert all(map(np.array_equal, weights, expected))
+
+
+def test_a_late_member_whose_first_weights_are_no_longer_kept_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import keras
+
+    from flatweights.keras import AverageWeights
+
+    monkeypatch.setattr(_response_cache, "_KEPT", 1)
+    monkeypatch.setattr(_response_cache, "_SMALL", 64)  # bytes: less than those of the weights
+    models = [build("dense", seed=rank) for rank in range(2)]
+    group = LocalProcessGroup(2)
+    first, killed = group.join_all()
+    kill(killed)
+    has_averaged = threading.Event()
+    rounds: list[tuple[int, ...]] = []
+
+    def trained(member: Any, *callbacks: Any) -> Any:
+        model = models[member.rank]
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        averaging = AverageWeights(member=member, min_results=1, timeout=1.0)
+
+        def note(epoch: int, logs: Any) -> None:
+            if member is first and epoch == 1:
+                calls.append(threads.submit(outcome, trained, group.join(1)))
+                has_averaged.wait(60)
+            elif member is not first:
+                rounds.append(averaging.round.late)  # type: ignore[union-attr]
+                has_averaged.set()
+
+        noting = keras.callbacks.LambdaCallback(on_epoch_end=note)
+        options = {"epochs": 4, "verbose": 0, "callbacks": [averaging, noting]}
+        model.fit(*images("dense"), BATCH, **options)
+        return averaging.round
+
+    calls: list[Any] = []
+    with ThreadPoolExecutor(2) as threads:
+        calls.append(threads.submit(outcome, trained, first))
+        replies = [calls[0].result(300), *(call.result(300) for call in calls[1:])]
+    assert not any(isinstance(reply, str) for reply in replies), replies
+    assert len(replies) == 2
+    assert rounds[0] == (1,)
 
 
 def test_members_end_with_the_average_of_their_moving_averages() -> None:

@@ -18,7 +18,7 @@ from flatweights._numbers import check_count, real_number
 from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._hooks import callbacks_beside
-from flatweights.keras._member_handle import MemberHandle, calls_are_equal
+from flatweights.keras._member_handle import MemberHandle, calls_are_equal, out_of_sync_is_error
 from flatweights.keras._names import inner_variable, named_variables, with_slots
 from flatweights.keras._progress import (
     SAVING,
@@ -30,7 +30,7 @@ from flatweights.keras._progress import (
 from flatweights.keras._report import Report
 from flatweights.keras._samples import TrainedSamples
 from flatweights.keras._settings import check_alike
-from flatweights.ray import Member, Round, WorkerError
+from flatweights.ray import Member, OutOfSyncError, Round, WorkerError
 from flatweights.robust import AnyRule, Rule
 from flatweights.server import ServerOptimizer
 from flatweights.tensorflow import TensorFlowVariables
@@ -338,18 +338,23 @@ class AverageWeights(MemberCallback, HasCounts):
     def _broadcast(self, outer: Outer | None) -> None:
         """Give all the variables, and the outer optimizer, of the lowest rank that takes part.
 
-        If that member dies meanwhile, another one takes its place.
+        If that member dies meanwhile, another one takes its place. The others do not wait for a
+        late member: if they train already, and the first weights are no longer kept, its next
+        average returns the latest weights.
         """
         handle, member = self._handle, self._member
         while True:
-            ranks = handle.gather(None, "the first weights", at="start").used
-            with calls_are_equal(member, "start"):
-                try:
-                    self._take_from(min(ranks), outer)
-                    return
-                except WorkerError:
-                    if handle.min_results is None:
-                        raise
+            given = handle.gather(None, "the first weights", at="start")
+            may_miss = handle.min_results is not None and member.rank in given.late
+            try:
+                with calls_are_equal(member, "start"), out_of_sync_is_error(member, may_miss):
+                    self._take_from(min(given.used), outer)
+                return
+            except OutOfSyncError:
+                return
+            except WorkerError:
+                if handle.min_results is None:
+                    raise
 
     def _take_from(self, root: int, outer: Outer | None) -> None:
         """Give all the variables, and the outer optimizer, of ``root``."""
