@@ -1,5 +1,6 @@
 """Rules that compare whole models, against float64 and against a plain reading of the papers."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -214,6 +215,68 @@ def test_the_geometric_median_is_that_of_the_models_themselves(rng: np.random.Ge
         sources = [rng.normal(size=50) for _ in range(6)] + [rng.normal(size=50) + 100]
         got = robust.geometric_median(sources, weights, steps=200)
         assert np.allclose(got, weiszfeld(sources, weights, 1e-6), rtol=1e-9, atol=1e-9)
+
+
+def slope(sources: Vectors, center: NDArray[np.float64]) -> float:
+    """How fast the sum of distances falls, at most, per source and unit of length."""
+    away = [center - source for source in sources]
+    lengths = [float(np.linalg.norm(step)) for step in away]
+    equal = sum(length == 0 for length in lengths)
+    units = [step / length for step, length in zip(away, lengths, strict=True) if length]
+    return float(np.linalg.norm(np.sum(units, axis=0)) - equal) / len(sources)
+
+
+def test_the_sum_of_distances_falls_in_no_direction(rng: np.random.Generator) -> None:
+    for _ in range(200):
+        size, count = rng.integers(1, 4), rng.integers(3, 9)
+        sources = list(rng.normal(size=(count, size)) * 10.0 ** rng.integers(0, 3, (count, 1)))
+        center = robust.geometric_median(sources, smoothing=1e-12)
+        nearest = min(sources, key=lambda x: float(np.linalg.norm(x - center)))
+        if np.allclose(center, nearest, rtol=1e-9, atol=1e-9):
+            center = nearest  # except for smoothing
+        assert slope(sources, center) <= 1e-7
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e7, 1e150, 1e-150])
+@pytest.mark.parametrize("smoothing", [1e-6, 1e-13, 1e-308, 5e-324])
+@pytest.mark.parametrize("height", [0.01, 0.5])
+def test_a_source_at_the_mean_of_all_is_left_if_it_is_not_the_median(
+    scale: float, smoothing: float, height: float
+) -> None:
+    points = ((0.0, 0.0), (1.0, height), (1.0, 0.0), (1.0, -height), (-3.0, 0.0))
+    sources = [scale * np.array(point) for point in points]
+    center = robust.geometric_median(sources, smoothing=smoothing)
+    if scale * 1e-3 < smoothing:  # then all distances count by their squares
+        assert np.allclose(center / scale, 0.0)
+        return
+    expected = 1.0 - height / math.sqrt(3)  # where the outer three are seen under 120 degrees
+    assert np.allclose(center / scale, [expected, 0.0], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("smoothing", [1e-308, 5e-324, 1e-6, 1e308])
+def test_any_smoothing_is_fine(smoothing: float) -> None:
+    with np.errstate(all="raise"):
+        equal = [np.array([3.0])] * 3
+        assert robust.geometric_median(equal, smoothing=smoothing) == [3.0]
+        sources = [np.array([x]) for x in (0.0, 1.0, 5.0)]
+        expected = 2.0 if smoothing > 1 else 1.0
+        assert np.allclose(robust.geometric_median(sources, smoothing=smoothing), expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((0, 10), 5),
+        ((0, 1, 2, 10), 1.5),
+        ((0, 1, 5, 5.5, 90, 91), 5.25),
+        ((0, 1, 1, 1, -3), 1),
+        ((0, 0, 7, 7), 3.5),
+    ],
+)
+def test_the_geometric_median_of_numbers_is_their_median(values: Any, expected: float) -> None:
+    for some in itertools.permutations(values):
+        got = robust.geometric_median([np.array([float(x)]) for x in some], smoothing=1e-9)
+        assert np.allclose(got, expected, atol=1e-8)
 
 
 def test_centered_clipping_is_that_of_the_paper(rng: np.random.Generator) -> None:
