@@ -53,9 +53,10 @@ py::array array_over(std::byte* memory, std::size_t nbytes, const py::capsule& o
 // when it is used first: usually two slots suffice.
 class BoundPublication {
  public:
-  explicit BoundPublication(std::size_t nbytes)
-      : nbytes_(nbytes), control_(create_file(sizeof(Publication))) {
+  explicit BoundPublication(std::size_t nbytes) : nbytes_(nbytes) {
     const std::size_t stride = stride_of(nbytes);
+    with_os_errors([stride] { check_free_memory(kAhead * stride); });
+    control_ = create_file(sizeof(Publication));
     data_ = create_file(stride * Publication::kSlots, MemoryFile::Pages::kLater);
     with_os_errors([this] {
       const WithoutGil nogil;
@@ -77,6 +78,7 @@ class BoundPublication {
     if (!reserved_[slot])
       with_os_errors([this, slot] {
         const WithoutGil nogil;
+        check_free_memory(stride_of(nbytes_));
         reserve(slot);
       });
     begun_ = slot;

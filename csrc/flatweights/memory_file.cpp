@@ -6,6 +6,8 @@
 #include <string>
 #include <system_error>
 
+#include "flatweights/control_groups.hpp"
+
 #ifdef __linux__
 #include <fcntl.h>
 #include <linux/memfd.h>
@@ -16,6 +18,14 @@
 #endif
 
 namespace flatweights {
+
+void check_free_memory(std::size_t nbytes) {
+  const std::uint64_t free = free_memory();
+  if (nbytes > free)
+    throw std::system_error(ENOMEM, std::generic_category(),
+                            "memory file: " + std::to_string(nbytes) + " bytes do not fit, " +
+                                std::to_string(free) + " are free");
+}
 
 #ifdef __linux__
 namespace {

@@ -19,6 +19,11 @@
 
 namespace flatweights {
 
+// Throws std::system_error unless `nbytes` more fit into memory. A memory file counts towards the
+// control group of the process that fills it, and beyond the limit of a group the kernel kills one
+// of its processes. So whoever makes a large file checks the limit first.
+void check_free_memory(std::size_t nbytes);
+
 class MemoryFile {
  public:
   using Nonce = std::array<std::byte, 16>;

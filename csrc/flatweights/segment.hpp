@@ -16,7 +16,11 @@ namespace flatweights {
 
 class Segment {
  public:
-  explicit Segment(std::size_t nbytes) : file_(MemoryFile::create(nbytes)) {}
+  // Throws std::system_error if memory is short.
+  explicit Segment(std::size_t nbytes) {
+    check_free_memory(nbytes);
+    file_ = MemoryFile::create(nbytes);
+  }
 
   [[nodiscard]] MemoryFile& file() const noexcept { return *file_; }
 

@@ -1,10 +1,12 @@
 """Publications in memory: reads are whole, whichever process is stopped or killed. No Ray."""
 
 import contextlib
+import errno
 import itertools
 import mmap
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -179,6 +181,30 @@ def test_what_is_written_is_not_published_while_a_view_is_kept(server: Publicati
     del kept
     server.publication.commit(1)
     assert server.publication.newest == 1
+
+
+@pytest.fixture
+def _no_large_files() -> Iterator[None]:
+    """Files of this process stay below 64 MB, so that no test fills the memory of the machine."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.usefixtures("_no_large_files")
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda free: PublicationServer(free // 2), id="publication"),  # of 3 copies
+        pytest.param(lambda free: _core.Segment(2 * free), id="segment"),
+    ],
+)
+def test_memory_that_is_not_free_is_refused(make: Callable[[int], object]) -> None:
+    """In a container, the kernel would kill a process that takes it."""
+    with pytest.raises(OSError, match=r"memory file: \d+ bytes do not fit, \d+ are free") as raised:
+        make(_core.free_memory())
+    assert raised.value.errno == errno.ENOMEM
 
 
 def test_versions_only_grow(server: PublicationServer) -> None:

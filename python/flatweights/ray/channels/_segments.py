@@ -1,4 +1,4 @@
-"""The segments that this process writes and its peers read, and the check for free memory."""
+"""The segments that this process writes and its peers read."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -150,7 +150,6 @@ class Segments:
             self._segments[index] = _core.Segment(0)
             self._generations[index] += 1
         try:
-            _check_free_memory(nbytes)
             made = _core.Segment(nbytes)
         except (MemoryError, OSError) as error:
             if not self._warned:
@@ -163,14 +162,3 @@ class Segments:
         self._segments.append(made)
         self._generations.append(1)
         return len(self._segments) - 1
-
-
-def _check_free_memory(nbytes: int) -> None:
-    """Raise `MemoryError` unless ``nbytes`` more fit into memory.
-
-    A memory file counts towards the control group of the process that fills it, and beyond the
-    limit of a group the kernel kills one of its processes. So the limit is checked first.
-    """
-    free = _core.free_memory()
-    if nbytes > free:
-        raise MemoryError(f"{nbytes:,} bytes of shared memory do not fit: {free:,} are free")
