@@ -17,7 +17,12 @@ from keras_programs import OPTIMIZERS, build, images, prepare
 
 import flatweights.ray
 from flatweights import robust
-from flatweights.keras import AverageLogs, AverageWeights, average_gradients
+from flatweights.keras import (
+    AverageLogs,
+    AverageWeights,
+    average_gradients,
+    mean_over_members,
+)
 from flatweights.server import FedAvgM
 from flatweights.tensorflow import TensorFlowVariables
 
@@ -267,6 +272,44 @@ def test_more_members_in_a_process_than_threads_of_tensorflow() -> None:
         first, *others = threads.map(fit, range(size))
     for weights in others:
         assert all(map(np.array_equal, first, weights))
+
+
+def test_updates_in_functions_of_their_own_are_made_in_one_order() -> None:
+    """As of an actor and a critic. In one member, the gradient of the first is late."""
+    prepare()
+    name = next(NAMES)
+
+    def train(rank: int) -> list[Any]:
+        with flatweights.ray.join(name, rank=rank, size=2) as member:
+            actor, critic = (keras.Variable(np.zeros((4, 2), "float32")) for _ in range(2))
+            updates = []
+            for one in (actor, critic):
+                optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
+                optimizer.build([one])
+                is_late = one is actor and rank == 0
+                step = partial(update, optimizer, one, is_late=is_late)
+                updates.append(tf.function(step, autograph=False))
+            both = tf.function(lambda x: [one(x + 10 * k) for k, one in enumerate(updates)])
+            for _ in range(2):  # the first call of a process may happen to be in order
+                both(tf.constant(float(rank)))
+            return [actor.numpy(), critic.numpy()]
+
+    def update(optimizer: Any, one: Any, value: tf.Tensor, *, is_late: bool) -> tf.Tensor:
+        def wait(value: Any) -> Any:
+            if is_late:
+                threading.Event().wait(0.2)
+            return value
+
+        ready = tf.numpy_function(wait, [tf.fill((4, 2), value)], tf.float32, stateful=False)
+        grad = tf.ensure_shape(ready, (4, 2))
+        grad = mean_over_members(grad, optimizer)
+        optimizer.apply([grad], [one])
+        return one.value
+
+    with ThreadPoolExecutor(2) as threads:
+        for actor, critic in threads.map(train, range(2)):
+            assert np.all(actor == -2 * 0.5)
+            assert np.all(critic == -2 * 10.5)
 
 
 def test_members_that_differ_in_a_step_are_an_error_that_says_how_to_start() -> None:

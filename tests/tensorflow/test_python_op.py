@@ -1,8 +1,10 @@
 """Tensors that Python functions compute, with the op library and without it."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,6 +78,175 @@ def test_it_runs_in_loops_and_at_each_call() -> None:
 
     assert several(tf.zeros(2)).numpy().tolist() == [3, 3]
     assert calls == [0, 1, 2, 3]
+
+
+class Ordered:
+    """Two calls that are noted when they are made, of which the input of the first is late.
+
+    Each is in a step that updates a variable of its own, by which alone TensorFlow would order it.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self._second = threading.Event()
+        self._variables = {name: tf.Variable([1.0, 2.0]) for name in ("first", "second")}
+
+    def first(self, x: tf.Tensor) -> tf.Tensor:
+        return self._step("first", self.late(x))
+
+    def second(self, x: tf.Tensor) -> tf.Tensor:
+        return self._step("second", x)
+
+    def late(self, x: tf.Tensor) -> tf.Tensor:
+        def wait(x: Any) -> Any:
+            self._second.wait(0.1)  # in vain, if the order is right
+            return x
+
+        return tf.ensure_shape(tf.numpy_function(wait, [x], x.dtype, stateful=False), x.shape)
+
+    def in_time(self, x: tf.Tensor) -> tf.Tensor:
+        same = tf.numpy_function(lambda x: x, [x], x.dtype, stateful=False)
+        return tf.ensure_shape(same, x.shape)
+
+    def call(self, name: str, x: tf.Tensor) -> tf.Tensor:
+        def note(inputs: Arrays, outputs: Arrays) -> None:
+            self.note(name)
+            outputs[0][:] = inputs[0]
+
+        return compute_in_python(in_arrays(note, [x]), [x])[0]
+
+    def note(self, name: str) -> None:
+        self.made.append(name)
+        if name == "second":
+            self._second.set()
+
+    def _step(self, name: str, x: tf.Tensor) -> tf.Tensor:
+        return self._variables[name].assign_add(self.call(name, x)).read_value()
+
+
+def in_loop(step: Any) -> Any:
+    def loop(x: tf.Tensor) -> Any:
+        return tf.while_loop(lambda y: y[0] < 2, lambda y: [step(y) * 0 + 2], [x])[0]
+
+    return loop
+
+
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda step: step,
+    "function": tf.function,
+    "function in a function": lambda step: tf.function(lambda x: tf.function(step)(x)),
+    "loop": in_loop,
+    "function in a loop": lambda step: in_loop(tf.function(step)),
+    "map": lambda step: lambda x: tf.map_fn(step, x[tf.newaxis]),
+    "condition": lambda step: lambda x: tf.cond(x[0] > 0, lambda: step(x), lambda: x),
+    "case": lambda step: (
+        lambda x: tf.switch_case(tf.cast(x[0], tf.int32), [lambda: x, lambda: step(x)])
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [*((kind, kind) for kind in WRAPPED), ("function", "nothing"), ("nothing", "function")],
+)
+def test_calls_are_made_in_the_order_of_the_program(first: str, second: str) -> None:
+    ordered = Ordered()
+    one, other = WRAPPED[first](ordered.first), WRAPPED[second](ordered.second)
+    tf.function(lambda x: (one(x), other(x)), autograph=False)(tf.ones(2))
+    assert ordered.made == ["first", "second"]
+
+
+def test_functions_that_were_traced_before_call_in_order() -> None:
+    ordered = Ordered()
+    first, second = tf.function(ordered.first), tf.function(ordered.second)
+    for one in (second, first):
+        one.get_concrete_function(tf.TensorSpec([2]))
+    tf.function(lambda x: (first(x), second(x)), autograph=False)(tf.ones(2))
+    assert ordered.made == ["first", "second"]
+
+
+def test_calls_are_made_in_order_beside_other_operations_with_state() -> None:
+    """Also a function of a user's own may make calls of a member, and it has no variables."""
+    for is_first in (True, False):
+        ordered = Ordered()
+
+        def of_user(x: tf.Tensor, ordered: Ordered = ordered, is_first: bool = is_first) -> Any:
+            name = "first" if is_first else "second"
+            return tf.py_function(
+                lambda _: ordered.note(name), [ordered.late(x) if is_first else x], []
+            )
+
+        steps = (
+            [of_user, tf.function(ordered.second)]
+            if is_first
+            else [tf.function(ordered.first), of_user]
+        )
+        tf.function(lambda x, steps=steps: [one(x) for one in steps] and x, autograph=False)(
+            tf.ones(2)
+        )
+        assert ordered.made == ["first", "second"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_calls_of_the_gradient_of_a_function_are_made_in_one_order(compiled: bool) -> None:
+    """Whichever input of them is there first."""
+
+    def made(late: str) -> list[str]:
+        ordered = Ordered()
+
+        def called(name: str) -> Callable[[tf.Tensor], tf.Tensor]:
+            @tf.custom_gradient  # type: ignore[untyped-decorator]
+            def identity(x: tf.Tensor) -> Any:
+                return tf.identity(x), lambda grad: ordered.call(name, grad)
+
+            return identity  # type: ignore[no-any-return]
+
+        def delayed(is_late: bool) -> Callable[[tf.Tensor], tf.Tensor]:
+            wait = ordered.late if is_late else ordered.in_time
+
+            @tf.custom_gradient  # type: ignore[untyped-decorator]
+            def identity(x: tf.Tensor) -> Any:
+                return tf.identity(x), wait
+
+            return identity  # type: ignore[no-any-return]
+
+        @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+        def loss(x: tf.Tensor) -> tf.Tensor:
+            pair = [delayed(name == late)(called(name)(x)) for name in ("one", "other")]
+            return tf.reduce_sum(pair[0]) + tf.reduce_sum(pair[1])
+
+        def gradient(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = loss(x)
+            return tape.gradient(y, x)
+
+        (tf.function(gradient) if compiled else gradient)(tf.ones(2))
+        return ordered.made
+
+    assert made("one") == made("other") != []
+
+
+def test_a_module_with_a_function_that_calls_python_is_saved(tmp_path: Path) -> None:
+    class Trained(tf.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.ordered = Ordered()
+            self.weights = tf.Variable([1.0, 2.0])
+
+        @tf.function(input_signature=[tf.TensorSpec([2])])  # type: ignore[untyped-decorator]
+        def train(self, x: tf.Tensor) -> tf.Tensor:
+            return self.weights.assign_add(self.ordered.call("first", x))
+
+        @tf.function(input_signature=[tf.TensorSpec([2])])  # type: ignore[untyped-decorator]
+        def predict(self, x: tf.Tensor) -> tf.Tensor:
+            return self.weights * x
+
+    trained = Trained()
+    trained.train(tf.ones(2))
+    tf.saved_model.save(trained, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    assert loaded.predict(tf.ones(2)).numpy().tolist() == [2, 3]
 
 
 GROUP = """

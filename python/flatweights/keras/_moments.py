@@ -2,8 +2,8 @@
 
 Each member computes count, mean and variance of its own batch. Their sums over members travel as
 one vector, in float64, since the variance is the difference of two of them. Its gradient is another
-call, in the backward pass. All members run the same program, whose order TensorFlow keeps, so the
-n-th layer of one meets the n-th of the others.
+call, in the backward pass. All members run the same program, and make these calls in its order, so
+the n-th layer of one meets the n-th of the others.
 """
 
 from __future__ import annotations

@@ -13,13 +13,16 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights.tensorflow._eager import wait
+from flatweights.tensorflow._order import CALL
 from flatweights.tensorflow.library._load import load_library
 
 Compute = Callable[[_core.CalledTensors], None]
 
 HOST = "CPU:0"
 
-_CALLS = "_flatweights_calls"  # attribute of a graph: the calls that it keeps alive
+# Attributes of a graph: the calls that it keeps alive, and the operation of the last one, since
+# TensorFlow keeps no order in the gradient of a function that is called eagerly.
+_CALLS, _LAST = "_flatweights_calls", "_flatweights_last_call"
 
 
 def device_of(variables: Sequence[Any]) -> str:
@@ -52,10 +55,11 @@ def compute_in_python(
 ) -> list[tf.Tensor]:
     """Return the tensors that ``compute(called)`` computes from ``tensors``.
 
-    There are as many, of the same shapes. In a `tf.function`, the op library lets ``compute`` read
-    and write the memory of the tensors directly, on the host or on a GPU, which costs a tenth of a
-    `tf.py_function`; without the library, TensorFlow copies them. Either way, an exception of
-    ``compute`` becomes a `tf.errors.OpError` with its text.
+    There are as many, of the same shapes. Calls are made in the order of the program. In a
+    `tf.function`, the op library lets ``compute`` read and write the memory of the tensors
+    directly, on the host or on a GPU, which costs a tenth of a `tf.py_function`; without the
+    library, TensorFlow copies them. Either way, an exception of ``compute`` becomes a
+    `tf.errors.OpError` with its text.
 
     Args:
         compute: Called with the tensors, which `flatweights._core.CalledTensors` moves to and from
@@ -66,19 +70,27 @@ def compute_in_python(
     if tf.executing_eagerly():
         return _compute_eagerly(compute, tensors, device)
     library = load_library()
-    with tf.device(device):
+    graph = tf.compat.v1.get_default_graph()
+    before = getattr(graph, _LAST, None)
+    with tf.device(device), tf.control_dependencies([] if before is None else [before]):
         if library is None:
-            return _compute_in_numpy(compute, tensors)
-        dtypes = [tensor.dtype.as_numpy_dtype for tensor in tensors]
-        call = _core.PythonCall(compute, [np.dtype(dtype) for dtype in dtypes])
-        graph = tf.compat.v1.get_default_graph()
-        while hasattr(graph, "outer_graph"):  # the op may run as long as one of these exists
-            if not hasattr(graph, _CALLS):
-                setattr(graph, _CALLS, [])
-            getattr(graph, _CALLS).append((call, compute))
-            graph = graph.outer_graph
-        outputs: list[tf.Tensor] = library.call(tensors, id=call.id)
-        return outputs
+            outputs = _compute_in_numpy(compute, tensors)
+        else:
+            outputs = library.call(tensors, id=_kept(compute, tensors, graph), name=CALL)
+    setattr(graph, _LAST, outputs[0].op)
+    return outputs
+
+
+def _kept(compute: Compute, tensors: Sequence[tf.Tensor], graph: Any) -> int:
+    """Return the id by which the op library calls ``compute``, as long as ``graph`` exists."""
+    dtypes = [tensor.dtype.as_numpy_dtype for tensor in tensors]
+    call = _core.PythonCall(compute, [np.dtype(dtype) for dtype in dtypes])
+    while hasattr(graph, "outer_graph"):  # the op may run as long as one of these exists
+        if not hasattr(graph, _CALLS):
+            setattr(graph, _CALLS, [])
+        getattr(graph, _CALLS).append((call, compute))
+        graph = graph.outer_graph
+    return call.id
 
 
 def _compute_eagerly(
@@ -108,7 +120,8 @@ def _compute_in_numpy(compute: Compute, tensors: Sequence[tf.Tensor]) -> list[tf
     def call(*inputs: Any) -> list[NDArray[Any]]:
         return _computed(compute, inputs)
 
-    outputs: list[tf.Tensor] = tf.numpy_function(call, tensors, [one.dtype for one in tensors])
+    dtypes = [tensor.dtype for tensor in tensors]
+    outputs: list[tf.Tensor] = tf.numpy_function(call, tensors, dtypes, name=CALL)
     for output, tensor in zip(outputs, tensors, strict=True):
         output.set_shape(tensor.shape)
     return outputs
