@@ -1,6 +1,7 @@
 """Publishers and subscribers of one node: every kind of model reads the published weights."""
 
 import contextlib
+import errno
 import functools
 import itertools
 import os
@@ -19,10 +20,10 @@ import ray
 
 import flatweights as fw
 from flatweights.ray import Publisher, StaleWeightsError, Subscriber, SupersededError
-from flatweights.ray.publishing import _subscriber, _transports
+from flatweights.ray.publishing import _names, _publication_server, _subscriber, _transports
 from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._publication_server import PublicationAddress
-from flatweights.ray.publishing._sources import BoardSource
+from flatweights.ray.publishing._sources import BoardSource, Source
 
 pytestmark = [
     pytest.mark.ray,
@@ -283,6 +284,40 @@ def test_what_goes_wrong_in_the_variables_is_raised_and_passes() -> None:
             assert subscriber.version == version
         assert version == 10
         np.testing.assert_equal(theirs.model, model_of(1.0))
+
+
+@pytest.mark.parametrize("way", ["publish", "update", "read"])
+def test_a_signal_handler_that_interrupts_a_call_is_refused_another(way: str) -> None:
+    ours, theirs = Holder(model_of(1.0)), Holder(model_of(0.0))
+    errors: list[str] = []
+    owner: Publisher | Subscriber
+
+    def handle(*_: Any) -> None:
+        try:
+            getattr(owner, way)()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def interrupt(moved: Callable[[Any], None], buffer: Any) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        moved(buffer)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with Publisher(way, ours) as publisher, Subscriber(way, theirs) as subscriber:
+            owner = publisher if way == "publish" else subscriber
+            holder, name = (ours, "gather_into") if way == "publish" else (theirs, "scatter")
+            vars(holder)[name] = functools.partial(interrupt, getattr(holder, name))
+            for version in (1, 2):  # it is refused only in the call
+                assert publisher.publish() == version
+                assert subscriber.update()
+                assert subscriber.read()["n"][0] == theirs.model["n"][0] == 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(errors) == 2
+    for error in errors:
+        name = "publisher" if way == "publish" else "subscriber"
+        assert error.startswith(f"this thread is in a call of the {name} already")
 
 
 def test_variables_that_keep_the_memory_are_told() -> None:
@@ -585,8 +620,8 @@ def test_a_relay_passes_weights_on_until_it_is_lost(relays: list[Any]) -> None:
     weights = np.ones(50_000)
 
     def read(relay: Any, least: int) -> float:
-        _, address = ray.get(relay.serve.remote(60.0))
         end = time.monotonic() + 60
+        _, address = ray.get(relay.serve.remote(end))
         source = BoardSource("agent", 0, b"", PublicationAddress(*address), end)
         assert source.wait(least - 1, 60.0)
         news = source.take(0)
@@ -619,6 +654,60 @@ def test_a_relay_passes_weights_on_until_it_is_lost(relays: list[Any]) -> None:
         with Publisher("tree", weights) as newer:
             version = newer.publish()
             assert [read(one, version) for one in left] == [4.0] * 2
+
+
+def test_a_relay_without_memory_leaves_its_node_to_the_store_and_tries_again(
+    relays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, shared_actor = relays[0], _transports.shared_actor
+
+    def lose_memory(_: Any) -> None:
+        def refuse(nbytes: int) -> None:
+            raise OSError(errno.ENOMEM, "no memory")
+
+        _transports.PublicationServer = refuse  # type: ignore[assignment,misc]
+
+    def get_memory(_: Any) -> None:
+        _transports.PublicationServer = _publication_server.PublicationServer  # type: ignore[misc]
+
+    def shared(cls: type, *args: Any) -> Any:
+        return relay if cls is _transports.Relay else shared_actor(cls, *args)
+
+    def source() -> Source:
+        record = _names.find("tree")
+        assert record is not None
+        return _transports.connect("tree", record, time.monotonic() + 60)
+
+    monkeypatch.setattr(_transports, "this_node", lambda: "node 0")
+    monkeypatch.setattr(_transports, "shared_actor", shared)
+    ray.get(relay.__ray_call__.remote(lose_memory))
+    with Publisher("tree", np.ones(3)) as publisher:
+        publisher.publish()
+        for _ in range(2):
+            lacking = source()
+            assert (lacking.transport, lacking.newest) == ("store", publisher.version)
+            lacking.close()
+        ray.get(relay.__ray_call__.remote(get_memory))
+        wait_until(lambda: ray.get(relay.__ray_call__.remote(lambda one: one._server is not None)))
+        found = source()
+        assert found.transport == "agent"
+        assert found.wait(publisher.version - 1, 60)
+        found.close()
+
+
+def test_a_relay_says_why_a_publisher_cannot_be_read(
+    relays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_transports, "shared_actor", lambda *_: relays[0])
+    Publisher("tree", np.ones(3)).close()
+    text = r"this node: ConnectionError: ConnectionRefusedError: .* refused$"
+
+    def is_told() -> bool:
+        with pytest.raises(TimeoutError) as raised:
+            _transports._relay_board("tree", "node 0", time.monotonic() + 0.5)
+        return re.search(text, str(raised.value)) is not None
+
+    wait_until(is_told)
 
 
 @pytest.mark.slow

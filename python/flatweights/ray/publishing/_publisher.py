@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 from flatweights._forks import finalizer, in_forks
 from flatweights.ray import _clock
 from flatweights.ray.publishing import _names
-from flatweights.ray.publishing._errors import SupersededError
+from flatweights.ray.publishing._errors import SupersededError, in_call_error
 from flatweights.ray.publishing._models import check_layout, source_of
 from flatweights.ray.publishing._publication_server import PublicationConnection, PublicationServer
+from flatweights.ray.results._variables import Variables
 
 _HANDOVER = 2.0  # seconds for which a publisher waits for the one before it to stop
 
@@ -69,7 +70,9 @@ class Publisher:
         self.name = name
         self._source = source_of(variables, "variables")
         self._layout = self._source.layout
-        self._turn = threading.Lock()
+        # Reentrant, so that a signal handler that interrupts a call finds `_is_in_call`.
+        self._turn = threading.RLock()
+        self._is_in_call = False
         self._over = ""
         tick = weakref.WeakMethod(self._tick)
         self._server = PublicationServer(self._layout.nbytes, lambda: _call(tick))
@@ -107,7 +110,8 @@ class Publisher:
         Raises:
             SupersededError: If another publisher of this name has taken over.
             ValueError: If ``weights`` have another layout.
-            RuntimeError: If this publisher was closed, or in a fork of its process.
+            RuntimeError: If this publisher was closed, or in a fork of its process; or in a signal
+                handler that interrupts a call of this method in its thread.
             OSError: If there is no memory for another slot, because stopped readers hold the
                 others.
             Exception: The exception of reading ``variables``; then nothing is published.
@@ -118,18 +122,27 @@ class Publisher:
             source = source_of(weights, "weights")
             check_layout(source.layout, self._layout, "weights")
         with self._turn:
-            self._check()
-            publication = self._server.publication
-            buffer = publication.begin()
+            if self._is_in_call:
+                raise in_call_error("publisher")
             try:
-                source.gather_into(buffer)
-            except BaseException:
-                publication.abandon()
-                raise
-            del buffer
-            number = max(publication.newest, self._before) + 1  # also after an interrupt
-            publication.commit(number)
-            return number
+                self._is_in_call = True
+                return self._publish(source)
+            finally:
+                self._is_in_call = False
+
+    def _publish(self, source: Variables) -> int:
+        self._check()
+        publication = self._server.publication
+        buffer = publication.begin()
+        try:
+            source.gather_into(buffer)
+        except BaseException:
+            publication.abandon()
+            raise
+        del buffer
+        number = max(publication.newest, self._before) + 1  # also after an interrupt
+        publication.commit(number)
+        return number
 
     def close(self) -> None:
         """Stop publishing; subscribers keep their weights. Further calls do nothing."""

@@ -16,7 +16,7 @@ from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.peers._wait import check_timeout
 from flatweights.ray.publishing import _names
-from flatweights.ray.publishing._errors import StaleWeightsError
+from flatweights.ray.publishing._errors import StaleWeightsError, in_call_error
 from flatweights.ray.publishing._models import check_layout, copy_of, target_of
 from flatweights.ray.publishing._publication_server import FullError
 from flatweights.ray.publishing._sources import News, Source
@@ -95,6 +95,7 @@ class Subscriber:
         self._published = 0.0  # the time of `version`, by `time.monotonic`
         self._state = state = _Subscription(name, self._target)
         self._lock = state.lock
+        self._is_in_call = False
         state.connect(timeout)
         threading.Thread(target=state.watch, name="flatweights-subscriber", daemon=True).start()
         self._finalizer = finalizer(self, state.close)
@@ -137,30 +138,18 @@ class Subscriber:
             ValueError: If ``out`` has another layout, even if nothing is new; or the weights of a
                 new publisher have.
             TypeError: If there are neither variables nor ``out``.
-            RuntimeError: If this subscriber was closed, or in a fork of its process.
+            RuntimeError: If this subscriber was closed, or in a fork of its process; or in a signal
+                handler that interrupts a call of it in its thread.
             Exception: The exception of setting the variables.
         """
         with self._lock:
-            state = self._state
-            target: Variables | None = None
-            if out is not self._checked:  # a wrong one raises even if nothing is new
-                target, self._checked = self._target_of(out), out
-            news = state.take(self.version)
-            if news is None:
-                if self._max_age is not None:
-                    self._check_age(self._published if self.version else state.began)
-                return False
+            if self._is_in_call:
+                raise in_call_error("subscriber")
             try:
-                version, published, buffer = news
-                if target is None:  # its arrays may have been replaced since
-                    target = self._target_of(out)
-                self._check_age(published)
-                scatter(target, buffer)
-            except BaseException:
-                state.source.drop()  # the traceback refers to the buffer
-                raise
-            self.version, self._published = version, published
-            return True
+                self._is_in_call = True
+                return self._update(out)
+            finally:
+                self._is_in_call = False
 
     def read(self) -> FlatWeights:
         """Return a copy of the newest weights.
@@ -170,20 +159,51 @@ class Subscriber:
             RuntimeError: If nothing has been published yet; or as `update`.
         """
         with self._lock:
-            state = self._state
-            news = state.take(0)
-            if news is None:
-                raise RuntimeError(f"nothing has been published under {self.name!r} yet")
+            if self._is_in_call:
+                raise in_call_error("subscriber")
             try:
-                version, published, buffer = news
-                self._check_age(published)
-                weights = copy_of(buffer, state.layout)
-            except BaseException:
-                state.source.drop()
-                raise
-            if self._target is None:
-                self.version, self._published = version, published
-            return weights
+                self._is_in_call = True
+                return self._read()
+            finally:
+                self._is_in_call = False
+
+    def _update(self, out: Any) -> bool:
+        state = self._state
+        target: Variables | None = None
+        if out is not self._checked:  # a wrong one raises even if nothing is new
+            target, self._checked = self._target_of(out), out
+        news = state.take(self.version)
+        if news is None:
+            if self._max_age is not None:
+                self._check_age(self._published if self.version else state.began)
+            return False
+        try:
+            version, published, buffer = news
+            if target is None:  # its arrays may have been replaced since
+                target = self._target_of(out)
+            self._check_age(published)
+            scatter(target, buffer)
+        except BaseException:
+            state.source.drop()  # the traceback refers to the buffer
+            raise
+        self.version, self._published = version, published
+        return True
+
+    def _read(self) -> FlatWeights:
+        state = self._state
+        news = state.take(0)
+        if news is None:
+            raise RuntimeError(f"nothing has been published under {self.name!r} yet")
+        try:
+            version, published, buffer = news
+            self._check_age(published)
+            weights = copy_of(buffer, state.layout)
+        except BaseException:
+            state.source.drop()
+            raise
+        if self._target is None:
+            self.version, self._published = version, published
+        return weights
 
     def close(self) -> None:
         """Read no more. More calls do nothing."""
@@ -208,7 +228,8 @@ class Subscriber:
         raise TypeError("a Subscriber cannot be pickled: make it in the process that reads")
 
     def _end_copy(self) -> None:
-        self._lock = self._state.lock = threading.Lock()
+        self._lock = self._state.lock = threading.RLock()
+        self._is_in_call = False
         self._state.refuse("this process is a fork of its process: make one here")
 
     def _target_of(self, out: Any) -> Variables:
@@ -235,7 +256,8 @@ class _Subscription:
     """The state that a subscriber shares with the thread that watches over its source.
 
     Attributes:
-        lock: Held by a thread that reads, or changes the source.
+        lock: Held by a thread that reads, or changes the source. It is reentrant, so that a signal
+            handler that interrupts a call does not wait for it, but is refused.
         source: The source of the weights.
         take: The function of that name of the source.
         layout: The layout of the weights.
@@ -247,7 +269,7 @@ class _Subscription:
     layout: Layout
 
     def __init__(self, name: str, target: Variables | None) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.began = 0.0
         self._name = name
         self._target = target
