@@ -193,7 +193,7 @@ class AverageWeights(MemberCallback, HasCounts):
         self._best_weight_callbacks = (
             [] if ends_epochs else [one for one in callbacks if best_weight_callbacks_among([one])]
         )
-        self._samples = TrainedSamples(self.model)
+        self._samples = TrainedSamples(self.model) if self._weight == "samples" else None
         self._counted = 0.0  # samples that are in `_since`, or were in it
         self._begun = 0.0  # samples before this epoch
         self._since = 0.0  # samples since the last average
@@ -210,7 +210,7 @@ class AverageWeights(MemberCallback, HasCounts):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to count the epoch's samples."""
         super().on_epoch_begin(epoch)
-        self._begun = self._counted = self._samples.read()
+        self._begun = self._counted = self._read()
         self._batch = -1
         self._is_epoch_over = False
 
@@ -265,7 +265,7 @@ class AverageWeights(MemberCallback, HasCounts):
         handle, best = self._handle, keeper.best_weights
         weight = self._weight
         if weight == "samples":
-            weight = self._samples.read() - self._begun or 1.0
+            weight = self._read() - self._begun or 1.0
         has_best = handle.gather(best is not None, "best weights", at="end").weights.values()
         if best is not None and all(has_best):
             chosen = [*compress(best, self._averaged)]
@@ -289,8 +289,12 @@ class AverageWeights(MemberCallback, HasCounts):
             if self._steps >= self._every:
                 self._average("epoch")
 
+    def _read(self) -> float:
+        """Return the number of samples so far, if they are the weights of averages."""
+        return 0.0 if self._samples is None else self._samples.read()
+
     def _count(self) -> None:
-        read = self._samples.read()
+        read = self._read()
         self._since += read - self._counted
         self._counted = read
 
