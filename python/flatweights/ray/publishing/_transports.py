@@ -68,7 +68,7 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
         end: The time at which to give up, by `time.monotonic`.
 
     Raises:
-        OSError: If the publisher has ended, or does not answer.
+        OSError: If the publisher has ended, or does not answer; or cannot be read from this node.
         FullError: If it has too many readers.
         ray.exceptions.RayError: If an actor cannot be reached.
     """
@@ -112,8 +112,10 @@ def proxy_of(name: str, record: PublisherRecord) -> ray.actor.ActorHandle:
 def _relay_board(name: str, node: str, end: float) -> tuple[bytes, PublicationAddress]:
     """Return layout and address of the server of the relay of this ``node``."""
     relay = shared_actor(Relay, f"relay:{name}:{node}", node, 256, name)
-    seconds = max(0.0, end - _clock.now())
-    layout, address = answer_of(relay.serve.remote(seconds), seconds + _LOOK)
+    try:
+        layout, address = answer_of(relay.serve.remote(end), max(0.0, end - _clock.now()) + _LOOK)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
     return layout, PublicationAddress(*address)
 
 
@@ -230,26 +232,37 @@ class Relay:
         self._layout = b""
         self._server: PublicationServer | None = None
         self._is_offered = False  # once it has what there was to read when it was made
+        self._no_server: OSError | None = None  # why there is none for the weights, now
+        self._why = "it has not been tried"  # that the publisher cannot be read
         self._source: PulledSource | None = None
         self._changed = threading.Condition()
         self._actor = ray.get_runtime_context().current_actor
         _start(self._run, self._actor)
 
-    def serve(self, seconds: float) -> tuple[bytes, tuple[Any, ...]]:
+    def serve(self, end: float) -> tuple[bytes, tuple[Any, ...]]:
         """Return the layout of the weights, and the address of the server.
 
         It waits for the first weights if the publisher has some, for otherwise readers on this node
         would find nothing that was published long ago.
 
+        Args:
+            end: The time at which to give up, by `time.monotonic`, which is the same in all
+                processes of the node.
+
         Raises:
-            TimeoutError: If there is no server within ``seconds``.
+            OSError: If there is no memory for a server.
+            TimeoutError: If there is no server at that time; the error gives the reason.
         """
         with self._changed:
             self._asking += 1
             try:
-                self._changed.wait_for(lambda: self._is_offered, seconds)
+                self._changed.wait_for(
+                    lambda: self._is_offered or self._no_server, max(0.0, end - _clock.now())
+                )
+                if self._no_server is not None:
+                    raise self._no_server
                 if self._server is None:
-                    raise TimeoutError("the publisher cannot be read from this node")
+                    raise TimeoutError(f"the publisher cannot be read from this node: {self._why}")
                 return self._layout, tuple(self._server.address)
             finally:
                 self._asking -= 1
@@ -284,11 +297,14 @@ class Relay:
     def _run(self) -> None:
         ended = -1  # the number of the last publisher that has ended
         while self._is_needed:
-            with contextlib.suppress(ray.exceptions.RayError):
+            try:
                 record = find(self._name)
                 if record is not None and record.number > ended:
                     self._relay(record)
                     ended = record.number if is_superseded(self._name, record.number) else ended
+            except Exception as error:  # it is tried again, and readers are told
+                cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+                self._why = f"{type(cause).__name__}: {cause}"
             _clock.sleep(_LOOK)
 
     def _relay(self, record: PublisherRecord) -> None:
@@ -325,7 +341,13 @@ class Relay:
         with self._changed:
             old = self._server
             if old is None or self._layout != record.layout:
-                self._server = PublicationServer(record.address.nbytes)
+                try:
+                    self._server = PublicationServer(record.address.nbytes)
+                except OSError as error:
+                    self._no_server = error
+                    self._changed.notify_all()
+                    raise
+                self._no_server = None
                 self._layout = record.layout
                 self._is_offered = is_offered
                 self._changed.notify_all()
