@@ -31,7 +31,8 @@ void add_difference(std::span<const DifferencePart> parts);
 // Writes `model - reference + residual`, rounded to 16 bits, to the difference, and the error of
 // that rounding to `next_residual`, if there is a residual. Each operation is rounded to the type
 // of the model, float32 or float64. Nothing overlaps. Returns the index of the first part
-// whose difference holds NaN or infinity, or `parts.size()`.
+// whose difference holds NaN or infinity, or `parts.size()`. Without a residual, the difference
+// will be added to the reference, and a part counts as well if that sum holds infinity.
 [[nodiscard]] std::size_t encode_difference(std::span<const DifferencePart> parts);
 
 }  // namespace flatweights

@@ -80,7 +80,7 @@ struct Kernels {
                                   std::size_t end) noexcept;
 
   // Encodes the difference of numbers [begin, end), from float32 or float64 (first index) to
-  // Float16 or BFloat16 (second index); see encode_difference. Returns whether all are finite.
+  // Float16 or BFloat16 (second index). Returns whether what encode_difference checks is finite.
   bool (*encode[2][2])(const DifferencePart& part, std::size_t begin, std::size_t end) noexcept;
 
   // Takes steps with numbers [begin, end) of float32, and of float64; see adaptive.hpp.

@@ -431,6 +431,29 @@ def test_broadcaster_refuses_weights_with_nan_at_once() -> None:
         DeltaBroadcaster(fw.FlatWeights({"w": np.float32([np.nan])}), "bfloat16")
 
 
+@each(sign=[1, -1])
+@each(at=[0, 1500, 2999])
+def test_a_rounded_difference_that_makes_the_reference_infinite_is_refused(
+    at: int, sign: int
+) -> None:
+    start = fw.FlatWeights({"a": np.ones(2), "w": np.full(3000, sign * 1e38, np.float32)})
+    driver = DeltaBroadcaster(start, "bfloat16")
+    worker = DeltaEncoder(driver.snapshot())
+    trained = start.copy()
+    trained["w"][at] = sign * np.float32(3.3995e38)  # the difference is rounded away from 0
+    expected = "weights, slot 1 'w': expected numbers that a difference in bfloat16 reaches"
+    version = driver.version
+    for refused in (driver.encode, driver.after):
+        with refuses(ValueError, expected, driver._reference.buffer, driver._weights.buffer):
+            refused(trained)
+    assert driver.version == version
+    trained["w"][at] = sign * np.float32(3.39e38)
+    for weights in (trained, start):
+        worker.receive(driver.encode(weights))
+        assert fw.isfinite(worker.reference)
+        assert same_bits(worker.reference.buffer, driver.reference.buffer)
+
+
 def test_float16_reaches_to_65504() -> None:
     driver = DeltaBroadcaster(fw.FlatWeights({"w": np.zeros(1, np.float32)}), "float16")
     with pytest.raises(ValueError, match="fits float16"):

@@ -332,7 +332,8 @@ class DeltaBroadcaster(_Side):
         Raises:
             TypeError: If ``weights`` are not `FlatWeights`.
             ValueError: If they have another layout, hold NaN or infinity, or differ from
-                `reference` by more than the dtype holds. The broadcaster has not changed.
+                `reference` by more than the dtype holds; or if they are so large that `reference`
+                plus the rounded difference would be infinite. The broadcaster has not changed.
         """
         return self._encode(weights, self.version + 1)
 
@@ -522,7 +523,8 @@ def _encode(
     The rounding errors are written to ``errors[1]``; without one, they are dropped.
 
     Raises:
-        ValueError: If a rounded number is NaN or infinite.
+        ValueError: If a rounded number is NaN or infinite; or, without ``errors``, the reference
+            plus a rounded number.
     """
     values = FlatWeights.empty(layouts.wire)
     core, wire = layouts.model.core, layouts.wire.core

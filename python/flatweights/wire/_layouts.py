@@ -126,20 +126,23 @@ def check_writable(weights: Any, layout: Layout, where: str) -> None:
 
 
 def nonfinite_error(i: int, values: FlatWeights, part: NDArray[Any], where: str) -> ValueError:
-    """Return the error for NaN or infinity in slot ``i`` of ``values``.
+    """Return the error for NaN or infinity in slot ``i`` of ``values``, or of what they lead to.
 
     Args:
         i: The slot.
         values: The rounded values.
         part: The array that slot ``i`` was rounded from. If it is finite, a number of it was too
-            large for the dtype.
+            large: for the dtype, or, if ``values`` are finite as well, for the reference plus the
+            rounded difference.
         where: The name of the model in the error.
     """
     template = Template(Kind.FLAT_WEIGHTS, values.layout)
     slot = values.layout.slots[i]
-    if isfinite(np.ascontiguousarray(part)):
-        return ValueError(
-            f"{where}{template.at_slot(i)}: expected a difference that fits {slot.dtype}, "
-            "got a larger one"
-        )
-    return template.nonfinite_error(i, where)
+    if not isfinite(np.ascontiguousarray(part)):
+        return template.nonfinite_error(i, where)
+    expected = (
+        f"numbers that a difference in {slot.dtype} reaches without overflow, got larger ones"
+        if isfinite(values[slot.name])
+        else f"a difference that fits {slot.dtype}, got a larger one"
+    )
+    return ValueError(f"{where}{template.at_slot(i)}: expected {expected}")
