@@ -314,7 +314,10 @@ class _Subscription:
 
     def what_is_known(self) -> str:
         """Return a clause for errors about the state of the publisher."""
-        return f"its publisher, {self._who}, {'has ended' if self._is_over else 'is silent'}"
+        state = "has ended" if self._is_over else "is silent"
+        if self.source.transport == "agent":  # an agent outlives its publisher, and may end before
+            state = "has ended or is silent"
+        return f"its publisher, {self._who}, {state}"
 
     def watch(self) -> None:
         """Look for another source when this one has ended, or there is a newer publisher."""
