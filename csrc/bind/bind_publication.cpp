@@ -60,7 +60,7 @@ class BoundPublication {
     data_ = create_file(stride * Publication::kSlots, MemoryFile::Pages::kLater);
     with_os_errors([this] {
       const WithoutGil nogil;
-      for (std::uint32_t slot = 0; slot < kAhead; ++slot) reserve(slot);
+      for (std::uint32_t slot = 0; slot < kAhead; ++slot) reserve(*data_, slot);
     });
   }
 
@@ -68,24 +68,29 @@ class BoundPublication {
     return *reinterpret_cast<Publication*>(control_->data());
   }
   [[nodiscard]] const MemoryFile& control() const { return *control_; }
-  [[nodiscard]] const MemoryFile& data() const { return *data_; }
+  [[nodiscard]] const std::shared_ptr<MemoryFile>& data() const {
+    if (!data_) throw std::runtime_error("publication: it was closed");
+    return data_;
+  }
   [[nodiscard]] std::size_t slots() const { return reserved_.count(); }
 
   // A new slot to write to, in place of one that was not committed.
   [[nodiscard]] py::array begin() {
     check_writing();
+    const std::shared_ptr<MemoryFile> file = data();  // `close` may come meanwhile
     const std::uint32_t slot = word().begin();
-    if (!reserved_[slot])
-      with_os_errors([this, slot] {
+    if (!reserved_[slot]) {
+      with_os_errors([&] {
         const WithoutGil nogil;
         check_free_memory(stride_of(nbytes_));
-        reserve(slot);
+        reserve(*file, slot);
       });
+    }
     begun_ = slot;
-    auto* const kept = new Kept{data_, std::make_shared<int>()};
+    auto* const kept = new Kept{file, std::make_shared<int>()};
     writing_ = kept->token;
     const py::capsule owner(kept, [](void* object) { delete static_cast<Kept*>(object); });
-    return array_over(data_->data() + slot * stride_of(nbytes_), nbytes_, owner);
+    return array_over(file->data() + slot * stride_of(nbytes_), nbytes_, owner);
   }
 
   // A view of the slot may be alive, in the traceback of an error: it is not committed.
@@ -93,6 +98,9 @@ class BoundPublication {
     begun_.reset();
     writing_.reset();
   }
+
+  // Gives the slots back, except to arrays over one, and to readers.
+  void close() { data_.reset(); }
 
   // `age`: the seconds since its first publication, on another machine.
   void commit(std::uint64_t number, double age) {
@@ -120,8 +128,8 @@ class BoundPublication {
           "the published weights");
   }
 
-  void reserve(std::uint32_t slot) {
-    data_->reserve(slot * stride_of(nbytes_), stride_of(nbytes_));
+  void reserve(MemoryFile& data, std::uint32_t slot) {
+    data.reserve(slot * stride_of(nbytes_), stride_of(nbytes_));
     reserved_.set(slot);
   }
 
@@ -157,6 +165,7 @@ class BoundReader {
 
   // Number, time and bytes of the newest publication, if its number is above `seen`.
   [[nodiscard]] py::object take(std::uint64_t seen) {
+    if (!data_) throw std::runtime_error("publication: its reader was closed");
     if (word().newest() <= seen) return py::none();
     if (word().is_holding(reader_))
       throw std::runtime_error(
@@ -176,6 +185,12 @@ class BoundReader {
   // Ends the hold, although an array may still be alive, in the traceback of an error.
   void drop() const {
     if (const std::shared_ptr<Hold> hold = hold_.lock()) hold->drop();
+  }
+
+  // Reads no more: gives the slots back, except to an array over one.
+  void close() {
+    drop();
+    data_.reset();
   }
 
   [[nodiscard]] bool wait(std::uint64_t seen, double seconds) const {
@@ -226,13 +241,14 @@ void bind_publication(py::module_& m) {
                              })
       .def_property_readonly("data",
                              [](const BoundPublication& s) {
-                               return py::make_tuple(s.data().descriptor(),
-                                                     as_bytes(s.data().nonce()));
+                               return py::make_tuple(s.data()->descriptor(),
+                                                     as_bytes(s.data()->nonce()));
                              })
       .def_property_readonly("newest", [](const BoundPublication& s) { return s.word().newest(); })
       .def_property_readonly("slots", &BoundPublication::slots)
       .def("begin", &BoundPublication::begin)
       .def("abandon", &BoundPublication::abandon)
+      .def("close", &BoundPublication::close)
       .def("commit", &BoundPublication::commit, py::arg("number"), py::arg("age") = 0.0)
       .def(
           "clear",
@@ -250,6 +266,7 @@ void bind_publication(py::module_& m) {
       .def_property_readonly("newest", [](const BoundReader& s) { return s.word().newest(); })
       .def("take", &BoundReader::take, py::arg("seen"))
       .def("drop", &BoundReader::drop)
+      .def("close", &BoundReader::close)
       .def("wait", &BoundReader::wait, py::arg("seen"), py::arg("seconds"));
 
   m.attr("PUBLICATION_READERS") = Publication::kReaders;

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import gc
 import itertools
 import os
 import re
@@ -10,8 +11,10 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +23,11 @@ import ray
 
 import flatweights as fw
 from flatweights.ray import Publisher, StaleWeightsError, Subscriber, SupersededError
+from flatweights.ray.peers import _shared_actor
 from flatweights.ray.publishing import _names, _publication_server, _subscriber, _transports
 from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._publication_server import PublicationAddress
-from flatweights.ray.publishing._sources import BoardSource, Source
+from flatweights.ray.publishing._sources import BoardSource, PulledSource, Source
 
 pytestmark = [
     pytest.mark.ray,
@@ -496,6 +500,62 @@ def test_a_subscriber_that_is_closed_while_it_finds_a_new_publisher_reads_no_mor
             time.sleep(0.01)
 
 
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def large_memory_files() -> int:
+    """Return the number of mappings of memory files, of a megabyte or more, in this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if "memfd:flatweights" in line]
+    return sum(int(end, 16) - int(begin, 16) >= 1 << 20 for begin, end in ranges)
+
+
+@pytest.mark.usefixtures("_no_collection")
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_nothing_of_the_memory_stays_after_the_end(is_kept: bool) -> None:
+    """Without the collector of cycles, and even if the objects are kept."""
+    before = large_memory_files()
+    weights, theirs = {"w": np.ones(1 << 17)}, Holder({"w": np.zeros(1 << 17)})
+    publisher = Publisher("memory", weights)
+    publisher.publish()
+    subscriber = Subscriber("memory", theirs)
+    theirs.kept = "next"
+    assert subscriber.update()
+    assert large_memory_files() == before + 2
+    if is_kept:
+        subscriber.close()
+        publisher.close()
+        assert (subscriber.behind, publisher.version % VERSIONS) == (0, 1)
+    else:
+        del subscriber, publisher
+    wait_until(lambda: large_memory_files() == before + 1)
+    assert (theirs.kept.view(np.float64) == 1).all()  # a view that is kept keeps its memory
+    theirs.kept = None
+    assert large_memory_files() == before
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_weights_from_the_store_go_with_their_subscriber(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLATWEIGHTS_RAY", "store")
+    with Publisher("stored", np.ones(50_000)) as publisher:
+        publisher.publish()
+        kept, dropped = Subscriber("stored"), Subscriber("stored")
+        assert (kept.read()[""] == dropped.read()[""]).all()
+        source, other = kept._state.source, weakref.ref(dropped._state.source)
+        assert isinstance(source, PulledSource)
+        assert source._news is not None
+        kept.close()
+        wait_until(lambda: source._news is None)
+        assert source.newest == publisher.version
+        del dropped
+        wait_until(lambda: other() is None)
+
+
 def test_wrong_calls_are_refused() -> None:
     class Model:  # of Keras, or of another framework
         trainable_variables = ()
@@ -659,16 +719,16 @@ def test_a_relay_passes_weights_on_until_it_is_lost(relays: list[Any]) -> None:
 def test_a_relay_without_memory_leaves_its_node_to_the_store_and_tries_again(
     relays: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    relay, shared_actor = relays[0], _transports.shared_actor
+    relay, shared_actor = relays[0], _shared_actor.shared_actor
 
     def lose_memory(_: Any) -> None:
         def refuse(nbytes: int) -> None:
             raise OSError(errno.ENOMEM, "no memory")
 
-        _transports.PublicationServer = refuse  # type: ignore[assignment,misc]
+        vars(_transports)["PublicationServer"] = refuse
 
     def get_memory(_: Any) -> None:
-        _transports.PublicationServer = _publication_server.PublicationServer  # type: ignore[misc]
+        vars(_transports)["PublicationServer"] = _publication_server.PublicationServer
 
     def shared(cls: type, *args: Any) -> Any:
         return relay if cls is _transports.Relay else shared_actor(cls, *args)

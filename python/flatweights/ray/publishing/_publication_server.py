@@ -51,6 +51,8 @@ class FullError(RuntimeError):
 class PublicationServer:
     """A publication, and its readers.
 
+    Once it has ended, nothing of its memory stays, except what readers map.
+
     Attributes:
         publication: The publication.
         address: Its address for readers.
@@ -120,6 +122,7 @@ class PublicationServer:
             self._listener.close()
             for connection, _ in self._readers.values():
                 connection.close()
+            self.publication.close()
 
     def _accept(self, poll: select.poll) -> None:
         try:
@@ -243,5 +246,5 @@ class PublicationConnection:
 
     def close(self) -> None:
         """Disconnect; views of the weights that were read last may change from then on."""
-        self.reader.drop()  # before another reader gets its number, whose hold it would release
+        self.reader.close()  # before another reader gets its number, whose hold it would release
         self.connection.close()

@@ -133,7 +133,11 @@ class Publisher:
     def _publish(self, source: Variables) -> int:
         self._check()
         publication = self._server.publication
-        buffer = publication.begin()
+        try:
+            buffer = publication.begin()
+        except RuntimeError:
+            self._check()  # it was closed meanwhile
+            raise
         try:
             source.gather_into(buffer)
         except BaseException:

@@ -72,19 +72,22 @@ class Source(ABC):
         transport: The transport by which they come; see `Subscriber.transport`.
         number: The number of the publisher among those of its name.
         layout: The layout of the weights, pickled.
-        take: A function that returns the newest weights if their version is above its argument;
-            else None, at once. The buffer does not change as long as a reference to it exists;
-            there may be references to only one buffer.
     """
 
-    def __init__(
-        self, transport: str, number: int, layout: bytes, take: Callable[[int], News | None]
-    ) -> None:
+    def __init__(self, transport: str, number: int, layout: bytes) -> None:
         """Take the attributes."""
         self.transport = transport
         self.number = number
         self.layout = layout
-        self.take = take
+
+    @property
+    @abstractmethod
+    def take(self) -> Callable[[int], News | None]:
+        """A function that returns the newest weights if their version is above its argument.
+
+        Else it returns None, at once. The buffer does not change as long as a reference to it
+        exists; there may be references to only one buffer.
+        """
 
     @property
     @abstractmethod
@@ -109,7 +112,10 @@ class Source(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Read no more; no other thread may use this, and no reference to a buffer may exist."""
+        """Read no more, and keep no weights; no other thread may use this.
+
+        Views of a buffer may change from then on.
+        """
 
 
 class BoardSource(Source):
@@ -121,8 +127,13 @@ class BoardSource(Source):
         """Connect; raises as `PublicationConnection` does."""
         self._server = PublicationConnection(address, end)
         self._reader = self._server.reader
-        super().__init__(transport, number, layout, self._reader.take)
+        super().__init__(transport, number, layout)
         self._ours, self._waker = map(kept, socket.socketpair())
+
+    @property
+    def take(self) -> Callable[[int], News | None]:
+        """The reader's function."""
+        return self._reader.take
 
     @property
     def newest(self) -> int:
@@ -169,9 +180,10 @@ class PulledSource(Source):
             record: The publisher.
             pull: Makes one call: returns weights of versions above its argument.
         """
-        super().__init__("store", record.number, record.layout, self._take)
+        super().__init__("store", record.number, record.layout)
         self._pull = pull
         self._nbytes = record.address.nbytes
+        self._newest = 0
         self._news: News | None = None
         self._told: AnnouncedWeights | None = None  # these, as they were told
         self._announced: AnnouncedWeights | None = None  # what is fetched
@@ -185,8 +197,12 @@ class PulledSource(Source):
     @property
     def newest(self) -> int:
         """The newest version that has arrived."""
-        news = self._news
-        return 0 if news is None else news[0]
+        return self._newest
+
+    @property
+    def take(self) -> Callable[[int], News | None]:
+        """Returns what has arrived."""
+        return self._take
 
     def drop(self) -> None:
         """Do nothing: weights that have arrived are never written to."""
@@ -226,8 +242,10 @@ class PulledSource(Source):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Make no further call."""
+        """Make no further call, and keep no weights."""
         self.interrupt()
+        with self._changed:
+            self._news = self._told = self._announced = None
 
     def _take(self, seen: int) -> News | None:
         news = self._news
@@ -241,17 +259,23 @@ class PulledSource(Source):
                 if answer is None:
                     break
                 if answer:
-                    version, age, told = answer
-                    announced = AnnouncedWeights(version, _clock.now() - age, told)
-                    with self._changed:
-                        self._announced, self._fetching = announced, _clock.now()
-                    buffer = self._fetched(told)
-                    with self._changed:
-                        self._news, self._told = (version, announced.published, buffer), announced
-                        self._announced = None
-                        self._changed.notify_all()
+                    self._fetch(*answer)
+                del answer  # it holds the weights
         with self._changed:
             self._is_over = True
+            self._changed.notify_all()
+
+    def _fetch(self, version: int, age: float, told: Told) -> None:
+        announced = AnnouncedWeights(version, _clock.now() - age, told)
+        with self._changed:
+            self._announced, self._fetching = announced, _clock.now()
+        buffer = self._fetched(told)
+        with self._changed:
+            if self._is_closed:
+                return
+            self._newest = version
+            self._news, self._told = (version, announced.published, buffer), announced
+            self._announced = None
             self._changed.notify_all()
 
     def _fetched(self, told: Told) -> NDArray[np.uint8]:

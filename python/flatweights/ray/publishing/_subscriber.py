@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -397,8 +398,8 @@ class _Subscription:
 
     def refuse(self, why: str) -> None:
         """Make `take` raise."""
+        self.take = functools.partial(_refuse, f"the subscriber of {self._name!r}: {why}")
 
-        def take(seen: int) -> NoReturn:
-            raise RuntimeError(f"the subscriber of {self._name!r}: {why}")
 
-        self.take = take
+def _refuse(why: str, seen: int) -> NoReturn:
+    raise RuntimeError(why)
