@@ -275,6 +275,38 @@ def test_objects_of_all_kinds() -> None:
     assert list(TensorFlowVariables(types.MappingProxyType({"x": a})).variables) == ["x"]
 
 
+@pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
+def test_objects_in_layers_hold_variables_as_those_in_modules_do(module: Any) -> None:
+    class Loss(module.losses.Loss):  # type: ignore[misc]
+        """Of a class of Keras, so it is no object of the user's own."""
+
+    def fill(holder: Any) -> list[str]:
+        inner = module.layers.Dense(1)
+        inner.build((None, 2))
+        holder.pair = types.SimpleNamespace(a=tf.Variable(1.0))
+        space = types.SimpleNamespace(w=tf.Variable(2.0), dense=inner, itself=holder)
+        holder.spaces = {"x": [space, WithSlots(tf.Variable(3.0))]}
+        of_spaces = ("0/dense/bias", "0/dense/kernel", "0/w", "1/w")
+        return ["pair/a", *(f"spaces/x/{name}" for name in of_spaces)]
+
+    class Holder(module.layers.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = module.layers.Dense(1)
+            self.dense.build((None, 2))
+            self.built = True
+
+    layer, plain = Holder(), tf.Module()
+    names = fill(layer)
+    assert fill(plain) == names == sorted(TensorFlowVariables(plain).variables)
+    layer.pair.b = [module.optimizers.SGD(), layer.dense]
+    layer.own = Loss()
+    layer.own.w = tf.Variable(4.0)
+    found = TensorFlowVariables(layer)
+    assert sorted(found.variables) == ["dense/bias", "dense/kernel", *names]
+    assert list(found.variables)[:2] == ["dense/kernel", "dense/bias"]
+
+
 def test_the_state_of_seeds_is_state() -> None:
     seed = keras.random.SeedGenerator(1)
     holder = types.SimpleNamespace(w=tf.Variable(1.0), seed=seed)

@@ -177,10 +177,11 @@ class _Walk:
             }
             yield from layer_variables(value, layers, bare)
             for layer_path, layer in layers:
-                # Keras 3, unlike `tf_keras`, does not track these.
                 self._layers.append(layer)
+                # Keras 3, unlike `tf_keras`, does not track these.
                 if not is_layer_of_keras_2(layer):
                     yield from self._bare(layer, layer_path)
+                yield from self._in_objects(layer, layer_path)
         else:
             self._entered.add(id(value))
             for attribute, held in _attributes(value):
@@ -192,14 +193,35 @@ class _Walk:
 
     def _bare(self, layer: Any, path: KeyPath) -> Iterator[_Item]:
         """Walk the bare variables and the modules in the attributes of one layer."""
-        for attribute, held in _by_name(layer):
-            if attribute.startswith(("_self_", "_obj_")) or attribute in _OF_KERAS:
-                continue
-            for item_path, item in leaves(held, (*path, attribute.lstrip("_"))):
-                if isinstance(item, tf.Variable):
-                    yield from self._variable(item_path, item)
-                elif isinstance(item, tf.Module) and not is_layer(item):
-                    yield from self._holder(item, item_path)
+        for item_path, item in _held_by(layer, path):
+            if isinstance(item, tf.Variable):
+                yield from self._variable(item_path, item)
+            elif isinstance(item, tf.Module) and not is_layer(item):
+                yield from self._holder(item, item_path)
+
+    def _in_objects(self, layer: Any, path: KeyPath) -> Iterator[_Item]:
+        """Walk the objects in the attributes of one layer that Keras does not know.
+
+        As in the layer's own attributes, optimizers are left out.
+        """
+        for item_path, item in _held_by(layer, path):
+            if self._is_holder(item) and not _is_known_to_keras(item):
+                for where, held, is_trained in self._holder(item, item_path):
+                    if is_trained is not None:
+                        yield where, held, is_trained
+
+
+def _held_by(layer: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield what is in the attributes of ``layer``, except those that Keras sets itself."""
+    for attribute, held in _by_name(layer):
+        if not attribute.startswith(("_self_", "_obj_")) and attribute not in _OF_KERAS:
+            yield from leaves(held, (*path, attribute.lstrip("_")))
+
+
+def _is_known_to_keras(value: Any) -> bool:
+    """Whether ``value`` is of a class of Keras or TensorFlow: a layer, a loss, a SavedModel."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    return not packages.isdisjoint(("keras", "tf_keras", "tensorflow"))
 
 
 # Attributes of a layer or model that Keras sets itself.
