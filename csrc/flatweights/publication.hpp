@@ -32,7 +32,7 @@ namespace flatweights {
 
 class Publication {
  public:
-  static constexpr std::uint32_t kReaders = 128;
+  static constexpr std::uint32_t kReaders = 129;  // 128, and one that reads for other nodes
   static constexpr std::uint32_t kSlots = kReaders + 2;
 
   // A publication and its slot; number 0 means none.
@@ -92,7 +92,7 @@ class Publication {
   };
 
   alignas(64) std::atomic<std::uint64_t> word_;
-  alignas(64) std::atomic<std::uint64_t> asleep_[kReaders / 64];  // a bit for each reader
+  alignas(64) std::atomic<std::uint64_t> asleep_[(kReaders + 63) / 64];  // a bit for each reader
   std::atomic<std::uint32_t> turns_;  // what readers sleep on: changes before they are woken
   Slot slots_[kSlots];
   Hold holds_[kReaders];

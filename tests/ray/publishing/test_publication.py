@@ -40,6 +40,7 @@ from flatweights.ray.publishing._publication_server import (
     PublicationAddress,
     PublicationConnection,
     PublicationServer,
+    take_over,
 )
 
 _readings: list[PublicationConnection] = []  # of one test
@@ -62,8 +63,8 @@ def _end_of_readings() -> Iterator[None]:
         _readings.pop().close()
 
 
-def connect(server: PublicationServer) -> PublicationConnection:
-    _readings.append(PublicationConnection(server.address, time.monotonic() + 60))
+def connect(server: PublicationServer, **options: bool) -> PublicationConnection:
+    _readings.append(PublicationConnection(server.address, time.monotonic() + 60, **options))
     return _readings[-1]
 
 
@@ -115,9 +116,11 @@ def test_what_is_read_stays_as_it_is_while_others_are_published(server: Publicat
 
 
 def test_most_readers_hold_a_slot_each(server: PublicationServer) -> None:
-    readings = [connect(server) for _ in range(_core.PUBLICATION_READERS)]
-    with pytest.raises(FullError, match=f"has {_core.PUBLICATION_READERS} readers"):
+    most = _core.PUBLICATION_READERS - 1
+    readings = [connect(server) for _ in range(most)]
+    with pytest.raises(FullError, match=f"has {most} readers"):
         connect(server)
+    readings.append(connect(server, for_others=True))
     held = []
     for version, reading in enumerate(readings, 1):
         publish(server, version)
@@ -135,6 +138,26 @@ def test_most_readers_hold_a_slot_each(server: PublicationServer) -> None:
             connect(server)
             break
         assert time.monotonic() < end
+
+
+def test_one_place_is_kept_for_the_reader_that_reads_for_others(server: PublicationServer) -> None:
+    for _ in range(3):
+        first = connect(server, for_others=True)
+        with pytest.raises((FullError, OSError)):
+            connect(server, for_others=True)
+        readings = [connect(server) for _ in range(_core.PUBLICATION_READERS - 1)]
+        publish(server, server.publication.newest + 1)
+        assert all(read(one) for one in (first, *readings))
+        for one in (first, *readings):
+            one.close()
+        wait_until(lambda: server.idle > 0)
+
+
+def test_a_server_without_places_is_taken_over(server: PublicationServer) -> None:
+    readings = [connect(server) for _ in range(_core.PUBLICATION_READERS - 1)]
+    take_over(server.address, time.monotonic() + 60)
+    assert server.is_closed
+    assert all(reading.is_over for reading in readings)
 
 
 def test_the_end_of_a_view_releases_nothing_of_the_next_reader(server: PublicationServer) -> None:

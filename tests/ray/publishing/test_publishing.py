@@ -22,11 +22,12 @@ import pytest
 import ray
 
 import flatweights as fw
+from flatweights import _core
 from flatweights.ray import Publisher, StaleWeightsError, Subscriber, SupersededError
 from flatweights.ray.peers import _shared_actor
 from flatweights.ray.publishing import _names, _publication_server, _subscriber, _transports
 from flatweights.ray.publishing._answer import answer_of
-from flatweights.ray.publishing._publication_server import PublicationAddress
+from flatweights.ray.publishing._publication_server import PublicationAddress, PublicationConnection
 from flatweights.ray.publishing._sources import BoardSource, PulledSource, Source
 
 pytestmark = [
@@ -846,6 +847,26 @@ def test_many_subscribers_of_one_publisher() -> None:
         assert all((target == 1).all() for target in targets)
         for subscriber in subscribers:
             subscriber.close()
+
+
+def test_weights_reach_other_nodes_and_a_successor_although_this_node_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Publisher("full", np.ones(3)) as publisher:
+        publisher.publish()
+        address, end = publisher._server.address, time.monotonic() + 60
+        most = _core.PUBLICATION_READERS - 1
+        readers = [PublicationConnection(address, end) for _ in range(most)]
+        with pytest.raises(TimeoutError, match=f"the publisher has {most} readers on this node"):
+            Subscriber("full", timeout=0.2)
+        with monkeypatch.context() as patch:
+            patch.setenv("FLATWEIGHTS_RAY", "store")
+            with Subscriber("full") as subscriber:
+                assert (subscriber.read()[""] == 1).all()
+        with Publisher("full", np.ones(3)), pytest.raises(SupersededError):
+            publisher.publish()
+        for reader in readers:
+            reader.close()
 
 
 def test_threads_share_a_subscriber() -> None:

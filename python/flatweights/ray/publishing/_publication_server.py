@@ -3,6 +3,9 @@
 Readers connect to an abstract Unix socket, and get a number and the descriptors of both files. The
 connection stays open. When it ends, the reader is gone, and its hold is cleared. A thread does
 this, so `publish` makes no system call.
+
+One number is kept for the reader that reads for others. It asks for it on its connection, and gives
+back the one that it has got, if any was left. A publisher that takes over needs no number.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from flatweights.ray.channels._end import ChannelError, check_user, receive_pack
 from flatweights.ray.support._listener import kept
 
 _READER = struct.Struct("<cI")  # a kind, the number of the reader
-_WELCOME, _FULL, _TAKEN_OVER = b"R", b"F", b"T"
+_WELCOME, _FULL = b"R", b"F"
+_TAKEN_OVER, _FOR_OTHERS = b"T", b"O"  # what the other side says
+_KEPT = _core.PUBLICATION_READERS - 1  # the number of the reader that reads for others
 _TICK = 1.0  # seconds
 _PAUSE = 0.01  # seconds between two attempts to connect to a socket whose queue is full
 
@@ -68,8 +73,10 @@ class PublicationServer:
         self.publication = _core.Publication(nbytes)
         self.is_closed = False
         self._tick = tick
-        self._readers: dict[int, tuple[socket.socket, int]] = {}  # by descriptor
-        self._free = list(range(_core.PUBLICATION_READERS))
+        # By descriptor; without a number, if all were taken.
+        self._readers: dict[int, tuple[socket.socket, int | None]] = {}
+        self._free = list(range(_KEPT))
+        self._is_kept = True  # whether the last number is still there
         self._idle_since = _clock.now()
         self._listener = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         ours, self._waker = map(kept, socket.socketpair())
@@ -134,20 +141,22 @@ class PublicationServer:
         try:
             kept(connection).setblocking(False)
             check_user(connection)
-            if not self._free:
-                connection.send(_READER.pack(_FULL, len(self._readers)))
-                connection.close()
-                return
-            reader = self._free[0]
-            control, _ = self.publication.control
-            data, _ = self.publication.data
-            socket.send_fds(connection, [_READER.pack(_WELCOME, reader)], [control, data])
+            reader = self._free[0] if self._free else None
+            if reader is None:
+                connection.send(_READER.pack(_FULL, _KEPT))
+            else:
+                self._welcome(connection, reader)
         except (OSError, ChannelError):
             connection.close()
             return
-        del self._free[0]
+        del self._free[:1]
         self._readers[connection.fileno()] = connection, reader
         poll.register(connection, select.POLLIN)
+
+    def _welcome(self, connection: socket.socket, reader: int) -> None:
+        control, _ = self.publication.control
+        data, _ = self.publication.data
+        socket.send_fds(connection, [_READER.pack(_WELCOME, reader)], [control, data])
 
     def _on_event(self, descriptor: int, poll: select.poll) -> None:
         connection, reader = self._readers[descriptor]
@@ -160,11 +169,22 @@ class PublicationServer:
         if word == _TAKEN_OVER:
             self.is_closed = True
             return
+        if word == _FOR_OTHERS and self._is_kept:
+            with contextlib.suppress(OSError):  # it has ended, which is the next event
+                self._welcome(connection, _KEPT)
+                self._readers[descriptor] = connection, _KEPT
+                self._is_kept = False
+                self._free += [] if reader is None else [reader]
+            return
         # Once the connection has ended, the reader reads no more.
         poll.unregister(descriptor)
-        self.publication.clear(reader)
         del self._readers[descriptor]
-        self._free.append(reader)
+        if reader is not None:
+            self.publication.clear(reader)
+        if reader == _KEPT:
+            self._is_kept = True
+        elif reader is not None:
+            self._free.append(reader)
         self._idle_since = _clock.now()
         connection.close()
 
@@ -177,12 +197,15 @@ class PublicationConnection:
         reader: The reader.
     """
 
-    def __init__(self, address: PublicationAddress, end: float) -> None:
+    def __init__(
+        self, address: PublicationAddress, end: float, *, for_others: bool = False
+    ) -> None:
         """Connect to a publication server of this node.
 
         Args:
             address: The server.
             end: The time at which to give up, by `time.monotonic`.
+            for_others: Whether this is the reader for which the server keeps a number.
 
         Raises:
             OSError: If the server has closed, is on another machine, or does not answer in time.
@@ -193,10 +216,13 @@ class PublicationConnection:
         self.connection = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         descriptors: list[int] = []
         try:
-            self._connect(address.socket, end)
-            check_user(self.connection)
-            self.connection.settimeout(max(1e-3, end - _clock.now()))
-            packet, descriptors = receive_packet(self.connection)
+            _connect(self.connection, address.socket, end)
+            packet, descriptors = self._receive(end)
+            if packet and for_others:
+                while descriptors:
+                    os.close(descriptors.pop())
+                self.connection.send(_FOR_OTHERS)
+                packet, descriptors = self._receive(end)
             self.connection.setblocking(False)
             if len(packet) != _READER.size:
                 raise ConnectionResetError("the server has closed")
@@ -216,15 +242,9 @@ class PublicationConnection:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _connect(self, address: bytes, end: float) -> None:
-        self.connection.setblocking(False)
-        while True:
-            try:
-                return self.connection.connect(address)
-            except BlockingIOError:  # its queue is full
-                if _clock.now() >= end:
-                    raise TimeoutError("the server takes no connections") from None
-                _clock.sleep(_PAUSE)
+    def _receive(self, end: float) -> tuple[bytes, list[int]]:
+        self.connection.settimeout(max(1e-3, end - _clock.now()))
+        return receive_packet(self.connection)
 
     @property
     def is_over(self) -> bool:
@@ -237,14 +257,35 @@ class PublicationConnection:
             pass
         return True
 
-    def take_over(self, end: float) -> None:
-        """Tell the server that it is superseded, and wait until it has closed."""
-        with contextlib.suppress(OSError):
-            self.connection.send(_TAKEN_OVER)
-            self.connection.settimeout(max(1e-3, end - _clock.now()))
-            self.connection.recv(1)
-
     def close(self) -> None:
         """Disconnect; views of the weights that were read last may change from then on."""
         self.reader.close()  # before another reader gets its number, whose hold it would release
         self.connection.close()
+
+
+def take_over(address: PublicationAddress, end: float) -> None:
+    """Tell a publication server that it is superseded, and wait until it has closed.
+
+    Raises:
+        OSError: If it has closed already, or does not answer until ``end``.
+        ChannelError: If it belongs to another user.
+    """
+    with kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
+        _connect(connection, address.socket, end)
+        connection.send(_TAKEN_OVER)
+        connection.settimeout(max(1e-3, end - _clock.now()))
+        while connection.recv(_READER.size):
+            pass
+
+
+def _connect(connection: socket.socket, address: bytes, end: float) -> None:
+    connection.setblocking(False)
+    while True:
+        try:
+            connection.connect(address)
+            break
+        except BlockingIOError:  # its queue is full
+            if _clock.now() >= end:
+                raise TimeoutError("the server takes no connections") from None
+            _clock.sleep(_PAUSE)
+    check_user(connection)

@@ -12,7 +12,7 @@ from flatweights.ray import _clock
 from flatweights.ray.publishing import _names
 from flatweights.ray.publishing._errors import SupersededError, in_call_error
 from flatweights.ray.publishing._models import check_layout, source_of
-from flatweights.ray.publishing._publication_server import PublicationConnection, PublicationServer
+from flatweights.ray.publishing._publication_server import PublicationServer, take_over
 from flatweights.ray.results._variables import Variables
 
 _HANDOVER = 2.0  # seconds for which a publisher waits for the one before it to stop
@@ -88,9 +88,7 @@ class Publisher:
             end = _clock.now() + _HANDOVER
             # The last publisher may have ended, or be stopped: then it learns it from the records.
             with contextlib.suppress(OSError, RuntimeError, ValueError):
-                earlier = PublicationConnection(before.address, end)
-                earlier.take_over(end)
-                earlier.close()
+                take_over(before.address, end)
 
     @property
     def version(self) -> int:

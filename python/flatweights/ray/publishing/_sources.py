@@ -122,10 +122,17 @@ class BoardSource(Source):
     """The memory of a publication."""
 
     def __init__(
-        self, transport: str, number: int, layout: bytes, address: PublicationAddress, end: float
+        self,
+        transport: str,
+        number: int,
+        layout: bytes,
+        address: PublicationAddress,
+        end: float,
+        *,
+        for_others: bool = False,
     ) -> None:
-        """Connect; raises as `PublicationConnection` does."""
-        self._server = PublicationConnection(address, end)
+        """Connect; takes ``for_others`` and raises as `PublicationConnection` does."""
+        self._server = PublicationConnection(address, end, for_others=for_others)
         self._reader = self._server.reader
         super().__init__(transport, number, layout)
         self._ours, self._waker = map(kept, socket.socketpair())

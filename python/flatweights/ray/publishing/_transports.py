@@ -151,7 +151,9 @@ class Proxy:
             if self._source is None:
                 address, end = PublicationAddress(*self._record.address), _clock.now() + _TRY
                 try:
-                    self._source = BoardSource("shm", self._record.number, b"", address, end)
+                    self._source = BoardSource(
+                        "shm", self._record.number, b"", address, end, for_others=True
+                    )
                 except (OSError, FullError, ChannelError, ValueError) as error:
                     raise ConnectionError(f"{type(error).__name__}: {error}") from None
             if self._source.wait_for_end(0.0):
