@@ -74,16 +74,32 @@ print("calls of ray.init:", len(inits))
 
 LATER = """
 import ray
-from flatweights.ray import WorkerGroup
+import time
+import numpy as np
+from flatweights.ray import Publisher, Subscriber, WorkerGroup
 from ray_workers import PlainWorker
 
 options = dict(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 ray.init(**options)
 group = WorkerGroup.create(PlainWorker, 1)
 group.average()
+publisher = Publisher("net", np.ones(3))
+publisher.publish()
+subscriber = Subscriber("net", np.zeros(3))
+assert subscriber.update()
 ray.shutdown()
+publisher.publish()
+assert subscriber.update()
 ray.init(**options)
-for call in (group.average, lambda: group.add(1), lambda: group.remove(0)):
+end = time.monotonic() + 60
+while time.monotonic() < end:  # its thread looks around every second
+    try:
+        subscriber.update()
+    except RuntimeError:
+        break
+    time.sleep(0.05)
+for call in (group.average, lambda: group.add(1), lambda: group.remove(0),
+             publisher.publish, subscriber.update, subscriber.read):
     try:
         call()
     except RuntimeError as error:
@@ -101,7 +117,7 @@ def test_nothing_starts_a_new_ray() -> None:
 
 
 @pytest.mark.slow
-def test_a_group_of_an_earlier_session_says_so() -> None:
+def test_what_is_of_an_earlier_session_says_so() -> None:
     assert output_of(LATER) == "no error\n"
 
 

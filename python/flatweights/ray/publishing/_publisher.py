@@ -14,6 +14,7 @@ from flatweights.ray.publishing._errors import SupersededError, in_call_error
 from flatweights.ray.publishing._models import check_layout, source_of
 from flatweights.ray.publishing._publication_server import PublicationServer, take_over
 from flatweights.ray.results._variables import Variables
+from flatweights.ray.support._errors import EARLIER_SESSION, has_other_session, session_of_ray
 
 _HANDOVER = 2.0  # seconds for which a publisher waits for the one before it to stop
 
@@ -67,6 +68,7 @@ class Publisher:
         if not isinstance(name, str):
             raise TypeError(f"name: expected a text, got {name!r}")
         _names.this_node()
+        self._session = session_of_ray()
         self.name = name
         self._source = source_of(variables, "variables")
         self._layout = self._source.layout
@@ -108,8 +110,9 @@ class Publisher:
         Raises:
             SupersededError: If another publisher of this name has taken over.
             ValueError: If ``weights`` have another layout.
-            RuntimeError: If this publisher was closed, or in a fork of its process; or in a signal
-                handler that interrupts a call of this method in its thread.
+            RuntimeError: If this publisher was closed, is of an earlier session of Ray, or in a
+                fork of its process; or in a signal handler that interrupts a call of this method in
+                its thread.
             OSError: If there is no memory for another slot, because stopped readers hold the
                 others.
             Exception: The exception of reading ``variables``; then nothing is published.
@@ -168,6 +171,9 @@ class Publisher:
         raise TypeError("a Publisher cannot be pickled: make it in the process that publishes")
 
     def _check(self) -> None:
+        if not self._over and has_other_session(self._session):
+            self._over = EARLIER_SESSION
+            self._finalizer()
         if self._over:
             raise RuntimeError(f"the publisher of {self.name!r}: {self._over}")
         if self._server.is_closed:

@@ -23,6 +23,7 @@ from flatweights.ray.publishing._publication_server import FullError
 from flatweights.ray.publishing._sources import News, Source
 from flatweights.ray.publishing._transports import connect
 from flatweights.ray.results._variables import Variables, scatter
+from flatweights.ray.support._errors import EARLIER_SESSION, has_other_session, session_of_ray
 
 _TICK = 1.0  # seconds between two searches for a newer publisher, while this one is quiet
 _SOON = 0.2  # the same, once this one has ended
@@ -139,8 +140,9 @@ class Subscriber:
             ValueError: If ``out`` has another layout, even if nothing is new; or the weights of a
                 new publisher have.
             TypeError: If there are neither variables nor ``out``.
-            RuntimeError: If this subscriber was closed, or in a fork of its process; or in a signal
-                handler that interrupts a call of it in its thread.
+            RuntimeError: If this subscriber was closed, is of an earlier session of Ray, or in a
+                fork of its process; or in a signal handler that interrupts a call of it in its
+                thread.
             Exception: The exception of setting the variables.
         """
         with self._lock:
@@ -273,6 +275,7 @@ class _Subscription:
         self.lock = threading.RLock()
         self.began = 0.0
         self._name = name
+        self._session = session_of_ray()
         self._target = target
         self._mismatch: ValueError | None = None
         # A newer publisher that has published nothing yet.
@@ -328,6 +331,9 @@ class _Subscription:
             if self._is_over:
                 _clock.sleep(_SOON)
             self._is_over = source.wait_for_end(0.0 if self._is_over else _TICK)
+            if has_other_session(self._session):
+                self.refuse(EARLIER_SESSION)
+                self._is_closed = True
             if self._is_closed:
                 break
             # While weights come, their publisher is the newest of the name, or will soon learn that

@@ -18,6 +18,12 @@ _UNSERIALIZABLE: Any = getattr(ray.exceptions, "UnserializableException", ())
 FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 """The errors of a result for which the store had no room."""
 
+EARLIER_SESSION = (
+    "this belongs to an earlier session of Ray, which ray.shutdown() has ended with all actors: "
+    "make a new one"
+)
+"""The error of what was made before the process joined another session."""
+
 _LONGEST_ERROR = 16 << 10  # bytes of a pickled error
 _MOST_SHOWN = 2000  # characters of a text that a worker sent
 _LONGEST_TEXT = 1000  # characters of the text that replaces a longer error
@@ -74,10 +80,15 @@ def check_connected(session: str | None = None) -> None:
     if not ray.is_initialized():
         raise RuntimeError("Ray is not initialized in this process: call ray.init() first")
     if session is not None and session != session_of_ray():
-        raise RuntimeError(
-            "this belongs to an earlier session of Ray, which ray.shutdown() has ended with all "
-            "actors: make a new one"
-        )
+        raise RuntimeError(EARLIER_SESSION)
+
+
+def has_other_session(session: str) -> bool:
+    """Whether this process has joined another session than that `session_of_ray`."""
+    try:
+        return ray.is_initialized() and session != session_of_ray()
+    except Exception:  # another thread is shutting Ray down
+        return False
 
 
 def session_of_ray() -> str:
