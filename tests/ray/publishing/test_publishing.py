@@ -309,7 +309,10 @@ def test_a_signal_handler_that_interrupts_a_call_is_refused_another(way: str) ->
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
-        with Publisher(way, ours) as publisher, Subscriber(way, theirs) as subscriber:
+        with (
+            Publisher(f"handler {way}", ours) as publisher,
+            Subscriber(f"handler {way}", theirs) as subscriber,
+        ):
             owner = publisher if way == "publish" else subscriber
             holder, name = (ours, "gather_into") if way == "publish" else (theirs, "scatter")
             vars(holder)[name] = functools.partial(interrupt, getattr(holder, name))
