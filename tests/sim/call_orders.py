@@ -597,10 +597,14 @@ class CallsModel:
         elsewhere = {one.peer.rank for k, one in asking.items() if k not in taking}
         missed = {one.peer.rank for one in self.processes.values() if one.before is not False}
         late = sorted(missed - call.requests.keys() - elsewhere)
-        self._check([*call.late] == late, f"{call.late} are late, not {late}")
         entering = {one.peer.rank for one in self.processes.values()}
+        # That a member is dead may be noticed after this call began: when it is told that its own
+        # time is up.
+        noticed = {*call.late} - entering
+        found = [rank for rank in call.late if rank not in noticed]
+        self._check(found == late, f"{found} are late, not {late}")
         lost = {rank for rank, has_died in self.died.items() if has_died} - entering
-        self._check(call.lost.keys() == lost, f"{[*call.lost]} are lost, not {lost}")
+        self._check({*call.lost} | noticed == lost, f"{[*call.lost]} are lost, not {lost}")
         for number, process in self.processes.items():
             if number in taking:
                 continue
