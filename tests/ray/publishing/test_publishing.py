@@ -822,6 +822,15 @@ def test_weights_that_are_too_old_are_refused() -> None:
         assert subscriber.version == 0
 
 
+def test_of_a_publisher_behind_an_agent_an_error_says_what_is_known() -> None:
+    with Publisher("behind", np.ones(3)) as publisher:
+        publisher.publish()
+        with Subscriber("behind", max_age=1e-9) as subscriber:
+            subscriber._state.source.transport = "agent"
+            with pytest.raises(StaleWeightsError, match=r", has ended or is silent$"):
+                subscriber.read()
+
+
 def test_arrays_without_names_take_the_weights_by_position() -> None:
     with Publisher("order", {"b": np.full(2, 1.0), "a": np.full(3, 2.0)}) as publisher:
         publisher.publish()
