@@ -243,8 +243,9 @@ class CallsModel:
 
     def _make(self, kind: str, *about: Any) -> None:
         if kind == "step":
+            present = len(self.processes)
             self._tell(Tick())
-            self.is_due = self.pending is not None
+            self.is_due = self.pending is not None or len(self.processes) < present
             if not self.is_due:
                 self._check_waits()
         elif kind == "time":

@@ -177,10 +177,9 @@ class ProcessGroup:
         self.rendezvous.believe_reports()
         self.rendezvous.admit()
         self._welcome()
-        if self._receive(Tick()):
-            return
-        if not self.rendezvous.is_in_use:  # the last member has died meanwhile
-            return
+        present = len(self.rendezvous.present)
+        if self._receive(Tick()) or len(self.rendezvous.present) < present:
+            return  # without a member that has died meanwhile, something else may be due
         may_repeat = self.calls.may_repeat and self._repetitions.are_ready(self.rendezvous.present)
         if may_repeat and self._repeat() in (Ending.QUEUE, Ending.PAUSE):
             self.queue.read()
