@@ -93,8 +93,12 @@ def test_each_round_clips_around_the_center_that_it_is_given(group: WorkerGroup)
 def test_no_rule_is_kept_after_its_round(group: WorkerGroup) -> None:
     held = {*range(3)}
     known = weakref.ref(held)
-    group.average("train", rule=lambda models, held=held: models[0])
-    del held
+
+    def first(models: list[FlatWeights], held: object = held) -> FlatWeights:
+        return models[0]
+
+    group.average("train", rule=first)
+    del first, held
     gc.collect()
     assert known() is None
 
