@@ -251,7 +251,7 @@ class Exports {
   std::vector<Py_buffer> views_;
 };
 
-bool has_shape(const Py_buffer& view, const std::vector<std::size_t>& shape) {
+bool view_has_shape(const Py_buffer& view, const std::vector<std::size_t>& shape) {
   if (static_cast<std::size_t>(view.ndim) != shape.size()) return false;
   for (std::size_t i = 0; i < shape.size(); ++i)
     if (static_cast<std::size_t>(view.shape[i]) != shape[i]) return false;
@@ -300,7 +300,7 @@ bool gather(const BoundLayout& bound, const py::list& objects, const py::array& 
     } else {
       const Py_buffer* const view = exports.add(object);
       if (view == nullptr || view->format == nullptr || view->format[0] != format ||
-          view->format[1] != '\0' || !has_shape(*view, slots[i].shape))
+          view->format[1] != '\0' || !view_has_shape(*view, slots[i].shape))
         return false;
       part.copy.from = static_cast<const std::byte*>(view->buf);
     }
