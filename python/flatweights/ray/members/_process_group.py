@@ -176,8 +176,8 @@ class ProcessGroup:
         """Do everything that is due, or wait until something happens."""
         self.rendezvous.believe_reports()
         self.rendezvous.admit()
-        self._welcome()
         present = len(self.rendezvous.present)
+        self._welcome()
         if self._receive(Tick()) or len(self.rendezvous.present) < present:
             return  # without a member that has died meanwhile, something else may be due
         may_repeat = self.calls.may_repeat and self._repetitions.are_ready(self.rendezvous.present)
