@@ -18,7 +18,7 @@ from reference import clean_environment
 import flatweights as fw
 from flatweights.ray import MemberDiedError, MemberError, _clock
 from flatweights.ray.channels._member_channel import MemberChannel
-from flatweights.ray.core._events import Gave
+from flatweights.ray.core._events import Event, Gave, Tick
 from flatweights.ray.core._peer import PeerState
 from flatweights.ray.core._requests import Request
 from flatweights.ray.members._client import ChannelClient, Identity
@@ -166,6 +166,25 @@ def test_a_coordinator_does_not_wait_once_the_last_member_has_died(
     group.run()
     assert not waits
     assert entry.over.done()
+
+
+def test_a_coordinator_does_not_wait_before_it_looks_at_who_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may learn that a member has died when it tells the member that its time is up."""
+    group = ProcessGroup("told", GroupConfig.of(2), "here", None)
+    with_sessions(group, 0, 1)
+    session, receive = group.rendezvous.sessions[1], group._receive
+
+    def tell(event: Event) -> bool:
+        if isinstance(event, Tick) and session.is_present:
+            group._lose(session, MemberDiedError("it died"))
+        return receive(event)
+
+    monkeypatch.setattr(group, "_receive", tell)
+    monkeypatch.setattr(group._channels, "wait", lambda *args: pytest.fail("it waits"))
+    group._step()
+    assert not session.is_present
 
 
 def test_a_coordinator_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> None:
