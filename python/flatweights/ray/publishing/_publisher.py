@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from typing import Any, NoReturn
 
 from flatweights._forks import finalizer, in_forks
 from flatweights.ray import _clock
 from flatweights.ray.publishing import _names
-from flatweights.ray.publishing._errors import SupersededError, in_call_error
+from flatweights.ray.publishing._calls import CallLock
+from flatweights.ray.publishing._errors import SupersededError
 from flatweights.ray.publishing._models import check_layout, source_of
 from flatweights.ray.publishing._publication_server import PublicationServer, take_over
 from flatweights.ray.results._variables import Variables
@@ -72,9 +72,7 @@ class Publisher:
         self.name = name
         self._source = source_of(variables, "variables")
         self._layout = self._source.layout
-        # Reentrant, so that a signal handler that interrupts a call finds `_is_in_call`.
-        self._turn = threading.RLock()
-        self._is_in_call = False
+        self._calls = CallLock("publisher")
         self._over = ""
         tick = weakref.WeakMethod(self._tick)
         self._server = PublicationServer(self._layout.nbytes, lambda: _call(tick))
@@ -122,14 +120,7 @@ class Publisher:
         if weights is not None:
             source = source_of(weights, "weights")
             check_layout(source.layout, self._layout, "weights")
-        with self._turn:
-            if self._is_in_call:
-                raise in_call_error("publisher")
-            try:
-                self._is_in_call = True
-                return self._publish(source)
-            finally:
-                self._is_in_call = False
+        return self._calls.run(lambda: self._publish(source))
 
     def _publish(self, source: Variables) -> int:
         self._check()

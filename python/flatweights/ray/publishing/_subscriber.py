@@ -17,7 +17,8 @@ from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.peers._wait import check_timeout
 from flatweights.ray.publishing import _names
-from flatweights.ray.publishing._errors import StaleWeightsError, in_call_error
+from flatweights.ray.publishing._calls import CallLock
+from flatweights.ray.publishing._errors import StaleWeightsError
 from flatweights.ray.publishing._models import check_layout, copy_of, target_of
 from flatweights.ray.publishing._publication_server import FullError
 from flatweights.ray.publishing._sources import News, Source
@@ -96,8 +97,6 @@ class Subscriber:
         self._checked: Any = _NOTHING  # the last argument of `update`: polls check it once
         self._published = 0.0  # the time of `version`, by `time.monotonic`
         self._state = state = _Subscription(name, self._target)
-        self._lock = state.lock
-        self._is_in_call = False
         state.connect(timeout)
         threading.Thread(target=state.watch, name="flatweights-subscriber", daemon=True).start()
         self._finalizer = finalizer(self, state.close)
@@ -145,14 +144,7 @@ class Subscriber:
                 thread.
             Exception: The exception of setting the variables.
         """
-        with self._lock:
-            if self._is_in_call:
-                raise in_call_error("subscriber")
-            try:
-                self._is_in_call = True
-                return self._update(out)
-            finally:
-                self._is_in_call = False
+        return self._state.calls.run(lambda: self._update(out))
 
     def read(self) -> FlatWeights:
         """Return a copy of the newest weights.
@@ -161,14 +153,7 @@ class Subscriber:
             StaleWeightsError: If they are older than ``max_age``.
             RuntimeError: If nothing has been published yet; or as `update`.
         """
-        with self._lock:
-            if self._is_in_call:
-                raise in_call_error("subscriber")
-            try:
-                self._is_in_call = True
-                return self._read()
-            finally:
-                self._is_in_call = False
+        return self._state.calls.run(self._read)
 
     def _update(self, out: Any) -> bool:
         state = self._state
@@ -231,8 +216,7 @@ class Subscriber:
         raise TypeError("a Subscriber cannot be pickled: make it in the process that reads")
 
     def _end_copy(self) -> None:
-        self._lock = self._state.lock = threading.RLock()
-        self._is_in_call = False
+        self._state.calls = CallLock("subscriber")
         self._state.refuse("this process is a fork of its process: make one here")
 
     def _target_of(self, out: Any) -> Variables:
@@ -259,8 +243,7 @@ class _Subscription:
     """The state that a subscriber shares with the thread that watches over its source.
 
     Attributes:
-        lock: Held by a thread that reads, or changes the source. It is reentrant, so that a signal
-            handler that interrupts a call does not wait for it, but is refused.
+        calls: Those that read; its lock is also held by a thread that changes the source.
         source: The source of the weights.
         take: The function of that name of the source.
         layout: The layout of the weights.
@@ -272,7 +255,7 @@ class _Subscription:
     layout: Layout
 
     def __init__(self, name: str, target: Variables | None) -> None:
-        self.lock = threading.RLock()
+        self.calls = CallLock("subscriber")
         self.began = 0.0
         self._name = name
         self._session = session_of_ray()
@@ -342,7 +325,7 @@ class _Subscription:
                 with contextlib.suppress(Exception):  # the publisher has ended, or Ray is shut down
                     self._switch()
             seen = source.newest
-        with self.lock:
+        with self.calls.lock:
             self.source.close()
             if self._next is not None:
                 self._next[0].close()
@@ -355,7 +338,7 @@ class _Subscription:
             return
         old, (source, record) = self.source, self._next
         if source.newest or not old.newest:
-            with self.lock:
+            with self.calls.lock:
                 self._next = None
                 self._set(source, record)
                 old.close()
