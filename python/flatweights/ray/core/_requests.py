@@ -102,6 +102,8 @@ class Request(NamedTuple):
         value: This member's object, pickled.
         only_next: Whether it is about the next call only: if others have made one since this
             member's last response, it is answered by `OutOfSyncError`.
+        from_state: Whether what it brings is as new as the states of this member: an object that it
+            gathers, or a tensor of a step, but not weights.
     """
 
     operation: Operation
@@ -119,6 +121,7 @@ class Request(NamedTuple):
     name: str | None = None
     value: bytes = b""
     only_next: bool = False
+    from_state: bool = False
 
     @property
     def is_urgent(self) -> bool:
@@ -150,7 +153,7 @@ class Request(NamedTuple):
     def fields(self) -> tuple[Any, ...]:
         """The fields, without those that few requests have."""
         is_whole = self.name is not None or self.gpu is not None or self.only_next
-        return tuple(self) if is_whole else self[:-4]
+        return tuple(self) if is_whole or self.from_state else self[:-5]
 
     @property
     def signature(self) -> tuple[Any, ...]:

@@ -155,14 +155,17 @@ class ResponseCache:
         """Whether ``peer`` lacks the last response of its kind of call, and gets the next one.
 
         Its weights do not count in that call: they are from before the response that it lacks. With
-        a state, it is healed instead. In a broadcast, only weights of the root count, which all
-        take as they are: so a member takes part once it has a response of any kind since the last.
+        a state, it is healed instead, and after that takes part at once in calls whose values come
+        from the state. In a broadcast, only weights of the root count, which all take as they are:
+        so a member takes part once it has a response of any kind since the last.
         """
         request, made = peer.request, self._made.get(peer.request.kind)
         if made is None or request.state is not None:
             return False
         if request.operation == "broadcast":
             return made.number > peer.has
+        if request.from_state and self._has_states(peer, made.number):
+            return False
         return peer.number not in made.peers
 
     def last_for(self, peer: Peer) -> CachedResponse | None:
@@ -231,6 +234,13 @@ class ResponseCache:
                 changes.released.append(kept.pop(_least_needed(older)).number)
         while len(small) > _KEPT_SMALL:
             changes.released.append(small.pop(_least_needed(small)).number)
+
+    def _has_states(self, peer: Peer, number: int) -> bool:
+        """Whether ``peer`` has the last of all states, one of them from after call ``number``."""
+        last = max(self._states.values(), default=0)
+        return last > number and all(
+            peer.states.get(state, 0) >= made for state, made in self._states.items()
+        )
 
     def _last(self, kind: Kind) -> CachedResponse | None:
         return self._kept.get(kind) or self._small.get(kind)

@@ -381,6 +381,8 @@ class Member:
         )
         if self._twins.is_twin(variables, request.keys[1]):
             request = request._replace(twins=(*request.twins, request.keys[1]))
+        if state is None and hasattr(variables, "let_repeat"):  # a tensor of a step
+            request = request._replace(from_state=True)
         with self._call(state) as coordinator:
             request, sent = coordinator.gather(variables, request)
             response, mean = self._exchange(coordinator, request, layout, sent, state)
@@ -589,7 +591,9 @@ class Member:
         except Exception as error:
             raise TypeError(f"value: cannot be pickled: {reason_in_a_line(error)}") from error
         request = self._request(None, 1.0, timeout, min_results, "propagate", state=state)
-        request = request._replace(operation="all_gather", name=name, value=pickled)
+        request = request._replace(
+            operation="all_gather", name=name, value=pickled, from_state=state is None
+        )
         with self._call(state) as coordinator:
             response, _ = self._exchange(coordinator, request, _NO_WEIGHTS, None, state)
             result = self._round(response, {})
