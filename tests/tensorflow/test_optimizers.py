@@ -426,3 +426,30 @@ def test_slots_are_those_of_keras_in_models_of_several_dtypes() -> None:
     optimizers[0].apply(gradients)  # to the variables that it was built with, in order
     moved = [float(np.abs(1.0 - np.asarray(one)).max()) for one in ours.trainable_variables]
     assert moved == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
+def test_no_variable_of_an_optimizer_is_trained(library: Any) -> None:
+    def built() -> Any:
+        model = library.Sequential([library.Input((2,)), library.layers.Dense(1)])
+        optimizer = library.optimizers.Nadam(0.1)
+        optimizer.build(model.trainable_variables)
+        return model, optimizer
+
+    ours, theirs = built(), built()
+    gradients = [tf.constant([[1.0], [2.0]]), tf.constant([3.0])]
+    variables, others = (TensorFlowVariables([*each]) for each in (ours, theirs))
+    others.set_weights(variables.get_weights())
+    pairs = list(zip(gradients, theirs[0].trainable_variables, strict=True))
+    step = tf.function(lambda: theirs[1].apply_gradients(pairs), autograph=False)
+    for _ in range(3):
+        variables.apply_flat_gradients(ours[1], variables.flatten_gradients(gradients))
+        step()
+    assert np.array_equal(variables.get_flat(), others.get_flat())
+    product = ours[1]._u_product
+    loss = variables.value_and_gradient(
+        lambda: tf.reduce_sum(ours[0](tf.ones((1, 2)))) + tf.convert_to_tensor(product) ** 2
+    )
+    _, gradient = loss(variables.get_flat())
+    assert gradient[:3].tolist() == [1.0, 1.0, 1.0]
+    assert not gradient[3:].any()

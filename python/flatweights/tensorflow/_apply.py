@@ -4,7 +4,7 @@ TensorFlow gets one tensor per dtype. Functions and operations are built once pe
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,11 @@ class Steps:
     """
 
     def __init__(
-        self, variables: Mapping[str, Any], layout: Layout, session: SessionOperations | None
+        self,
+        variables: Mapping[str, Any],
+        layout: Layout,
+        session: SessionOperations | None,
+        of_optimizers: Collection[int],
     ) -> None:
         """Take the ``variables`` at the slots of ``layout``.
 
@@ -38,10 +42,12 @@ class Steps:
             variables: In the form that the user passed.
             layout: Their layout.
             session: Operations of the variables' graph; None for eager variables.
+            of_optimizers: The positions of those that optimizers hold.
         """
         self._wrappers = list(variables.values())
         self._layout = layout
         self._session = session
+        self._of_optimizers = of_optimizers
         self._steps: weakref.WeakKeyDictionary[Any, _EagerStep | _SessionStep]
         self._steps = weakref.WeakKeyDictionary()
         self._lock = TurnLock()
@@ -78,7 +84,7 @@ class Steps:
 
     def _new(self, optimizer: Any) -> "_EagerStep | _SessionStep":
         slots: dict[np.dtype[Any], list[int]] = {}
-        for i in trained_positions(self._wrappers):
+        for i in trained_positions(self._wrappers, self._of_optimizers):
             dtype = self._layout.slots[i].dtype
             if is_averaged(dtype):  # others, such as a counter of steps, have no gradient
                 slots.setdefault(dtype, []).append(i)

@@ -35,6 +35,7 @@ class Discovered(NamedTuple):
         graph: The graph of the variables; None for eager ones.
         layers: The layers that hold some of them.
         owners: By name, the variable of the model that a slot of an optimizer is for.
+        of_optimizers: The names of all variables of optimizers, none of which is trained.
         left_out: The names of variables that are not among them by choice.
     """
 
@@ -44,6 +45,7 @@ class Discovered(NamedTuple):
     graph: tf.Graph | None
     layers: Sequence[Any] = ()
     owners: Mapping[str, str] = {}
+    of_optimizers: Collection[str] = ()
     left_out: Collection[str] = ()
 
 
@@ -132,7 +134,10 @@ def _eager(held: list[Held], listed: list[Held]) -> Discovered:
         for name, item in zip(names, items, strict=True)
         if item.owner is not None and item.owner in keys
     }
-    return Discovered(wrappers, variables, replicas, None, owners=owners)
+    of_optimizers = {name for name, item in zip(names, items, strict=True) if item.is_of_optimizer}
+    return Discovered(
+        wrappers, variables, replicas, None, owners=owners, of_optimizers=of_optimizers
+    )
 
 
 def _in_graph(
@@ -152,7 +157,8 @@ def _in_graph(
         from_output = [variable for variable in from_output if variable.trainable]
     ordered = {id(v): v for v in (*from_output, *explicit)}.values()
     variables = {variable.op.name: variable for variable in ordered}
-    return Discovered(dict(variables), variables, {}, graph)
+    of_optimizers = {item.variable.op.name for item in (*held, *listed) if item.is_of_optimizer}
+    return Discovered(dict(variables), variables, {}, graph, of_optimizers=of_optimizers)
 
 
 def _graph_of(variable: tf.Variable) -> tf.Graph | None:

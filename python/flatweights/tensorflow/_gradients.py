@@ -1,6 +1,6 @@
 """The gradients of a model as one vector, from values in memory or tensors of a graph."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +41,19 @@ class SparseRows(NamedTuple):
 class Gradients:
     """Puts gradients in the order of a model's variables, and flattens them."""
 
-    def __init__(self, variables: Mapping[str, Any], layout: Layout) -> None:
-        """Take the ``variables`` at the slots of ``layout``, in the form that the user passed."""
+    def __init__(
+        self, variables: Mapping[str, Any], layout: Layout, of_optimizers: Collection[int]
+    ) -> None:
+        """Take the ``variables`` at the slots of ``layout``.
+
+        Args:
+            variables: In the form that the user passed.
+            layout: Their layout.
+            of_optimizers: The positions of those that optimizers hold.
+        """
         self._wrappers = list(variables.values())
         self._layout = layout
+        self._of_optimizers = of_optimizers
         self._inner = [inner_variable(wrapper) for wrapper in self._wrappers]
         self._positions: dict[int, int] = {}  # by identity, which `_inner` keeps valid
         for i, variable in enumerate(self._inner):
@@ -99,7 +108,7 @@ class Gradients:
             return self._by_variable(given)
         if len(given) == len(self._wrappers):
             return given
-        trained = trained_positions(self._wrappers)
+        trained = trained_positions(self._wrappers, self._of_optimizers)
         if len(given) != len(trained):
             counts = f"{len(self._wrappers)} gradients, one per variable"
             if len(trained) < len(self._wrappers):
@@ -175,9 +184,14 @@ class Gradients:
         return built
 
 
-def trained_positions(variables: Iterable[Any]) -> list[int]:
-    """Return the positions of the trainable ``variables``."""
-    return [i for i, variable in enumerate(variables) if variable.trainable]
+def trained_positions(variables: Iterable[Any], of_optimizers: Collection[int]) -> list[int]:
+    """Return the positions of the trainable ``variables``.
+
+    Keras calls some that optimizers hold trainable, too. No step trains these.
+    """
+    return [
+        i for i, variable in enumerate(variables) if variable.trainable and i not in of_optimizers
+    ]
 
 
 def concat(gradients: Sequence[Any], layout: Layout, dtype: np.dtype[Any]) -> tf.Tensor:

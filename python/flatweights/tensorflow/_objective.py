@@ -1,6 +1,6 @@
 """A loss as a function of the vector of weights, and its gradient."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,17 @@ class Objective:
         layout: Layout,
         set_flat: Callable[[ArrayLike], None],
         dtype: DTypeLike,
+        of_optimizers: Collection[int],
     ) -> None:
-        """Take the ``variables`` at the slots of ``layout``, and the function that sets them."""
+        """Take the ``variables`` at the slots of ``layout``, and the function that sets them.
+
+        Those at the positions ``of_optimizers`` stay constant.
+        """
         self._set_flat = set_flat
         self._layout = layout
         self._dtype = read_dtype(dtype, "dtype")
         listed = list(variables.values())
-        self._positions = trained_positions(listed)
+        self._positions = trained_positions(listed, of_optimizers)
         if not self._positions:
             raise ValueError("expected trainable variables, found none")
         self._variables = [inner_variable(listed[i]) for i in self._positions]

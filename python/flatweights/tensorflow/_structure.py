@@ -46,6 +46,7 @@ class Held(NamedTuple):
         variable: The `tf.Variable` itself.
         is_trained: Whether the model trains it.
         owner: The `owner_key` of the variable for which it is a slot of an optimizer.
+        is_of_optimizer: Whether an optimizer in the model holds it.
     """
 
     path: KeyPath
@@ -53,6 +54,7 @@ class Held(NamedTuple):
     variable: tf.Variable
     is_trained: bool
     owner: str | None = None
+    is_of_optimizer: bool = False
 
 
 def find_variables(
@@ -88,7 +90,11 @@ def find_variables(
                 yield where, variable, False
 
     found = _once(expanded())
-    return [item._replace(owner=owned.get(id(item.variable))) for item in found]
+    return [
+        item._replace(owner=owned.get(key), is_of_optimizer=key in owned)
+        for item in found
+        for key in [id(item.variable)]
+    ]
 
 
 def _once(items: Iterable[_Item]) -> list[Held]:
