@@ -3,14 +3,12 @@
 
 #include <pybind11/pybind11.h>
 
-#include "without_gil.hpp"
-
 namespace flatweights::bind {
 
 // Takes the GIL from here to the end of the scope.
 class WithGil {
  public:
-  WithGil() : state_(take_gil(PyGILState_Ensure)) {}
+  WithGil() : state_(PyGILState_Ensure()) {}
   WithGil(const WithGil&) = delete;
   WithGil& operator=(const WithGil&) = delete;
   ~WithGil() { PyGILState_Release(state_); }

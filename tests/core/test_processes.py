@@ -11,6 +11,10 @@ import sys, threading
 import numpy as np
 import flatweights as fw
 parts = [np.ones(1 << 20, np.float32)] * 2
+mixed = [np.ones(1 << 20, np.int32), np.ones(1 << 20)]
+fractions = np.full(1000, 2.4)
+columns = np.ones((1000, 1000), order="F")
+weights = fw.FlatWeights({{"a": np.zeros((1000, 1000)), "n": np.zeros(1000, int)}})
 begun = threading.Barrier(5)
 def loop():
     begun.wait()
@@ -29,6 +33,9 @@ for _ in range(3):
     [
         "fw.average(parts)",
         "fw.flatten(parts)",
+        "fw.flatten(mixed)",
+        "weights['a'] = columns",
+        "weights['n'] = fractions",
         "fw.RunningAverage().add(parts)",
         "fw.norm(parts[0])",
     ],
