@@ -1,8 +1,12 @@
-"""A lock for objects that a fork may leave half changed."""
+"""Locks for objects that a fork may leave half changed."""
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 _PATIENCE = 1.0  # seconds; a thread of this process releases the lock long before
 
@@ -39,3 +43,35 @@ class TurnLock:
             self._process = process
             self._lock.release()
         return self._lock
+
+
+class CallLock(TurnLock):
+    """A lock that is held during calls of one object, none of which may be made within another.
+
+    A signal handler runs in the thread of the call that it interrupts. It would wait for that call
+    for ever, or find the object half changed.
+
+    >>> calls = CallLock("sum")
+    >>> calls.run(lambda: 1)
+    1
+    """
+
+    def __init__(self, owner: str) -> None:
+        """Take what the object is, for errors."""
+        super().__init__()
+        self._owner = owner
+
+    def run(self, call: Callable[[], Result]) -> Result:
+        """Make a call, once that of another thread has ended, and return its result.
+
+        Raises:
+            RuntimeError: If this thread is in a call already; or as `ready`.
+        """
+        # Unlike a flag of ours, no interrupt leaves this set.
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"this thread is in a call of the {self._owner} already. In a signal handler, "
+                "set a flag, and make the call later"
+            )
+        with self.ready():
+            return call()

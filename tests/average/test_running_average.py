@@ -24,6 +24,7 @@ from reference import (
 
 import flatweights as fw
 from flatweights import RunningAverage
+from flatweights._locks import CallLock
 
 KINDS: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
     "FlatWeights": fw.FlatWeights,
@@ -232,12 +233,60 @@ def test_an_interrupted_call_has_added_all_or_nothing(call: str, begun: bool) ->
     before, after = ((2, 1.0), (4, 5.5)) if begun else ((0, None), (2, 10.0))
     seen = set()
     for running in each_interruption(make):
+        for one in (running, ten):
+            # Tracing raises even where Python cannot: between a call and the end of its lock.
+            one._calls = CallLock("sum")
         total = running.total_weight
         mean = running.mean() if total else np.array([None])
         assert len(set(mean.tolist())) == 1
         seen.add((total, mean.tolist()[0]))
         assert ten.mean().tolist() == [10.0] * 3
     assert seen == {before, after}
+
+
+class Interrupting:
+    """A source that makes a call while it is read, as a signal handler may."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self._call()
+        return np.full(3, 2.0)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("call", ["add", "add_all", "merge", "mean", "pickle"])
+def test_a_call_within_another_is_refused_and_loses_nothing(call: str, begun: bool) -> None:
+    running = summed([np.ones(3)] if begun else [])
+    calls: dict[str, Callable[[], Any]] = {
+        "add": lambda: running.add(np.full(3, 10.0)),
+        "add_all": lambda: running.add_all([np.full(3, 10.0)] * 2),
+        "merge": lambda: running.merge(summed([np.full(3, 10.0)])),
+        "mean": running.mean,
+        "pickle": lambda: pickle.dumps(running),
+    }
+
+    def handle() -> None:
+        with refuses(RuntimeError, "in a call of the running average already.*call later"):
+            calls[call]()
+
+    running.add(Interrupting(handle))
+    assert running.total_weight == 1 + begun
+    assert running.mean().tolist() == [1.5 if begun else 2.0] * 3
+    calls[call]()  # it is refused only in the call
+
+
+def test_a_sum_that_is_merged_is_not_changed_meanwhile() -> None:
+    running, other = RunningAverage(), RunningAverage()
+
+    def handle() -> None:
+        with refuses(RuntimeError, "in a call of the running average already"):
+            running.merge(other)
+
+    other.add(Interrupting(handle))
+    assert running.total_weight == 0
+    assert other.mean().tolist() == [2.0] * 3
 
 
 # Pickling.

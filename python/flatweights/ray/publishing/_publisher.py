@@ -7,9 +7,9 @@ import weakref
 from typing import Any, NoReturn
 
 from flatweights._forks import finalizer, in_forks
+from flatweights._locks import CallLock
 from flatweights.ray import _clock
 from flatweights.ray.publishing import _names
-from flatweights.ray.publishing._calls import CallLock
 from flatweights.ray.publishing._errors import SupersededError
 from flatweights.ray.publishing._models import check_layout, source_of
 from flatweights.ray.publishing._publication_server import PublicationServer, take_over

@@ -12,12 +12,12 @@ import ray
 
 from flatweights._forks import finalizer, in_forks
 from flatweights._layout import Layout, unpickle_layout
+from flatweights._locks import CallLock
 from flatweights._weights import FlatWeights
 from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.peers._wait import check_timeout
 from flatweights.ray.publishing import _names
-from flatweights.ray.publishing._calls import CallLock
 from flatweights.ray.publishing._errors import StaleWeightsError
 from flatweights.ray.publishing._models import check_layout, copy_of, target_of
 from flatweights.ray.publishing._publication_server import FullError
@@ -325,7 +325,7 @@ class _Subscription:
                 with contextlib.suppress(Exception):  # the publisher has ended, or Ray is shut down
                     self._switch()
             seen = source.newest
-        with self.calls.lock:
+        with self.calls.ready():
             self.source.close()
             if self._next is not None:
                 self._next[0].close()
@@ -338,7 +338,7 @@ class _Subscription:
             return
         old, (source, record) = self.source, self._next
         if source.newest or not old.newest:
-            with self.calls.lock:
+            with self.calls.ready():
                 self._next = None
                 self._set(source, record)
                 old.close()
