@@ -40,7 +40,9 @@ def plan_of(seed: int, mix: str) -> Plan:
     - ``patience``, ``keeps_best``: of `EarlyStopping`; ``stops``: a rank and an epoch, after which
       that member's own callback ends the training; ``restores``: the epoch with which a callback of
       a replacement makes it begin;
-    - ``replaces``: whether dead members are replaced, so that the end waits for them.
+    - ``replaces``: whether dead members are replaced, so that the end waits for them;
+    - ``before``: what members exchange in each step before its gradients, without the state: rows
+      of tables, or moments of a layer; None, if nothing.
     """
     rng = random.Random(f"{seed} {mix} fit")
     size = rng.choice((2, 2, 3, 3, 4))
@@ -83,6 +85,7 @@ def plan_of(seed: int, mix: str) -> Plan:
     ways = ("shm", "store") if mix == "store" else ("shm",)
     plan["ways"] = [rng.choice(ways) for _ in range(size)]
     plan["nodes"] = ["node0"] * size
+    plan["before"] = rng.choice((None, None, None, "rows", "moments"))
     return plan
 
 
@@ -104,6 +107,7 @@ _NEUTRAL: tuple[tuple[str, Any], ...] = (
     ("keeps_best", False),
     ("stops", None),
     ("restores", None),
+    ("before", None),
 )
 
 

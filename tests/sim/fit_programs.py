@@ -89,6 +89,13 @@ class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
         self.on_train_begin()
 
 
+class Moments(Named):
+    """A tensor of a step."""
+
+    def let_repeat(self, *_: object) -> None:
+        """Repeat nothing."""
+
+
 class Handle(MemberHandle):
     """The handle of a `fit`; the oracle knows what it sends."""
 
@@ -156,6 +163,7 @@ class Fit:
         self._handle = Handle(self, member)
         self._progress: Progress | None = None
         self._named: dict[str, Named] = {}
+        self._moments: Moments | None = None
         self._is_traced = False
         self.is_calling = False  # until the call is over; an interrupt leaves it so
 
@@ -252,11 +260,34 @@ class Fit:
             seconds += world.rng.choice((0.1, 1.0, 5.0))
         if seconds:
             world.sleep(seconds)
+        if plan["before"] and not (progress.is_apart or self.member.lacks_state):
+            self._exchange_before(plan["before"])
         rank = self.member.rank
         payload = epoch + 3 * rank, 7 * batch + rank
         mean = payload if progress.is_apart else self._average("gradient", payload, in_step=True)
         self.weights[:] = self.weights * 0.5 + (payload if mean is None else mean)
         self.iterations += 1
+
+    def _exchange_before(self, what: str) -> None:
+        """Exchange rows or moments in a step, before its gradients."""
+        member, vector, moments = self.member, None, None
+        if what == "moments":
+            vector = self.program.vector(member)
+            vector[-2:] = self.iterations[0]
+            moments = self._moments = self._moments or Moments(self._world, what, vector.size)
+            moments.array[:] = vector
+        assert self._progress is not None
+        place: Any = self._progress.state[1]
+        with self.sends(vector, None) as call:
+            call.place, call.steps = place.position, float(self.iterations[0])
+            call.value = None if moments else call.steps
+            if moments is None:
+                result = member.all_gather(call.value, what, **self._handle.terms)
+            else:
+                result = member.average_variables(moments, call.weight, **self._handle.terms)
+        self.returned(call, result, None if moments is None else moments.array)
+        if moments is None:
+            self.oracle.gathered(member, result)
 
     def _average(self, name: str, payload: Any, *, in_step: bool) -> Any:
         """Return the mean of ``payload``; None if the others are elsewhere."""

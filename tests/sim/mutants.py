@@ -439,6 +439,12 @@ MUTANTS = {
         "PeerState.WORKING, max(number, self.has))\n",
         "PeerState.WORKING, self.has or number)\n",
     ),
+    "a member that was healed waits for rows and moments of the others": Mutant(
+        "core/_response_cache.py",
+        "        if request.from_state and self._has_states(peer, made.number):\n",
+        "        if False:\n",
+        ("fit",),
+    ),
 }
 """By name. The names say what is wrong."""
 
