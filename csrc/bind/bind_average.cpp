@@ -243,6 +243,12 @@ void bind_average(py::module_& m) {
   m.def("try_average", &try_average, py::arg("sources"), py::arg("out"));
   m.def("are_plain", &are_plain, py::arg("arrays"));
   m.def("shares_slots", &shares_slots, py::arg("out"), py::arg("sources"));
+  m.def(
+      "check_average",
+      [](const BoundLayout& bound, bool packed, const py::list& out, const py::list& models) {
+        const Job checked(bound, packed, out, models);
+      },
+      py::arg("layout"), py::arg("packed"), py::arg("out"), py::arg("sources"));
   m.def("average_into", &average_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),
         py::arg("sources"), py::arg("weights"));
   m.def("order_into", &order_arrays_into, py::arg("layout"), py::arg("packed"), py::arg("out"),

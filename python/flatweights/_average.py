@@ -235,6 +235,15 @@ class Job:
             raise ValueError("every source of positive weight holds NaN or infinity")
         return used
 
+    def check(self, sources: list[_Arrays]) -> None:
+        """Raise unless the parts of ``sources`` and of the result fit, and do not overlap.
+
+        The part of a source may be the same memory as that of the result. What writes the result in
+        the core checks this itself.
+        """
+        template = self.template
+        _core.check_average(template.layout.core, template.packed, self.written, sources)
+
     def screened(self, write: Callable[[list[int]], bool]) -> list[int]:
         """Call ``write`` with the positions of the sources to use; return these positions.
 

@@ -19,6 +19,7 @@ from reference import (
     exact_mean,
     nearest,
     random_array,
+    refuses,
     same_bits,
     ulp,
 )
@@ -321,6 +322,34 @@ def test_a_function_may_return_other_parts_of_the_source_that_is_out() -> None:
     rule([model], out=model)
     assert model["a"].tolist() == [3.0, 4.0]
     assert model["b"].tolist() == [1.0, 2.0]
+
+
+def test_the_out_of_a_function_overlaps_no_source_in_other_slots() -> None:
+    called = False
+
+    def first(models: list[Any]) -> Any:
+        nonlocal called
+        called = True
+        return models[0]
+
+    rule = robust.Rule.of(first)
+    a, b = np.array([1.0, 2.0]), np.array([3.0, 4.0])
+    with refuses(ValueError, "source 0, slot 0 'a': overlaps out; only the very same array", a, b):
+        rule([{"a": a, "b": b}], out={"a": b, "b": a})
+    base = np.arange(8.0)
+    with refuses(ValueError, "source 1, slot 0 '0': overlaps out", base):
+        rule([[np.ones(3)] * 2, [base[:3], base[3:6]]], out=[base[1:4], base[4:7]])
+    assert not called
+
+
+@pytest.mark.parametrize("starts", [(0, 3), (3, 0), (1, 2), (2, 0), (6, 6)])
+def test_a_function_may_return_memory_of_out(starts: tuple[int, int]) -> None:
+    base = np.arange(9.0)
+    out = [base[:3], base[3:6]]
+    made = [base[start : start + 3] for start in starts]
+    expected = [part.tolist() for part in made]
+    robust.Rule.of(lambda models: made)([[np.ones(3)] * 2], out=out)
+    assert [part.tolist() for part in out] == expected
 
 
 @pytest.mark.parametrize("name", ["_centers", "_coordinates", "_rules", "_selection"])

@@ -519,6 +519,12 @@ def test_widen_is_exact_and_checks_out(rng: np.random.Generator, wire: Any) -> N
         assert same_bits(out[name], sent.values[name].astype(out[name].dtype))
     with pytest.raises(ValueError, match="out: expected 9 slots"):
         sent.widen(fw.FlatWeights({"w": np.zeros(3)}))
+    values = sent.values.layout
+    memory = np.zeros(weights.layout.nbytes, np.uint8)
+    received = fw.FlatWeights.wrap(memory[: values.nbytes], values)
+    received.buffer[...] = sent.values.buffer
+    with refuses(ValueError, "out: overlaps the values", memory):
+        Difference(received, sent.layout).widen(fw.FlatWeights.wrap(memory, sent.layout))
 
 
 @given(st.lists(st.integers(0, 200), max_size=12), st.integers(1, 4), st.sampled_from(WIRES))

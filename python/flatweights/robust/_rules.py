@@ -136,14 +136,17 @@ class Calling(Rule):
         return getattr(self._function, "__name__", repr(self._function))
 
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
+        job.check(job.parts)
         used = job.everything if job.nonfinite == "propagate" else job.finite()
         # A copy: the function may return one of its sources, or keep the model that it returns.
         made = self._function([job.models[k] for k in used])
         job.template.match(made, "the result of the rule")
         parts = job.template.read(made, "the result of the rule")
-        job.template.check_apart(job.written)
-        if len(parts) > 1 and _core.shares_slots(job.written, job.parts):
-            # The function may return other parts of the source that is overwritten.
+        try:
+            job.check([parts])
+        except (
+            ValueError
+        ):  # of `out`, or of the source that it is, the function returned other parts
             parts = [part.copy() for part in parts]
         _core.move_parts(job.written, parts)
         return used, None

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from flatweights import _core
 from flatweights._average import read_sources, read_weights
 from flatweights._core import move_parts
@@ -84,14 +86,16 @@ class Difference:
 
         Raises:
             TypeError: If ``out`` is not `FlatWeights`.
-            ValueError: If ``out`` has another layout or is read-only; or `values` are not in the
-                16-bit form of `layout`.
+            ValueError: If ``out`` has another layout, is read-only or overlaps `values`; or these
+                are not in the 16-bit form of `layout`.
         """
         layouts_of(self, "difference")
         if out is None:
             out = FlatWeights.empty(self.layout)
         else:
             check_writable(out, self.layout, "out")
+            if np.may_share_memory(out.buffer, self.values.buffer):
+                raise ValueError("out: overlaps the values, which are read while it is written")
         move_parts(list(out.values()), list(self.values.values()))
         return out
 
@@ -145,7 +149,7 @@ def average_differences(
         TypeError: If a source is not a `Difference`, or has parts that have no mean, or ``out`` is
             not `FlatWeights`.
         ValueError: If there is no source, layouts differ, ``weights`` are invalid, or ``out`` is
-            read-only.
+            read-only or overlaps a source.
         MissedUpdateError: If the sources are differences from several versions.
     """
     models = read_sources(sources)
