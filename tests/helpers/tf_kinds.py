@@ -388,6 +388,15 @@ def tf_keras_half_precision() -> Any:
     return model, [getattr(v, "_variable", v) for v in model.variables]
 
 
+def unlisted(optimizer: Any) -> list[tf.Variable]:
+    """The variables that an optimizer of `tf_keras` does not list."""
+    if hasattr(optimizer, "_hyper"):
+        return list(optimizer._hyper.values())
+    if type(optimizer).__name__ == "Nadam":
+        return [optimizer.learning_rate, optimizer._u_product]
+    return [optimizer.learning_rate]
+
+
 def tf_keras_trained(optimizer: Any) -> Any:
     model = tf_keras.Sequential([tf_keras.Input((4,)), OldBlock(3), tf_keras.layers.Dense(2)])
     with tf.GradientTape() as tape:
@@ -396,7 +405,8 @@ def tf_keras_trained(optimizer: Any) -> Any:
     gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
     optimizer.apply_gradients(zip(gradients, variables, strict=True))
     slots = optimizer.variables
-    return [model, optimizer], [*model.variables, *(slots() if callable(slots) else slots)]
+    slots = slots() if callable(slots) else slots
+    return [model, optimizer], [*model.variables, *slots, *unlisted(optimizer)]
 
 
 @kind

@@ -63,8 +63,10 @@ def tf_keras_model() -> Any:
         ]
     )
     model.compile(tf_keras.optimizers.Adam(0.1), "mse")
-    model.optimizer.build(model.trainable_variables)
-    return [model, model.optimizer], [*model.variables, *model.optimizer.variables]
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+    variables = [*model.variables, *optimizer.variables, optimizer.learning_rate]
+    return [model, optimizer], variables
 
 
 def module() -> Any:

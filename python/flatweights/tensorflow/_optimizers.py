@@ -22,8 +22,9 @@ def optimizer_variables(
     """Yield path, variable, and the `owner_key` of a slot's owner, in the optimizer's own order.
 
     A slot is named after its variable and the attribute that keeps it, such as
-    ``dense/kernel/momentums``. Others (``iteration``, ``learning_rate``) keep their own names.
-    Slots of a variable that is not among ``owners`` use its own name, with repeats numbered.
+    ``dense/kernel/momentums``. Others (``iteration``, ``learning_rate``) keep their own names, or
+    take that of their attribute if they have none. Slots of a variable that is not among ``owners``
+    use its own name, with repeats numbered. What `tf_keras` does not list follows at the end.
 
     Args:
         optimizer: An optimizer of Keras 3, `tf_keras` or TF1, with its slots.
@@ -49,9 +50,18 @@ def optimizer_variables(
         # Sorted by name, their order would depend on what else the process has built.
         places = {slot: place for place, slot in enumerate(slots)}
         variables = sorted(variables, key=lambda variable: places.get(id(variable), -1))
+    attributes = {id(held): name for part in parts for name, held in _in_attributes(part)}
     for variable in variables:
-        step, owner = slots.get(id(variable), ((last_name(variable),), None))
+        name = last_name(variable)
+        if name == "variable":
+            name = attributes.get(id(variable), name)
+        step, owner = slots.get(id(variable), ((name,), None))
         yield (*path, *step), variable, owner
+    known = {*owners, *map(owner_key, variables)}
+    for part in parts:
+        for name, variable in _unlisted(part):
+            if owner_key(variable) not in known:
+                yield (*path, name), variable, None
     loss_scale = getattr(optimizer, "_loss_scale", None)  # of `tf_keras`, which does not list it
     for variable in getattr(loss_scale, "_weights", {}).values():
         yield (*path, "loss_scale", last_name(variable)), variable, None
@@ -67,6 +77,26 @@ def _innermost(optimizer: Any) -> list[Any]:
     wrapped = getattr(optimizer, "inner_optimizer", None)
     several = [wrapped] if wrapped is not None else getattr(optimizer, "_inner_optimizers", [])
     return [part for inner in several for part in _innermost(inner)] or [optimizer]
+
+
+def _in_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and variable for each attribute that is one."""
+    for attribute, held in vars(optimizer).items():
+        if is_variable(held):
+            yield attribute.lstrip("_"), held
+
+
+def _unlisted(optimizer: Any) -> Iterator[tuple[str, tf.Variable]]:
+    """Yield name and variable for state that `tf_keras` may not list, as `tf.train.Checkpoint` has.
+
+    That is the learning rate and, of its older optimizers, all other numbers that can be set.
+    """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return
+    for name, held in (*_in_attributes(optimizer), *getattr(optimizer, "_hyper", {}).items()):
+        # That of a schedule follows from the steps.
+        if isinstance(held, tf.Variable) and name != "current_learning_rate":
+            yield name, held
 
 
 def _is_built(optimizer: Any) -> bool:

@@ -839,8 +839,8 @@ class TensorFlowVariables:
 
         The vector is cast as by `set_flat`, copied once, and handed to TensorFlow as one tensor
         for each dtype. Variables that are not trainable, and those of optimizers, are left out;
-        their elements are not read. (A layer that is frozen in `tf_keras`, or in a graph after it was built, does
-        not mark its variables: construct with ``trainable_only`` for such models.)
+        their elements are not read. (A layer that is frozen in `tf_keras`, or in a graph after it
+        was built, does not mark its variables: construct with ``trainable_only`` for such models.)
 
         The vector holds the gradients that ``optimizer.apply_gradients`` takes. This matters if
         the loss is scaled: the ``LossScaleOptimizer`` of Keras 3 takes gradients of the scaled
