@@ -450,6 +450,37 @@ def test_a_model_is_converted_once() -> None:
     assert optimizer.gradient_norm == np.linalg.norm(weights)
 
 
+class Changing:
+    """An array of ones, and another one from one of its conversions on."""
+
+    def __init__(self, left: int, other: Array) -> None:
+        self._left, self._other = left, other
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        self._left -= 1
+        return np.ones(3) if self._left >= 0 else self._other
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (np.full(3, np.nan), "holds NaN or infinity"),
+        (np.ones(1), r"expected float64 \(3,\), got float64 \(1,\)"),
+    ],
+    ids=["NaN", "shape"],
+)
+def test_what_is_used_of_a_model_was_checked(name: str, other: Array, match: str) -> None:
+    with pytest.raises(ValueError, match=f"initial: {match}"):
+        MAKERS[name](Changing(1, other))  # the first conversion sets shape and dtype
+    assert MAKERS[name](Changing(2, other)).weights.tolist() == [1.0] * 3
+    optimizer = MAKERS[name](np.ones(3))
+    with refuses(ValueError, match, optimizer.state.buffer):
+        optimizer.step(Changing(0, other))
+    optimizer.step(Changing(1, other))
+    assert np.isfinite(optimizer.weights).all()
+
+
 def test_padding_stays_zero(rng: np.random.Generator) -> None:
     average = model(rng)
     dirty = np.full(average.layout.nbytes, 0xFF, np.uint8)

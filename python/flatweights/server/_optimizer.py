@@ -179,6 +179,7 @@ class ServerOptimizer(ABC, Generic[Model]):
                 "FlatWeights(parts) copies one"
             )
         self._template = template
+        initial = self._read(initial, "initial")
         memory = self._bytes_of(initial, "initial")
         self._check_finite(initial, "initial")
         self._numbers = {name: np.array(value) for name, value in checked.items()}
@@ -396,15 +397,12 @@ class ServerOptimizer(ABC, Generic[Model]):
         """Take a step by ``model``, which errors call ``where``; ``integers`` take its values."""
         self._check_whole()
         try:
-            self._template.match(model, where)
+            model = self._read(model, where)
         except TypeError as error:
             hint = self._hint(model)
             if hint:
                 raise TypeError(f"{error}{hint}") from None
             raise
-        if not self._template.packed:
-            # Read once: `check` sees the numbers of the step, and no strides, which `norm` refuses.
-            (model,) = self._template.read(model, where)
         memory = self._bytes_of(model, where)
         if model is not self._weights and np.may_share_memory(memory, self._state.buffer):
             memory = memory.copy()  # another vector of the state, which the step changes
@@ -430,6 +428,18 @@ class ServerOptimizer(ABC, Generic[Model]):
         if isinstance(model, Mapping) and not self._template.packed:
             return "; the optimizer was made from an array"
         return ""
+
+    def _read(self, model: Any, where: str) -> Any:
+        """Return ``model``, or the array that it is, after a check of kind, shapes and dtypes.
+
+        An array is converted once, so that the numbers that are checked later are those that are
+        used; and it has no strides, which `norm` refuses.
+        """
+        parts = self._template.read(model, where)
+        if self._template.packed:
+            return model
+        self._template.match_arrays(parts, where)
+        return parts[0]
 
     def _bytes_of(self, model: Any, where: str) -> NDArray[np.uint8]:
         (array,) = self._template.read(model, where)
