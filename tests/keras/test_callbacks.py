@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -499,6 +500,85 @@ def test_after_an_error_in_all_members_the_next_fit_is_whole() -> None:
     assert all(map(np.array_equal, first, second))
 
 
+def stopped(place: Place, averages: str, make: str, is_first: bool, **options: Any) -> Any:
+    """Return epochs, batches and weights of a member, after one has stopped in the middle.
+
+    Before that training, there is another one, in which an error comes after such a stop.
+    """
+    import keras
+
+    from flatweights.keras import AverageLogs, AverageWeights, average_gradients
+
+    class Stops(keras.callbacks.Callback):  # type: ignore[misc]
+        fails, epoch, batches = averages != "epoch", 0, 0
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.batches += 1
+            if place.rank == 1 and make == "limit" and (self.epoch, batch) == (1, 3):
+                self.model.stop_training = True
+            if self.fails and (self.epoch, batch) == (1, 5):
+                raise KeyError("of both")
+
+    member = place.member()
+    optimizer = keras.optimizers.SGD(0.05)
+    callbacks: list[Any] = [AverageLogs(member=member)]
+    if averages == "gradients":
+        average_gradients(optimizer, member=member, **options.pop("terms", {}))
+    else:
+        callbacks.insert(0, AverageWeights(1, averages, member=member, nonfinite="propagate"))  # type: ignore[arg-type]
+    model = build("dense", place.rank)
+    model.compile(optimizer, "mse", **options)
+    x, y = map(place.part, images("dense"))
+    if make == "NaN" and place.rank == 1:
+        y[5 * BATCH // 2] = np.nan
+    stops, ends = Stops(), [keras.callbacks.TerminateOnNaN()] if make == "NaN" else []
+    callbacks = [stops, *ends, *callbacks] if is_first else [*callbacks, *ends, stops]
+    made = keras.callbacks.CallbackList(callbacks, True, model=model, epochs=4, steps=STEPS)
+    own = [*made.callbacks]
+    given = made if averages == "batch" else callbacks
+    fit = partial(model.fit, x, y, BATCH // 2, epochs=4, verbose=0, shuffle=False)
+    if stops.fails:
+        with pytest.raises(KeyError) if make == "limit" else contextlib.nullcontext():
+            fit(callbacks=given)
+        stops.fails, stops.batches = False, 0
+        model.set_weights([np.ones_like(weights) for weights in model.get_weights()])
+    history = fit(callbacks=given)
+    assert made.callbacks == own
+    return history.epoch, stops.batches, model.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("averages", "make", "is_first", "options"),
+    [
+        ("gradients", "NaN", False, {}),
+        ("gradients", "limit", True, {"steps_per_execution": 2}),
+        ("gradients", "limit", False, {"terms": {"min_results": 1, "timeout": 300.0}}),
+        ("batch", "limit", False, {}),
+    ],
+)
+def test_a_stop_of_one_member_within_an_epoch_stops_all_at_its_end(
+    averages: str, make: str, is_first: bool, options: dict[str, Any]
+) -> None:
+    replies = in_threads(2, partial(stopped, **options), averages, make, is_first)
+    assert not any(isinstance(reply, str) for reply in replies), replies
+    epochs = [0] if make == "NaN" else [0, 1]
+    executions = STEPS // options.get("steps_per_execution", 1)
+    for ended, batches, weights in replies:
+        assert ended == epochs
+        assert batches == len(epochs) * executions
+        for ours, theirs in zip(weights, replies[0][2], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_member_that_others_meet_after_epochs_only_stops_at_once() -> None:
+    replies = in_threads(2, stopped, "epoch", "limit", True)
+    assert not any(isinstance(reply, str) for reply in replies), replies
+    assert [reply[:2] for reply in replies] == [([0, 1], 2 * STEPS), ([0, 1], STEPS + 4)]
+
+
 def test_the_order_of_callbacks_is_that_of_the_fit_not_of_other_lists() -> None:
     import keras
 
@@ -936,6 +1016,18 @@ def test_a_rule_for_logs_withstands_a_liar_but_a_stop_of_one_still_stops_all() -
         for stops in ((), (1,)):
             replies = logs_of_three(models, [1.0, 3.0, 1e30], stops, rule=rule)
             assert replies == [({"loss": expected, "val_loss": 10 * expected}, bool(stops))] * 3
+
+
+def test_a_stop_that_comes_too_late_for_the_average_of_others_stops_its_member(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_others(part: Any, **_: Any) -> Any:
+        return SimpleNamespace(weights=part | {"stops": np.float64(0)})
+
+    (member,) = LocalProcessGroup(1).join_all()
+    monkeypatch.setattr(member, "average", of_others)
+    for stops in (False, True):
+        assert logged(member, compiled(Place()), {"loss": 1.0}, stops, {})[1] == stops
 
 
 def test_members_whose_logs_are_nan_are_left_out_or_raise() -> None:

@@ -70,7 +70,7 @@ FIT = {
     ),
     "callbacks that were hidden stay so": (
         "_progress.py",
-        "            self._list[:] = self._callbacks\n",
+        "            self._list[:], self._whole = self._whole, []\n",
         "            pass\n",
     ),
     "callbacks that decide keep their own counts": (
@@ -87,6 +87,27 @@ FIT = {
         "_progress.py",
         '        "best_weights",\n',
         "",
+    ),
+    # A stop within an epoch.
+    "others wait for the steps of a member that stops": (
+        "_average_logs.py",
+        "        if self.model.stop_training and not is_cut:\n",
+        "        if False:\n",
+    ),
+    "an epoch goes on that others have ended": (
+        "_average_logs.py",
+        "if self.model.stop_training and not is_cut:",
+        "if self.model.stop_training:",
+    ),
+    "a stop that is held is lost": (
+        "_average_logs.py",
+        "        if self._is_held:\n",
+        "        if False:\n",
+    ),
+    "a stop in an epoch that is cut short is lost": (
+        "_progress.py",
+        "                if self._model.stop_training is _CUT:\n",
+        "                if True:\n",
     ),
     # The start.
     "a member that is late for the start has the state": (

@@ -5,6 +5,7 @@
   in the training, in every call and at the end.
 - All members end with the same weights, whenever they came.
 - Callbacks that decide have seen the same epochs as those of the others.
+- A member whose own callback ends the training begins no other epoch.
 """
 
 from __future__ import annotations
@@ -77,10 +78,20 @@ class FitOracle(Oracle):
         )
         self._agree(member, f"EarlyStopping in epoch {epoch}", state)
 
+    @property
+    def _ends_itself(self) -> bool:
+        """Whether a callback may end the training."""
+        return any(map(self._plan.get, ("patience", "stops", "halts")))
+
+    def begins(self, member: Any, epoch: int, stopped: int | None) -> None:
+        """Check that a member begins no epoch after one in which its own callback has stopped."""
+        if stopped is not None and epoch > stopped:
+            name = self.of(member).process.name
+            self._fail(f"{name} begins epoch {epoch}, although it has stopped in epoch {stopped}")
+
     def breaks(self, member: Any, *, are_over: bool) -> None:
         """Check that no `fit` ends early, unless a callback or the others have ended theirs."""
-        ends_itself = self._plan["patience"] or self._plan["stops"]
-        if not (ends_itself or are_over):
+        if not (self._ends_itself or are_over):
             self._fail(f"{self.of(member).process.name} has ended its training early")
 
     def ended(self, member: Any, steps: Any, weights: Any) -> None:
@@ -88,7 +99,7 @@ class FitOracle(Oracle):
         self.counts["ended"] += 1
         plan = self._plan
         made = int(steps[0])
-        may_stop = plan["patience"] or plan["stops"]
+        may_stop = self._ends_itself
         is_whole = made % plan["steps"] == 0 if may_stop else made == plan["epochs"] * plan["steps"]
         if not is_whole:
             self._fail(f"{self.of(member).process.name} ends with {made} steps")

@@ -38,8 +38,9 @@ def plan_of(seed: int, mix: str) -> Plan:
       of weights, if there are any;
     - ``trace``: the most seconds that the first step of a process takes longer than others;
     - ``patience``, ``keeps_best``: of `EarlyStopping`; ``stops``: a rank and an epoch, after which
-      that member's own callback ends the training; ``restores``: the epoch with which a callback of
-      a replacement makes it begin;
+      that member's own callback ends the training; ``halts``: a rank, an epoch and a batch, after
+      which it does so, and whether it stands before the package's callbacks; ``restores``: the
+      epoch with which a callback of a replacement makes it begin;
     - ``replaces``: whether dead members are replaced, so that the end waits for them;
     - ``before``: what members exchange in each step before its gradients, without the state: rows
       of tables, or moments of a layer; None, if nothing.
@@ -67,6 +68,7 @@ def plan_of(seed: int, mix: str) -> Plan:
         "patience": rng.choice((0, 0, 1, 2)),
         "keeps_best": rng.random() < 0.3,
         "stops": None,
+        "halts": None,
         "restores": None,
         "replaces": rng.random() < 0.3,
     }
@@ -86,6 +88,9 @@ def plan_of(seed: int, mix: str) -> Plan:
     plan["ways"] = [rng.choice(ways) for _ in range(size)]
     plan["nodes"] = ["node0"] * size
     plan["before"] = rng.choice((None, None, None, "rows", "moments"))
+    if rng.random() < 0.2:
+        place = rng.randrange(size), rng.randrange(plan["epochs"]), rng.randrange(plan["steps"])
+        plan["halts"] = [*place, rng.random() < 0.5]
     return plan
 
 
@@ -106,6 +111,7 @@ _NEUTRAL: tuple[tuple[str, Any], ...] = (
     ("patience", 0),
     ("keeps_best", False),
     ("stops", None),
+    ("halts", None),
     ("restores", None),
     ("before", None),
 )

@@ -18,6 +18,7 @@ from tests.sim.oracle import Call
 from tests.sim.plans import Plan
 from tests.sim.programs import Arrays, Named, Program
 
+from flatweights.keras._average_logs import HeldStop
 from flatweights.keras._fit_states import Phase
 from flatweights.keras._member_handle import MemberHandle
 from flatweights.keras._progress import (
@@ -160,6 +161,8 @@ class Fit:
         self._averaging = Weights(self._model, params)
         self._stopping = Stopping(plan, self._model)
         self._callbacks = [self._logs, self._averaging, self._stopping]
+        self._held = HeldStop()
+        self._stopped: int | None = None  # the epoch in which its own callback ends the training
         self._handle = Handle(self, member)
         self._progress: Progress | None = None
         self._named: dict[str, Named] = {}
@@ -190,6 +193,8 @@ class Fit:
         self._begin_alike(None)
         variables: Any = self._variables
         progress = self._progress = Progress(self._handle, self._logs, self._callbacks, variables)
+        self._held.begin(model, progress)
+        self._held.stand_last(self._callbacks)
         if self.member.lacks_state:
             self._trace()
             progress.join()
@@ -199,6 +204,7 @@ class Fit:
         for epoch in range(first, plan["epochs"]):
             if epoch == first and not progress.has_joined:
                 self._begin_alike(epoch)
+            self.oracle.begins(self.member, epoch, self._stopped)
             progress.begin_epoch(epoch)
             progress.begin_epoch(epoch)  # another callback
             self._averaging.batch = -1
@@ -231,6 +237,7 @@ class Fit:
             end = min(begin + plan["execution"], plan["steps"]) - 1
             for batch in range(begin, end + 1):
                 self._step(epoch, batch)
+            self._may_stop(epoch, range(begin, end + 1), is_first=True)
             progress.end_batch(end)
             progress.end_batch(end)
             if not progress.is_apart and plan["every"]:
@@ -241,10 +248,21 @@ class Fit:
                     averaging.steps = 0
                     self._average("weights", (epoch, end), in_step=False)
                     progress.end_batch(end)
+            self._may_stop(epoch, range(begin, end + 1), is_first=False)
+            if self._held in self._callbacks:
+                self._held.on_train_batch_end(end)
             if self._model.stop_training:
                 break
             if progress.is_apart:
                 world.fail(f"{self.program.process.name}: another batch of an epoch to skip")
+
+    def _may_stop(self, epoch: int, batches: range, *, is_first: bool) -> None:
+        """Stop the training within an epoch, as a callback of the member's own."""
+        if self._plan["halts"] is None:
+            return
+        rank, at, batch, stands_first = self._plan["halts"]
+        if (rank, at, stands_first) == (self.member.rank, epoch, is_first) and batch in batches:
+            self._model.stop_training, self._stopped = True, epoch
 
     def _trace(self) -> None:
         if not self._is_traced:
@@ -318,20 +336,24 @@ class Fit:
         assert progress is not None
         rank = self.member.rank
         if plan["stops"] == [rank, epoch]:  # a callback before the package's
-            model.stop_training = True
+            model.stop_training, self._stopped = True, epoch
         logs = {"loss": float(self._world.rng.randrange(8))}  # the member's own
         for one in self._callbacks:
             if one is self._stopping:
                 self._stopping.on_epoch_end(epoch, logs)
                 self.oracle.has_seen(self.member, epoch, self._stopping)
                 continue
+            if one is self._held:
+                continue
             progress.end_epoch(one)
+            if one is self._logs:
+                self._held.release()
             if one is self._logs and not progress.is_apart:
                 payload = float(model.stop_training), self._world.rng.randrange(8)
                 mean = self._average("logs", payload, in_step=False)
                 progress.end_epoch(one)
                 if mean is not None and not progress.is_apart:
-                    model.stop_training = bool(mean[0])
+                    model.stop_training = model.stop_training or bool(mean[0])
                     logs["loss"] = float(mean[1])
 
 

@@ -16,7 +16,7 @@ from flatweights.keras._callback import MemberCallback
 from flatweights.keras._gradients import averaging_of_optimizer
 from flatweights.keras._hooks import callbacks_beside
 from flatweights.keras._member_handle import MemberHandle, calls_are_equal
-from flatweights.keras._progress import SAVING, AnyState, check_before
+from flatweights.keras._progress import SAVING, AnyState, Progress, check_before
 from flatweights.keras._report import Report
 from flatweights.keras._samples import Samples
 from flatweights.ray import Member, Round
@@ -31,7 +31,8 @@ class AverageLogs(MemberCallback):
     Put it first in the list of callbacks. Callbacks after it see the averages and so decide alike
     in all members, such as `keras.callbacks.EarlyStopping`, ``ReduceLROnPlateau`` and
     ``ModelCheckpoint``. ``fit`` prints and returns the averages, too. If a callback before this one
-    stops training in one member, it stops in all.
+    stops training in one member, it stops in all. One that does so within an epoch may stand
+    anywhere: if the others would wait for the batches that are left, all finish that epoch first.
 
     Each value is weighted by the number of samples that it was computed from: those of the
     training or, if its name begins with ``val_``, those of the validation. A metric that sample
@@ -82,6 +83,7 @@ class AverageLogs(MemberCallback):
             ValueError: If ``timeout``, ``min_results`` or ``nonfinite`` is out of range.
         """
         super().__init__(MemberHandle("AverageLogs", member, timeout, min_results))
+        self._held = HeldStop()
         check_nonfinite(nonfinite)
         self._nonfinite = nonfinite
         self._rule = None if rule is None else _over_members(Rule.of(rule))
@@ -100,14 +102,17 @@ class AverageLogs(MemberCallback):
         check_before(self, callbacks, _uses_logs, would)
         super().on_train_begin()
         self._samples = Samples(self.model)
-        averages = any(isinstance(one, AverageWeights) for one in callbacks)
+        units = {one._unit for one in callbacks if isinstance(one, AverageWeights)}
         # A `train_step` of a user's own may have several optimizers.
-        averages = averages or any(map(averaging_of_optimizer, vars(self.model).values()))
-        if self._member.size > 1 and not averages:
+        in_steps = any(map(averaging_of_optimizer, vars(self.model).values()))
+        if self._member.size > 1 and not (units or in_steps):
             _log.warning(
                 "AverageLogs: neither average_gradients nor AverageWeights is part of this fit, so "
                 "each member trains alone"
             )
+        self._held.begin(self.model, self._progress)
+        if self._member.size > 1 and (in_steps or "batch" in units):
+            self._held.stand_last(callbacks)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to count the epoch's samples."""
@@ -133,6 +138,7 @@ class AverageLogs(MemberCallback):
                 end of an epoch.
         """
         super().on_epoch_end(epoch)
+        self._held.release()
         if self._is_apart:
             return
         logs = {} if logs is None else logs
@@ -169,7 +175,55 @@ class AverageLogs(MemberCallback):
         for name in own:
             weight = mean["samples"][name]
             logs[name] = float(mean["logs"][name] / weight) if weight else empty
-        self.model.stop_training = bool(mean["stops"])
+        # Its own stop may have come too late for this average.
+        self.model.stop_training = self.model.stop_training or bool(mean["stops"])
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leave the process group, if no member was given."""
+        self._held.leave()
+        super().on_train_end()
+
+
+class HeldStop(keras.callbacks.Callback):  # type: ignore[misc]
+    """Holds a stop within an epoch until its end, as the last callback of a `fit`.
+
+    Keras ends the epoch of a member at once if a callback sets ``model.stop_training``. Others
+    would wait for the batches that are left.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+        super().__init__()
+        self._callbacks: list[Any] = []
+        self._progress: Progress | None = None
+        self._is_held = False
+
+    def begin(self, model: Any, progress: Progress | None) -> None:
+        """Begin with a `fit` of ``model``; an earlier one may have failed."""
+        self.leave()
+        self.set_model(model)
+        self._progress, self._is_held = progress, False
+
+    def stand_last(self, callbacks: list[Any]) -> None:
+        """Become the last one of ``callbacks``, after all that may stop the training."""
+        callbacks.append(self)
+        self._callbacks = callbacks
+
+    def leave(self) -> None:
+        """Leave the list, which may be a user's own."""
+        self._callbacks[:] = [one for one in self._callbacks if one is not self]
+        self._callbacks = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Hold a stop, unless this epoch ends here because the others have ended it."""
+        is_cut = self._progress is not None and self._progress.is_cut
+        if self.model.stop_training and not is_cut:
+            self.model.stop_training, self._is_held = False, True
+
+    def release(self) -> None:
+        """Stop at the end of the epoch."""
+        if self._is_held:
+            self.model.stop_training, self._is_held = True, False
 
 
 def _number(value: Any) -> np.float64 | None:

@@ -23,6 +23,13 @@ _log = logging.getLogger("flatweights")
 _LAST = 10.0  # least seconds for which the end of a training waits for late members
 _REPLACED = 300.0  # seconds for which it waits for the workers that replace dead ones
 _PAUSE = 0.05  # seconds until it first looks for those workers
+
+
+class _Cut(int):
+    """The value of ``model.stop_training`` that ends an epoch, and not the training."""
+
+
+_CUT = _Cut(True)
 # Callbacks of Keras that save the model; the second is not in older versions.
 SAVING: tuple[type[Any], ...] = tuple(
     getattr(keras.callbacks, name)
@@ -149,6 +156,7 @@ class Progress:
         self._position = SavedPosition()
         self._state: AnyState = [state, self._position, *more]
         self._list = callbacks  # of which some are missing at the end of an epoch that is skipped
+        self._whole: list[Any] = []  # then, all of them
         self._callbacks = [*callbacks]
         self._named = dict(zip(names_of(callbacks), callbacks, strict=True))
         by_one = callback.model.steps_per_execution == 1
@@ -162,6 +170,11 @@ class Progress:
     def phase(self) -> Phase:
         """Where the member is, compared with the others."""
         return self._now.phase
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this epoch was ended before its last batch, or is just being ended."""
+        return self._now.is_cut
 
     @property
     def is_apart(self) -> bool:
@@ -258,9 +271,10 @@ class Progress:
             case Action.BEGIN_NOWHERE:
                 begin_at(self._model, self.params["epochs"])
             case Action.END_EPOCH:
-                self._model.stop_training = True
+                self._model.stop_training = self._model.stop_training or _CUT
             case Action.GO_ON:
-                self._model.stop_training = False
+                if self._model.stop_training is _CUT:
+                    self._model.stop_training = False
                 end_data()
             case Action.HIDE:
                 self._hide()
@@ -295,12 +309,13 @@ class Progress:
         places = (k for k, one in enumerate(self._list) if one is self._last)
         after = next(places, len(self._list))  # another callback may hold that one
         seen = [one for one in self._list[after:] if not isinstance(one, _DECIDING)]
+        self._whole = self._whole or [*self._list]
         self._list[after:] = seen  # by which Keras goes on, after that callback
 
     def _show(self) -> None:
         """Let all callbacks see the next epoch, or the end."""
-        if len(self._list) < len(self._callbacks):
-            self._list[:] = self._callbacks
+        if self._whole:
+            self._list[:], self._whole = self._whole, []
 
     def _take_over(self) -> Position:
         """Go on from the donor's counts, and return its place; warn about callbacks it lacks."""
