@@ -1,9 +1,11 @@
 """All kinds of objects with variables: each variable is found once, read and set."""
 
 import importlib
+import shelve
 import sys
 import threading
 import types
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -305,6 +307,106 @@ def test_objects_in_layers_hold_variables_as_those_in_modules_do(module: Any) ->
     found = TensorFlowVariables(layer)
     assert sorted(found.variables) == ["dense/bias", "dense/kernel", *names]
     assert list(found.variables)[:2] == ["dense/kernel", "dense/bias"]
+
+
+class Settings:
+    """Keys as attributes: what is none of them is a `KeyError`."""
+
+    def __init__(self, **items: Any) -> None:
+        self.__dict__["items"] = items
+
+    def __getattr__(self, key: str) -> Any:
+        return self.__dict__["items"][key]
+
+
+class Lax:
+    """What it does not have is None."""
+
+    def __init__(self, **items: Any) -> None:
+        self.__dict__.update(items)
+
+    def __getattr__(self, key: str) -> Any:
+        return None
+
+
+class LaxWithSlots:
+    __slots__ = ("late", "w")
+
+    def __init__(self, w: Any) -> None:
+        self.w = w
+
+    __getattr__ = Lax.__getattr__
+
+
+class StrictWithSlots(LaxWithSlots):
+    __slots__ = ()
+
+    def __getattr__(self, key: str) -> Any:
+        raise KeyError(key)
+
+
+class Unbound:
+    """As proxies of web frameworks: outside of a request it is of no class."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("outside of a request")
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        pass
+
+
+def holders(value: Any) -> list[Any]:
+    """A layer of each Keras, a module and an object, all of which hold ``value``."""
+    made: list[Any] = [keras.layers.Dense(1), tf_keras.layers.Dense(1), tf.Module()]
+    for layer in made[:2]:
+        layer.build((None, 1))
+    made.append(types.SimpleNamespace())
+    for holder in made:
+        holder.own = value
+    return made
+
+
+def test_objects_that_answer_anything_hold_variables_as_others_do() -> None:
+    kinds = (
+        lambda w: Settings(w=w),
+        lambda w: Lax(w=w),
+        LaxWithSlots,
+        StrictWithSlots,
+    )
+    for kind in kinds:
+        w = tf.Variable(1.0)
+        value = kind(w)
+        name = "items/w" if kind is kinds[0] else "w"
+        assert list(TensorFlowVariables(value).variables) == [name]
+        for holder in holders(value):
+            assert f"own/{name}" in TensorFlowVariables(holder).variables
+
+
+def test_attributes_that_cannot_be_read_hold_nothing(tmp_path: Path) -> None:
+    with shelve.open(str(tmp_path / "shelf")) as shelf:
+        pass
+    gone = weakref.proxy(Lax())
+    b = tf.Variable(1.0)
+    for unreadable, error in (
+        (shelf, ValueError),
+        (gone, ReferenceError),
+        (Unbound(), RuntimeError),
+    ):
+        for holder in holders(types.SimpleNamespace(a=[unreadable], b=b)):
+            assert TensorFlowVariables(holder).variables["own/b"] is b
+        with pytest.raises(error):  # what is passed itself is not left out
+            TensorFlowVariables([unreadable, b])
+
+
+def test_objects_and_lists_may_be_nested_more_deeply_than_calls() -> None:
+    w = tf.Variable(1.0)
+    node, nest = types.SimpleNamespace(w=w), [w]
+    for _ in range(1_200):
+        node, nest = types.SimpleNamespace(next=node), [nest]
+    for holder in (*holders(node), *holders(types.SimpleNamespace(nest=nest))):
+        assert any(v is w for v in TensorFlowVariables(holder).variables.values())
 
 
 def test_the_state_of_seeds_is_state() -> None:

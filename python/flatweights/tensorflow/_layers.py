@@ -107,20 +107,38 @@ def layers_by_path(layer: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     return walk(layer, path)
 
 
-def leaves(
-    held: Any, path: KeyPath, within: frozenset[int] = frozenset()
-) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the items in ``held``, through nested mappings, lists and tuples."""
-    if isinstance(held, Mapping):
-        items = [*zip(key_texts(held), held.values(), strict=True)]
-    elif isinstance(held, (list, tuple)):
-        items = [(str(i), item) for i, item in enumerate(held)]
-    else:
-        yield path, held
-        return
-    if id(held) not in within:
-        for step, item in items:
-            yield from leaves(item, (*path, step), within | {id(held)})
+def leaves(held: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the items in ``held``, through nested mappings, lists and tuples.
+
+    A mapping that cannot be read is an item itself. What cannot say its class is left out.
+    """
+    none: frozenset[int] = frozenset()
+    pending = [(path, held, none)]  # a list may be nested more deeply than calls may be
+    while pending:
+        where, value, within = pending.pop()
+        try:
+            value.__class__  # noqa: B018
+        except Exception:  # a dead `weakref.proxy`, for example
+            continue
+        items = _items(value)
+        if items is None:
+            yield where, value
+        elif id(value) not in within:
+            inner = within | {id(value)}
+            pending += [((*where, step), item, inner) for step, item in reversed(items)]
+
+
+def _items(value: Any) -> list[tuple[str, Any]] | None:
+    """Return what is in a mapping, list or tuple, with its name; None for anything else."""
+    if isinstance(value, (list, tuple)):
+        return [(str(i), item) for i, item in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return None
+    try:
+        items = list(value.items())
+    except Exception:  # a closed file, for example
+        return None
+    return [*zip(key_texts(key for key, _ in items), (item for _, item in items), strict=True)]
 
 
 def _own_variables(layer: Any) -> Iterator[tuple[KeyPath, Any]]:

@@ -5,9 +5,11 @@ import sys
 import sysconfig
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import ProxyTypes
 
 import tensorflow as tf
 
@@ -168,34 +170,41 @@ class _Walk:
         )
 
     def _holder(self, value: Any, path: KeyPath) -> Iterator[_Item]:
-        if is_optimizer(value):
-            yield path, value, None
-        elif id(value) in self._entered:
-            return
-        elif is_layer(value):
-            self._entered.add(id(value))
-            layers = list(layers_by_path(value, path))
-            bare = {
-                id(variable): where
-                for layer_path, layer in layers
-                if is_layer_of_keras_2(layer)
-                for where, variable, _ in _Walk()._bare(layer, layer_path)
-            }
-            yield from layer_variables(value, layers, bare)
-            for layer_path, layer in layers:
-                self._layers.append(layer)
-                # Keras 3, unlike `tf_keras`, does not track these.
-                if not is_layer_of_keras_2(layer):
-                    yield from self._bare(layer, layer_path)
-                yield from self._in_objects(layer, layer_path)
-        else:
-            self._entered.add(id(value))
-            for attribute, held in _attributes(value):
-                for where, item in leaves(held, (*path, attribute.lstrip("_"))):
-                    if is_variable(item):
-                        yield from self._variable(where, item)
-                    elif self._is_holder(item):
-                        yield from self._holder(item, where)
+        pending = [(path, value)]  # a list of nodes may be longer than calls may be nested
+        while pending:
+            where, item = pending.pop()
+            if is_variable(item):
+                yield from self._variable(where, item)
+            elif is_optimizer(item):
+                yield where, item, None
+            elif id(item) not in self._entered:
+                self._entered.add(id(item))
+                if is_layer(item):
+                    yield from self._layer(item, where)
+                    continue
+                inside = [
+                    leaf
+                    for attribute, held in _attributes(item)
+                    for leaf in leaves(held, (*where, attribute.lstrip("_")))
+                    if is_variable(leaf[1]) or self._is_holder(leaf[1])
+                ]
+                pending += reversed(inside)
+
+    def _layer(self, value: Any, path: KeyPath) -> Iterator[_Item]:
+        layers = list(layers_by_path(value, path))
+        bare = {
+            id(variable): where
+            for layer_path, layer in layers
+            if is_layer_of_keras_2(layer)
+            for where, variable, _ in _Walk()._bare(layer, layer_path)
+        }
+        yield from layer_variables(value, layers, bare)
+        for layer_path, layer in layers:
+            self._layers.append(layer)
+            # Keras 3, unlike `tf_keras`, does not track these.
+            if not is_layer_of_keras_2(layer):
+                yield from self._bare(layer, layer_path)
+            yield from self._in_objects(layer, layer_path)
 
     def _bare(self, layer: Any, path: KeyPath) -> Iterator[_Item]:
         """Walk the bare variables and the modules in the attributes of one layer."""
@@ -259,19 +268,24 @@ def _prefixes(items: Sequence[Any]) -> list[KeyPath]:
 
 
 def _by_name(holder: Any) -> list[tuple[str, Any]]:
-    attributes = dict(getattr(holder, "__dict__", {}))
+    try:
+        attributes = dict(holder.__dict__)
+    except Exception:  # it has none, and its own `__getattr__` may raise anything
+        attributes = {}
     for kind in type(holder).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
+        slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(holder, name):
-                attributes.setdefault(name, getattr(holder, name))
+            slot = vars(kind).get(name)
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # it is not set
+                    attributes.setdefault(name, slot.__get__(holder))
     return sorted(attributes.items(), key=lambda item: item[0])
 
 
 def _attributes(holder: Any) -> list[tuple[str, Any]]:
     """Return the attributes of a module in `tf.Module`'s order, else public ones first."""
     if isinstance(holder, tf.__internal__.tracking.AutoTrackable):  # `tf.Module`s are
-        ignored = getattr(holder, "_TF_MODULE_IGNORED_PROPERTIES", ())
+        ignored = getattr(type(holder), "_TF_MODULE_IGNORED_PROPERTIES", ())
         return [
             item
             for item in _by_name(holder)
@@ -282,10 +296,12 @@ def _attributes(holder: Any) -> list[tuple[str, Any]]:
 
 def _is_plain(value: Any) -> bool:
     """Whether ``value`` is an object with attributes; classes, functions and tensors are not."""
+    # Its own `__getattr__` may answer anything, so only its class is asked.
+    names = {name for kind in type(value).__mro__ for name in vars(kind)}
     return (
-        (hasattr(value, "__dict__") or hasattr(value, "__slots__"))
+        (not names.isdisjoint(("__dict__", "__slots__")) or isinstance(value, ProxyTypes))
         and not isinstance(value, (type, ModuleType, tf.Tensor))
-        and not hasattr(value, "__get__")
+        and "__get__" not in names
         and not _is_symbolic_of_keras(value)
     )
 
