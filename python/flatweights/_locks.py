@@ -2,11 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypeVar
-
-Result = TypeVar("Result")
 
 _PATIENCE = 1.0  # seconds; a thread of this process releases the lock long before
 
@@ -52,8 +48,8 @@ class CallLock(TurnLock):
     for ever, or find the object half changed.
 
     >>> calls = CallLock("sum")
-    >>> calls.run(lambda: 1)
-    1
+    >>> with calls.ready():
+    ...     pass
     """
 
     def __init__(self, owner: str) -> None:
@@ -61,11 +57,11 @@ class CallLock(TurnLock):
         super().__init__()
         self._owner = owner
 
-    def run(self, call: Callable[[], Result]) -> Result:
-        """Make a call, once that of another thread has ended, and return its result.
+    def ready(self) -> AbstractContextManager[bool]:
+        """Return the lock itself, as that of a `TurnLock`.
 
         Raises:
-            RuntimeError: If this thread is in a call already; or as `ready`.
+            RuntimeError: If this thread is in a call already; or as a `TurnLock` does.
         """
         # Unlike a flag of ours, no interrupt leaves this set.
         if self._lock._is_owned():  # type: ignore[attr-defined]
@@ -73,5 +69,4 @@ class CallLock(TurnLock):
                 f"this thread is in a call of the {self._owner} already. In a signal handler, "
                 "set a flag, and make the call later"
             )
-        with self.ready():
-            return call()
+        return super().ready()

@@ -89,8 +89,7 @@ class RunningAverage:
             TypeError: If kind or dtype differ, or a dtype has no mean.
             ValueError: If keys, shapes or digests differ, or the weight is not as above.
         """
-        factor = read_weight(weight, "weight")
-        self._calls.run(lambda: self._add([source], [factor], ["source"]))
+        self._add([source], [read_weight(weight, "weight")], ["source"])
 
     def add_all(self, sources: Iterable[Any], weights: Iterable[float] | None = None) -> None:
         """Add several models, as `add` does one after the other, in one pass over the sum.
@@ -111,17 +110,17 @@ class RunningAverage:
         models = list_of(sources)
         factors = read_weights(weights, len(models), all_may_be_zero=True)
         if models:
-            names = [f"source {k}" for k in range(len(models))]
-            self._calls.run(lambda: self._add(models, factors, names))
+            self._add(models, factors, [f"source {k}" for k in range(len(models))])
 
     def _add(self, models: list[Any], weights: list[float], names: list[str]) -> None:
-        state = self._state
-        template = state.template if state else Template.of(models[0], names[0])
-        parts = list(map(template.read, models, names))
-        kept = state.kept if state else _kept_parts(template, models[0])
-        target = state.sum if state else _core.RunningSum(template.layout.core)
-        target.add(template.packed, parts, weights)
-        self._state = _Sums(template, target, kept)
+        with self._calls.ready():
+            state = self._state
+            template = state.template if state else Template.of(models[0], names[0])
+            parts = list(map(template.read, models, names))
+            kept = state.kept if state else _kept_parts(template, models[0])
+            target = state.sum if state else _core.RunningSum(template.layout.core)
+            target.add(template.packed, parts, weights)
+            self._state = _Sums(template, target, kept)
 
     def merge(self, other: RunningAverage) -> None:
         """Add the sums of ``other``, as if its sources were added here.
@@ -141,21 +140,19 @@ class RunningAverage:
         if other is self:
             raise ValueError("other: expected another running average, got the same one")
         first, second = sorted((self, other), key=id)  # all threads lock in one order
-        first._calls.run(lambda: second._calls.run(lambda: self._merge(other._state)))
-
-    def _merge(self, added: _Sums | None) -> None:
-        if added is None:
-            return
-        state = self._state
-        template = state.template if state else added.template
-        if template.kind is not added.template.kind:
-            raise TypeError(
-                f"expected sums of {template.kind.value}, got {added.template.kind.value}"
-            )
-        template.check_layout(added.template.layout, "other")
-        target = state.sum if state else _core.RunningSum(template.layout.core)
-        target.merge(added.sum)
-        self._state = _Sums(template, target, state.kept if state else added.kept)
+        with first._calls.ready(), second._calls.ready():
+            state, added = self._state, other._state
+            if added is None:
+                return
+            template = state.template if state else added.template
+            if template.kind is not added.template.kind:
+                raise TypeError(
+                    f"expected sums of {template.kind.value}, got {added.template.kind.value}"
+                )
+            template.check_layout(added.template.layout, "other")
+            target = state.sum if state else _core.RunningSum(template.layout.core)
+            target.merge(added.sum)
+            self._state = _Sums(template, target, state.kept if state else added.kept)
 
     def mean(self, *, out: Any = None) -> Any:
         """Return the weighted mean so far; more may be added afterwards.
@@ -171,37 +168,33 @@ class RunningAverage:
             ValueError: If no weight is positive yet, or ``out`` has other shapes.
             TypeError: If ``out`` is of another kind or dtype.
         """
-        return self._calls.run(lambda: self._mean(out))
-
-    def _mean(self, out: Any) -> Any:
-        state = self._state
-        if state is None or not state.sum.total_weight:
-            raise ValueError("expected at least one source of positive weight, got none")
-        template = state.template
-        result = template.new() if out is None else out
-        parts = template.read_out(result)
-        state.sum.divide_into(template.packed, parts)
-        if state.kept:
-            views = template.views(result)
-            move_parts([views[i] for i in state.kept], list(state.kept.values()))
-        return result
+        with self._calls.ready():
+            state = self._state
+            if state is None or not state.sum.total_weight:
+                raise ValueError("expected at least one source of positive weight, got none")
+            template = state.template
+            result = template.new() if out is None else out
+            parts = template.read_out(result)
+            state.sum.divide_into(template.packed, parts)
+            if state.kept:
+                views = template.views(result)
+                move_parts([views[i] for i in state.kept], list(state.kept.values()))
+            return result
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle sums and weights as they are; with protocol 5 the sums are out of band."""
-        return self._calls.run(lambda: self._reduce(protocol))
-
-    def _reduce(self, protocol: Any) -> tuple[Any, ...]:
-        state = self._state
-        if state is None:
-            return type(self), ()
-        memory: Any = state.sum.memory
-        if protocol >= 5:
-            # The pickler may read the memory at any later time; additions go to a copy.
-            memory.flags.writeable = False
-            memory = pickle.PickleBuffer(memory.view(np.uint8).data)
-        else:
-            memory = memory.tobytes()
-        return running_of, (type(self), state.template, memory, state.sum.weights, state.kept)
+        with self._calls.ready():
+            state = self._state
+            if state is None:
+                return type(self), ()
+            memory: Any = state.sum.memory
+            if protocol >= 5:
+                # The pickler may read the memory at any later time; additions go to a copy.
+                memory.flags.writeable = False
+                memory = pickle.PickleBuffer(memory.view(np.uint8).data)
+            else:
+                memory = memory.tobytes()
+            return running_of, (type(self), state.template, memory, state.sum.weights, state.kept)
 
 
 def running_of(

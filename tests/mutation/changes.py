@@ -329,9 +329,10 @@ CHANGES = (
         "python/flatweights/_running_average.py",
         (
             "target.merge(added.sum)\n"
-            "        self._state = _Sums(template, target, state.kept if state else added.kept)"
+            "            self._state = _Sums(template, target, state.kept if state else "
+            "added.kept)"
         ),
-        ("target.merge(added.sum)\n        self._state = _Sums(template, target, added.kept)"),
+        ("target.merge(added.sum)\n            self._state = _Sums(template, target, added.kept)"),
         ("tests/average/test_running_average.py", "tests/average"),
     ),
     Change(

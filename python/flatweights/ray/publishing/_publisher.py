@@ -120,7 +120,8 @@ class Publisher:
         if weights is not None:
             source = source_of(weights, "weights")
             check_layout(source.layout, self._layout, "weights")
-        return self._calls.run(lambda: self._publish(source))
+        with self._calls.ready():
+            return self._publish(source)
 
     def _publish(self, source: Variables) -> int:
         self._check()

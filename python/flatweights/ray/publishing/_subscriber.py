@@ -144,7 +144,8 @@ class Subscriber:
                 thread.
             Exception: The exception of setting the variables.
         """
-        return self._state.calls.run(lambda: self._update(out))
+        with self._state.calls.ready():
+            return self._update(out)
 
     def read(self) -> FlatWeights:
         """Return a copy of the newest weights.
@@ -153,7 +154,8 @@ class Subscriber:
             StaleWeightsError: If they are older than ``max_age``.
             RuntimeError: If nothing has been published yet; or as `update`.
         """
-        return self._state.calls.run(self._read)
+        with self._state.calls.ready():
+            return self._read()
 
     def _update(self, out: Any) -> bool:
         state = self._state
