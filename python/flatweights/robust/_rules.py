@@ -144,9 +144,7 @@ class Calling(Rule):
         parts = job.template.read(made, "the result of the rule")
         try:
             job.check([parts])
-        except (
-            ValueError
-        ):  # of `out`, or of the source that it is, the function returned other parts
+        except ValueError:  # they are other parts of `out`, or of the source that it is
             parts = [part.copy() for part in parts]
         _core.move_parts(job.written, parts)
         return used, None

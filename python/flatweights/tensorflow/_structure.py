@@ -93,9 +93,10 @@ def find_variables(
 
     found = _once(expanded())
     return [
-        item._replace(owner=owned.get(key), is_of_optimizer=key in owned)
+        item._replace(
+            owner=owned.get(id(item.variable)), is_of_optimizer=id(item.variable) in owned
+        )
         for item in found
-        for key in [id(item.variable)]
     ]
 
 
@@ -297,11 +298,14 @@ def _attributes(holder: Any) -> list[tuple[str, Any]]:
 def _is_plain(value: Any) -> bool:
     """Whether ``value`` is an object with attributes; classes, functions and tensors are not."""
     # Its own `__getattr__` may answer anything, so only its class is asked.
-    names = {name for kind in type(value).__mro__ for name in vars(kind)}
+    kinds = [vars(kind) for kind in type(value).__mro__]
     return (
-        (not names.isdisjoint(("__dict__", "__slots__")) or isinstance(value, ProxyTypes))
+        (
+            any("__dict__" in kind or "__slots__" in kind for kind in kinds)
+            or isinstance(value, ProxyTypes)
+        )
         and not isinstance(value, (type, ModuleType, tf.Tensor))
-        and "__get__" not in names
+        and not any("__get__" in kind for kind in kinds)
         and not _is_symbolic_of_keras(value)
     )
 
