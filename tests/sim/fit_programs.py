@@ -288,24 +288,25 @@ class Fit:
 
     def _exchange_before(self, what: str) -> None:
         """Exchange rows or moments in a step, before its gradients."""
-        member, vector, moments = self.member, None, None
-        if what == "moments":
-            vector = self.program.vector(member)
-            vector[-2:] = self.iterations[0]
-            moments = self._moments = self._moments or Moments(self._world, what, vector.size)
-            moments.array[:] = vector
+        member, terms = self.member, self._handle.terms
+        steps = float(self.iterations[0])
         assert self._progress is not None
         place: Any = self._progress.state[1]
-        with self.sends(vector, None) as call:
-            call.place, call.steps = place.position, float(self.iterations[0])
-            call.value = None if moments else call.steps
-            if moments is None:
-                result = member.all_gather(call.value, what, **self._handle.terms)
-            else:
-                result = member.average_variables(moments, call.weight, **self._handle.terms)
-        self.returned(call, result, None if moments is None else moments.array)
-        if moments is None:
+        if what == "rows":
+            with self.sends(None, None) as call:
+                call.place, call.steps, call.value = place.position, steps, steps
+                result = member.all_gather(steps, what, **terms)
+            self.returned(call, result)
             self.oracle.gathered(member, result)
+            return
+        vector = self.program.vector(member)
+        vector[-2:] = steps
+        moments = self._moments = self._moments or Moments(self._world, what, vector.size)
+        moments.array[:] = vector
+        with self.sends(vector, None) as call:
+            call.place, call.steps = place.position, steps
+            result = member.average_variables(moments, call.weight, **terms)
+        self.returned(call, result, moments.array)
 
     def _average(self, name: str, payload: Any, *, in_step: bool) -> Any:
         """Return the mean of ``payload``; None if the others are elsewhere."""
