@@ -22,6 +22,9 @@ Nonfinite = Literal["propagate", "raise", "skip"]
 Source = TypeVar("Source")
 """An array, `FlatWeights`, a mapping of arrays, or a sequence of arrays."""
 
+NONE_FINITE = "every source of positive weight holds NaN or infinity"
+"""The text of the error if ``nonfinite="skip"`` leaves only weights of 0."""
+
 
 def average(
     sources: Iterable[Source],
@@ -232,7 +235,7 @@ class Job:
             elif self.nonfinite == "raise":
                 raise error
         if not any(self.weights[k] for k in used):
-            raise ValueError("every source of positive weight holds NaN or infinity")
+            raise ValueError(NONE_FINITE)
         return used
 
     def check(self, sources: list[_Arrays]) -> None:

@@ -312,8 +312,8 @@ class Simulated(MemberPlatform):
     def task(self) -> None:
         """A simulated process is in no task of Ray."""
 
-    def member_channel(self, address: bytes, token: bytes) -> Any:
-        return SimulatedMemberChannel(self, address, token)
+    def member_channel(self, address: bytes, token: bytes, peer: str) -> Any:
+        return SimulatedMemberChannel(self, address, token, peer)
 
     def get(self, ref: Any, timeout: float | None = None) -> Any:
         self.world.process()
@@ -820,9 +820,10 @@ class SimulatedChannels(Bell):
 class SimulatedMemberChannel:
     """A member's end of a channel."""
 
-    def __init__(self, platform: Simulated, address: bytes, token: bytes) -> None:
+    def __init__(self, platform: Simulated, address: bytes, token: bytes, peer: str) -> None:
         world = self._world = platform.world
         self._oracle = platform.oracle
+        self._peer = peer
         process = world.process()
         world.point("connecting")
         channels = platform.listeners.get(address)
@@ -872,7 +873,7 @@ class SimulatedMemberChannel:
         world.process()
         if self.is_closed or (link.is_coordinator_gone and world.draw() < 0.3):
             self.is_closed = True
-            raise CoordinatorDiedError("the coordinator has closed its end")
+            raise CoordinatorDiedError(f"{self._peer} has closed its end")
         segments: Any = self._segments
         message = buffer_message(kind, body, buffer, segments)
         if message is None:
@@ -933,10 +934,10 @@ class SimulatedMemberChannel:
         world.process()
         self.pending = None
         if not world.block(self._is_told, link, seconds):
-            raise TimeoutError(f"no answer of the coordinator within {seconds} s")
+            raise TimeoutError(f"no answer of {self._peer} within {seconds} s")
         if link.command is None:
             self.is_closed = True
-            raise CoordinatorDiedError("the coordinator has ended")
+            raise CoordinatorDiedError(f"{self._peer} has ended")
         kind, body, buffer, posted = link.command
         link.command = None
         world.point("told")

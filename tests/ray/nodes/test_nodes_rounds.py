@@ -372,6 +372,11 @@ def ranks_without_a_result_are_left_out_by_name(nodes: Nodes) -> None:
         found = group.average("give", "FlatWeights", 2, {rank: "nan"}, nonfinite="skip")
         assert found.quarantined == (rank,)
         assert_right(found, "FlatWeights", 2)
+        weights = [float(k == rank) for k in range(6)]
+        with pytest.raises(ValueError, match="every source of positive weight holds NaN"):
+            group.average(
+                "give", "FlatWeights", 2, {rank: "nan"}, weights=weights, nonfinite="skip"
+            )
         found = group.average("give", "FlatWeights", 2, {rank: "nan"}, nonfinite="propagate")
         assert found.used == tuple(range(6))
         assert np.isnan(found.weights["w"]).sum() == 1

@@ -26,7 +26,7 @@ _STAY = 1  # a member is in one call of the mailbox's protocol for ever: its num
 
 
 class CoordinatorDiedError(RuntimeError):
-    """The coordinator of the process group has ended."""
+    """The coordinator of the process group has ended, or the agent of the member's node."""
 
 
 class Shortcut(NamedTuple):
@@ -47,14 +47,20 @@ class Shortcut(NamedTuple):
 
 
 class MemberChannel(WorkerChannel):
-    """A member's end of the channel to its coordinator.
+    """A member's end of the channel to its coordinator, or to the agent of its node.
 
     Attributes:
+        peer: Which of the two has the other end, for errors.
         pending: If a `Shortcut` has asked, and could not read the response: whether it has come.
             The next `response` is that one. None otherwise.
     """
 
     pending: bool | None = None
+
+    def __init__(self, address: bytes, token: bytes, peer: str = "the coordinator") -> None:
+        """Connect to ``peer``; for the rest, see `WorkerChannel`."""
+        super().__init__(address, token)
+        self.peer = peer
 
     def close(self) -> None:
         """Close the socket, and release the memory of all segments without a live array."""
@@ -88,12 +94,12 @@ class MemberChannel(WorkerChannel):
             False, with nothing sent, if no segment is free and none can be made.
 
         Raises:
-            CoordinatorDiedError: If the coordinator is gone.
+            CoordinatorDiedError: If the peer is gone.
         """
         if self._doorbell is None:
             self.receive()
         if self.is_closed or self._doorbell is None:
-            raise CoordinatorDiedError("the coordinator has closed its end")
+            raise CoordinatorDiedError(f"{self.peer} has closed its end")
         message = buffer_message(kind, body, buffer, self._segments)
         if message is None:
             return False
@@ -131,7 +137,7 @@ class MemberChannel(WorkerChannel):
 
         Raises:
             TimeoutError: If there is no command within ``seconds``; never, if None.
-            CoordinatorDiedError: If the coordinator is gone.
+            CoordinatorDiedError: If the peer is gone.
         """
         end = None if seconds is None else _clock.now() + seconds
         has_come, self.pending = self.pending, None
@@ -142,9 +148,9 @@ class MemberChannel(WorkerChannel):
                 break
             self.receive()
             if self.is_closed:
-                raise CoordinatorDiedError("the coordinator has ended")
+                raise CoordinatorDiedError(f"{self.peer} has ended")
             if end is not None and _clock.now() >= end:
-                raise TimeoutError(f"no answer of the coordinator within {seconds} s")
+                raise TimeoutError(f"no answer of {self.peer} within {seconds} s")
         try:
             kind, buffers, body = self.read()
         except (ChannelError, ValueError) as error:

@@ -543,9 +543,9 @@ def _end_of(
         ray.exceptions.RayError: If the coordinator, or the agent of this node, has died, or does
             not answer by ``end``.
     """
-    address, actor = join_reply.address, coordinator
+    address, actor, peer = join_reply.address, coordinator, "the coordinator"
     if join_reply.node_agent is not None:
-        actor = join_reply.node_agent
+        actor, peer = join_reply.node_agent, "the agent of this node"
         try:
             entering = actor.enter.remote(join_reply.rank, identity.who, identity.token)
             address = platform.get(entering, seconds_left(end))
@@ -556,7 +556,7 @@ def _end_of(
     if address is None:
         return StoreClient(coordinator, identity, platform)
     try:
-        channel = platform.member_channel(address, identity.token)
+        channel = platform.member_channel(address, identity.token, peer)
     except (OSError, ChannelError, MemoryError):
         if platform.setting() == "shm":
             raise

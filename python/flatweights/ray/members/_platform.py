@@ -112,15 +112,15 @@ class MemberPlatform(GroupPlatform):
         task: str | None = context.get_task_id()
         return task
 
-    def member_channel(self, address: bytes, token: bytes) -> MemberChannel:
-        """Connect to a coordinator, and return the member's end of the channel.
+    def member_channel(self, address: bytes, token: bytes, peer: str) -> MemberChannel:
+        """Connect to ``peer``, and return the member's end of the channel.
 
         Raises:
             OSError: If it cannot be made.
-            ChannelError: If the coordinator expects nobody with that token.
+            ChannelError: If the peer expects nobody with that token.
             MemoryError: If there is no memory for a mailbox.
         """
-        return MemberChannel(address, token)
+        return MemberChannel(address, token, peer)
 
     def get_shared(self, ref: ray.ObjectRef) -> Any:
         """Return an object that other threads of this process may get at the same time."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from flatweights import _core
-from flatweights._average import read_weights
+from flatweights._average import NONE_FINITE, read_weights
 from flatweights._sources import Kind, Template
 from flatweights._weights import frozen
 from flatweights.ray import _clock
@@ -253,17 +253,20 @@ class NodesAverage:
             if metadata.not_finite is not None:
                 not_finite[rank] = metadata.not_finite
         assert template is not None
-        if not_finite and spec.nonfinite == "raise":
-            raise next(iter(not_finite.values()))
-        arrivals.quarantine(not_finite)
-        arrivals.check(spec)
-        ranks = sorted(self._metadata.keys() - arrivals.failed.keys())
         by_result = callable(spec.weights)
+        ranks = sorted(self._metadata.keys() - arrivals.failed.keys())
         values = [
             self._metadata[k].weight or 0.0 if by_result else spec.number_of(k) for k in ranks
         ]
         weights = dict(zip(ranks, read_weights(values, len(ranks)), strict=True))
-        return ranks, weights, template
+        if not_finite and spec.nonfinite == "raise":
+            raise next(iter(not_finite.values()))
+        arrivals.quarantine(not_finite)
+        arrivals.check(spec)
+        used = {k: weight for k, weight in weights.items() if k not in arrivals.failed}
+        if not any(used.values()):
+            raise ValueError(NONE_FINITE)
+        return [*used], used, template
 
     def _check_time(self) -> None:
         """Count the ranks of all agents as lost once the time of the round is up."""
