@@ -380,6 +380,24 @@ def test_weights_that_one_member_gets_between_build_and_fit_reach_all() -> None:
         assert all(map(np.array_equal, weights, expected))
 
 
+def test_every_fit_with_one_callback_list_begins_with_the_same_weights() -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs, average_gradients
+
+    def trained(place: Place, member: Any, model: Any) -> Any:
+        model.compile(average_gradients(keras.optimizers.SGD(0.05), member=member), "mse")
+        x, y = map(place.part, images("dense"))
+        own = keras.callbacks.CallbackList([AverageLogs()], True, model=model, epochs=1)
+        for _ in range(2):
+            model.set_weights([weights + place.rank for weights in model.get_weights()])
+            model.fit(x, y, BATCH // 2, verbose=0, callbacks=own)
+        return model.get_weights()
+
+    first, second = with_models(trained)
+    assert all(map(np.array_equal, first, second))
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras saves
 def test_weights_that_a_callback_sets_when_the_training_begins_reach_all(tmp_path: Path) -> None:
     import keras

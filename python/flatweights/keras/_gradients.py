@@ -222,7 +222,9 @@ class Averaging:
         self._options = options
         self._exchanges = Exchanges(optimizer, sparse)
         self._is_started = False
-        self._params: Any = None  # of the last `fit` that has begun, by which it is recognised
+        # The last `fit` that has begun: its parameters, and the callbacks that have told of it.
+        self._params: Any = None
+        self._told_by = weakref.WeakSet[Any]()
         self._begun: Any = None  # the model of a `fit` that has begun, until its first epoch
         # Steps after which nothing has to have been averaged.
         self._steps_before: float = int(optimizer.iterations)
@@ -249,7 +251,12 @@ class Averaging:
     def begin_fit(self, callback: Any) -> None:
         """Give all members the same start; make the model raise the errors of steps."""
         model = callback.model
-        if self._params is callback.params is not None:  # another callback has begun it
+        # Several `fit` with one `CallbackList` have the same parameters.
+        is_known = self._params is callback.params is not None and callback not in self._told_by
+        if not is_known:
+            self._told_by.clear()
+        self._told_by.add(callback)
+        if is_known:
             return
         self._params, self.progress, self._begun = callback.params, None, None
         self._exchanges.know(model)
