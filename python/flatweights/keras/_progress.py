@@ -16,7 +16,6 @@ from flatweights.keras._fit_states import Action, FitState, Phase, move
 from flatweights.keras._hooks import SWAPPED, begin_at, end_data, know_direction
 from flatweights.keras._member_handle import MemberHandle
 from flatweights.ray import Member, OutOfSyncError, Round, Saved, Variables, _clock
-from flatweights.ray.results._variables import WholeState
 from flatweights.tensorflow import TensorFlowVariables
 
 _log = logging.getLogger("flatweights")
@@ -107,6 +106,20 @@ AnyState: TypeAlias = list[Variables | Saved]
 """The parts of a state that heals members; the variables and slots are the first."""
 
 
+def _copy_of(part: Any) -> Any:
+    """Return the values of a part of a state, as `_set_copy` takes them."""
+    if not hasattr(part, "gather_into"):
+        return part.save()
+    buffer = part.layout.new_buffer()
+    part.gather_into(buffer)
+    return buffer
+
+
+def _set_copy(part: Any, copy: Any) -> None:
+    """Set a part of a state to the values of `_copy_of`."""
+    (part.scatter if hasattr(part, "gather_into") else part.restore)(copy)
+
+
 class Progress:
     """One `fit` of one member, while other members may be at other places of theirs.
 
@@ -150,6 +163,7 @@ class Progress:
         self._now = FitState(steps=self.params.get("steps") if by_one else None)
         self._last: Any = None  # the callback that has told the end of the epoch
         self._pending: Position | None = None  # deciding callbacks go on from its counts
+        self._copy: list[Any] = []  # of the parts of the state
         self._until, self._pause = 0.0, 0.0  # while the end waits for others
 
     @property
@@ -247,11 +261,10 @@ class Progress:
                 self._handle.take().lacks_state = True
                 return self._meet()
             case Action.KEEP:
-                self._kept = WholeState(self._state).copy()
-                self._values = self._kept.layout.new_buffer()
-                self._kept.gather_into(self._values)
+                self._copy = [*map(_copy_of, self._state)]
             case Action.RESTORE:
-                self._kept.scatter(self._values)
+                for one, copy in zip(self._state, self._copy, strict=True):
+                    _set_copy(one, copy)
                 self._take_counts(self._position.position, _SWAPPING)
             case Action.BEGIN_THERE:
                 begin_at(self._model, self._now.others)
