@@ -7,6 +7,7 @@ was read for it: a failure with a later one tells which name it has changed.
 import ast
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,30 @@ def test_steps_are_traced_before_a_training_and_none_is_executed(kind: str) -> N
         why = installed_is_known("TFEpochIterator._distributed_dataset")
         assert before == [traced], why
         assert {*traced} == {"step", "test"}, installed_is_known(OF_FIT)
+
+
+def test_functions_of_other_threads_go_on_while_steps_are_traced() -> None:
+    model = network()
+    doubled = tf.function(lambda x: 2 * x)
+    two, found = tf.constant(2), []
+
+    class Traces(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            own = model.train_function
+
+            def train(iterator: Any) -> Any:
+                with ThreadPoolExecutor(1) as pool:
+                    found.append(int(pool.submit(doubled, two).result()))
+                return own(iterator)
+
+            model.train_function = train
+            _hooks.prepare_steps()
+            model.train_function = own
+
+    doubled(two)
+    model.fit(*DATA, verbose=0, callbacks=[Traces()])
+    assert found == [4, 4]
+    assert int(model.optimizer.iterations) == 1
 
 
 @pytest.mark.parametrize("kind", ["dict", "Dataset", "split", "weights", "generator"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import cancellation
+
+_thread = threading.local()
+_context_of_all = cancellation.context
 
 _FIT = inspect.unwrap(keras.Model.fit).__code__
 
@@ -123,11 +127,30 @@ def _prepare(function: Callable[[Any], object], data: Any) -> None:
         traced = tf.function(function, autograph=False)
         traced.get_concrete_function(tf.data.IteratorSpec(spec))
     # TensorFlow optimises a function when it is called first, even if that call is cancelled.
-    cancelled = cancellation.CancellationManager()
-    cancelled.start_cancel()
     nothing = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
-    with contextlib.suppress(Exception), cancellation.CancellationManagerContext(cancelled):
+    with contextlib.suppress(Exception), _cancelled():
         function(iter(nothing))
+
+
+@contextlib.contextmanager
+def _cancelled() -> Iterator[None]:
+    """Cancel all functions that this thread calls meanwhile."""
+    manager = cancellation.CancellationManager()
+    manager.start_cancel()
+    cancellation.context = _context
+    _thread.cancelled = manager
+    try:
+        yield
+    finally:
+        del _thread.cancelled
+
+
+def _context() -> Any:
+    """Return what cancels the functions that this thread calls.
+
+    That of TensorFlow would cancel those of all threads.
+    """
+    return getattr(_thread, "cancelled", None) or _context_of_all()
 
 
 def call_after_begin(callback: Any, do: Callable[[], object]) -> None:
