@@ -510,6 +510,15 @@ def wait_for_the_end_of(name: str, patience: float) -> None:
 
 
 @BY_ONE_WAY
+def test_joining_again_and_again_makes_no_further_class(puppets: Puppets) -> None:
+    counts = []
+    for _ in range(3):
+        with join(next(NAMES), size=1, timeout=60.0):
+            counts.append(len(Coordinator.__subclasses__()))
+    assert counts[1:] == counts[:1] * 2
+
+
+@BY_ONE_WAY
 def test_a_process_joins_although_the_coordinator_that_another_starts_meanwhile_ends_at_once(
     puppets: Puppets, monkeypatch: pytest.MonkeyPatch
 ) -> None:

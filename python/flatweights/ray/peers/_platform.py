@@ -24,6 +24,7 @@ from flatweights.ray.channels._worker_channel import WorkerChannel
 from flatweights.ray.nodes._link import LinkPlatform
 from flatweights.ray.nodes._node_reducer import NodeReducer
 from flatweights.ray.nodes._plan import SMALL
+from flatweights.ray.peers._shared_actor import actor_class
 from flatweights.ray.support._errors import check_connected, session_of_ray
 
 _Result = TypeVar("_Result")
@@ -86,7 +87,7 @@ class GroupPlatform(LinkPlatform):
         """Start an actor without CPUs on ``node``, which runs ``calls`` calls at a time."""
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         options: Any = {"num_cpus": 0, "max_concurrency": calls}
-        made: Any = ray.remote(cls).options(scheduling_strategy=where, **options)
+        made: Any = actor_class(cls).options(scheduling_strategy=where, **options)
         return made.remote(*args)
 
     def node_reducer(self, offer: Callable[[int], None]) -> NodeReducer:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -9,6 +12,12 @@ from flatweights.ray import _clock
 
 _TRIES = 10
 _PAUSE = 0.05  # seconds between two tries
+
+
+@functools.cache
+def actor_class(cls: type) -> Any:
+    """Return a class of this package as one of actors: Ray keeps each that it makes, for ever."""
+    return ray.remote(cls)
 
 
 def shared_actor(
@@ -28,7 +37,7 @@ def shared_actor(
     Raises:
         ValueError: If, again and again, another process starts it meanwhile and it ends at once.
     """
-    options = ray.remote(cls).options(
+    options = actor_class(cls).options(
         **_address(name),
         get_if_exists=True,
         lifetime="detached",
