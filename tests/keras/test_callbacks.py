@@ -399,6 +399,50 @@ def test_every_fit_with_one_callback_list_begins_with_the_same_weights() -> None
     assert all(map(np.array_equal, first, second))
 
 
+@pytest.mark.parametrize("kept", ["attributes", "list", "dict"])
+def test_every_fit_gives_each_of_several_optimizers_the_same_start(kept: str) -> None:
+    import keras
+    import tensorflow as tf
+
+    from flatweights.keras import AverageLogs, average_gradients
+
+    def trained(place: Place, member: Any, model: Any) -> Any:
+        class Halves(keras.Model):  # type: ignore[misc]
+            def train_step(self, data: Any) -> Any:
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((model(x) - y) ** 2)
+                variables = model.trainable_variables
+                grads = tape.gradient(loss, variables)
+                for k, optimizer in enumerate(optimizers):
+                    optimizer.apply(grads[k::2], variables[k::2])
+                return {"loss": loss}
+
+        halves = Halves()
+        halves.built = True
+        optimizers = [
+            average_gradients(keras.optimizers.Adam(0.01, name=name), member=member)
+            for name in ("even", "odd")
+        ]
+        if kept == "list":
+            halves.both = optimizers
+        elif kept == "dict":
+            halves.both = dict(enumerate(optimizers))
+        else:
+            halves.even, halves.odd = optimizers
+        halves.compile()
+        x, y = map(place.part, images("dense"))
+        for fit in range(2):
+            if fit > 0:
+                model.set_weights([weights + place.rank for weights in model.get_weights()])
+            options = {"verbose": 0, "callbacks": [AverageLogs(member=member)]}
+            halves.fit(x, y, BATCH // 2, **options)
+        return [*model.get_weights(), *(one.numpy() for o in optimizers for one in o.variables)]
+
+    first, second = with_models(trained)
+    assert all(map(np.array_equal, first, second))
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras saves
 def test_weights_that_a_callback_sets_when_the_training_begins_reach_all(tmp_path: Path) -> None:
     import keras

@@ -212,7 +212,6 @@ def test_a_log_that_cannot_be_pickled_is_named() -> None:
     class ReportElsewhere(Report):
         def on_train_begin(self, logs: Any = None) -> None:
             """Ray Train is not here."""
-            self._averaging = self._progress = None
 
     lock = threading.Lock()
     adds = keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: logs.update(lock=lock))

@@ -13,7 +13,7 @@ from flatweights import FlatWeights, average
 from flatweights._average import Nonfinite, check_nonfinite
 from flatweights.keras._average_weights import AverageWeights
 from flatweights.keras._callback import MemberCallback
-from flatweights.keras._gradients import averaging_of_optimizer
+from flatweights.keras._gradients import averagings_in
 from flatweights.keras._hooks import callbacks_beside
 from flatweights.keras._member_handle import MemberHandle, calls_are_equal
 from flatweights.keras._progress import SAVING, AnyState, Progress, check_before
@@ -103,8 +103,7 @@ class AverageLogs(MemberCallback):
         super().on_train_begin()
         self._samples = Samples(self.model)
         units = {one._unit for one in callbacks if isinstance(one, AverageWeights)}
-        # A `train_step` of a user's own may have several optimizers.
-        in_steps = any(map(averaging_of_optimizer, vars(self.model).values()))
+        in_steps = bool(averagings_in(self.model))
         if self._member.size > 1 and not (units or in_steps):
             _log.warning(
                 "AverageLogs: neither average_gradients nor AverageWeights is part of this fit, so "

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
 import keras
 
-from flatweights.keras._gradients import averaging_of
+from flatweights.keras._gradients import Averaging, averaging_of, averagings_in
 from flatweights.keras._member_handle import MemberHandle, agree
-from flatweights.keras._progress import AnyState
+from flatweights.keras._progress import AnyState, Progress
+from flatweights.keras._weak_set import SharedWeakSet
 from flatweights.ray import Member, Round
 
-_callbacks: weakref.WeakSet[MemberCallback] = weakref.WeakSet()
-_lock = threading.Lock()
+_callbacks = SharedWeakSet["MemberCallback"]()
 
 
 class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -26,8 +24,9 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self._handle = handle
         self._params_of_fit: Any = None
-        with _lock:
-            _callbacks.add(self)
+        self._averagings: list[Averaging] = []
+        self._progress: Progress | None = None
+        _callbacks.add(self)
 
     def set_model(self, model: Any) -> None:
         """Take the model.
@@ -48,20 +47,22 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._params_of_fit = self.params
         averaging = averaging_of(self.model)
         # All callbacks of a `fit` have the same dictionary.
-        with _lock:
-            of_this_fit = [one for one in _callbacks if one.params is self.params is not None]
+        of_this_fit = [one for one in _callbacks if one.params is self.params is not None]
         handles = {id(one): one._handle for one in (self, *of_this_fit)}
         agree([*handles.values(), *([] if averaging is None else [averaging.handle])])
         self._member: Member = self._handle.take()
         if averaging is not None:
             averaging.begin_fit(self)
-        self._averaging = averaging
+        more = [one for one in averagings_in(self.model) if one is not averaging]
+        for one in more:
+            one.begin_fit_beside(self)
+        self._averagings = more if averaging is None else [averaging, *more]
         self._progress = None if averaging is None else averaging.progress
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Meet the others, if they may be in another epoch."""
-        if self._averaging is not None:
-            self._averaging.begin_epoch(epoch)
+        for averaging in self._averagings:
+            averaging.begin_epoch(epoch)
         if self._progress is not None:
             self._progress.begin_epoch(epoch)
 

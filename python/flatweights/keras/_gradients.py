@@ -48,6 +48,7 @@ from flatweights.keras._sparse import (
     takes_rows,
 )
 from flatweights.keras._start import FitStart, start_alike
+from flatweights.keras._weak_set import SharedWeakSet
 from flatweights.ray import (
     Member,
     OutOfSyncError,
@@ -66,7 +67,7 @@ _SCALED = (
     "average_gradients(keras.optimizers.LossScaleOptimizer(optimizer))"
 )
 
-_averagings: weakref.WeakSet[Averaging] = weakref.WeakSet()
+_averagings = SharedWeakSet["Averaging"]()
 _numbers = count()
 _log = logging.getLogger("flatweights")
 
@@ -225,7 +226,8 @@ class Averaging:
         # The last `fit` that has begun: its parameters, and the callbacks that have told of it.
         self._params: Any = None
         self._told_by = weakref.WeakSet[Any]()
-        self._begun: Any = None  # the model of a `fit` that has begun, until its first epoch
+        # What returns the variables of a `fit` that has begun, until its first epoch.
+        self._begun: Callable[[], Sequence[Any]] | None = None
         # Steps after which nothing has to have been averaged.
         self._steps_before: float = int(optimizer.iterations)
         self._errors: list[BaseException] = []  # raised by the step that runs
@@ -251,14 +253,9 @@ class Averaging:
     def begin_fit(self, callback: Any) -> None:
         """Give all members the same start; make the model raise the errors of steps."""
         model = callback.model
-        # Several `fit` with one `CallbackList` have the same parameters.
-        is_known = self._params is callback.params is not None and callback not in self._told_by
-        if not is_known:
-            self._told_by.clear()
-        self._told_by.add(callback)
-        if is_known:
+        if not self._is_first_told(callback):
             return
-        self._params, self.progress, self._begun = callback.params, None, None
+        self.progress = None
         self._exchanges.know(model)
         if not model.built and self.handle.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
@@ -278,7 +275,26 @@ class Averaging:
                 self.progress = Progress(self.handle, callback, callbacks, state, self._more)
                 if self.progress.has_joined:
                     call_after_begin(callback, self._join)
-            self._begun = model
+            self._begun = lambda: model.trainable_variables
+
+    def begin_fit_beside(self, callback: Any) -> None:
+        """Give all members the same start in a `fit` whose model has another optimizer, too.
+
+        A step builds an optimizer that is not built yet, which does the same.
+        """
+        is_ready = self._optimizer.built and self.handle.min_results is None
+        if self._is_first_told(callback) and is_ready:
+            self._begun = functools.partial(variables_of, self._optimizer)
+
+    def _is_first_told(self, callback: Any) -> bool:
+        """Whether ``callback`` is the first one that tells of its `fit`."""
+        # Several `fit` with one `CallbackList` have the same parameters.
+        is_known = self._params is callback.params is not None and callback not in self._told_by
+        if not is_known:
+            self._told_by.clear()
+            self._params, self._begun = callback.params, None
+        self._told_by.add(callback)
+        return not is_known
 
     def _join(self) -> None:
         """Join a training that is under way: from then on, the others wait for this member."""
@@ -295,13 +311,13 @@ class Averaging:
         Raises:
             CallsDifferError: If members begin with different epochs.
         """
-        model, self._begun = self._begun, None
-        if model is None:
+        variables, self._begun = self._begun, None
+        if variables is None:
             return
         if self.progress is not None and self.progress.has_joined:
             return
         self._is_started = False
-        self._start(model.trainable_variables, in_step=False, epoch=epoch)
+        self._start(variables(), in_step=False, epoch=epoch)
 
     def _raising_causes(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return ``function``, but raising the error of a step instead of TensorFlow's.
@@ -672,9 +688,26 @@ def averaging_of(model: Any) -> Averaging | None:
     return averaging_of_optimizer(optimizer)
 
 
+def averagings_in(model: Any) -> list[Averaging]:
+    """Return the `Averaging` of each optimizer of ``model``, its attributes or items of these.
+
+    A `train_step` of a user's own may use several optimizers.
+    """
+    found: dict[Averaging, None] = {}
+    for value in vars(model).values():
+        items = value.values() if isinstance(value, dict) else value
+        for one in items if isinstance(value, (dict, list, tuple)) else [value]:
+            averaging = averaging_of_optimizer(one)
+            if averaging is not None:
+                found[averaging] = None
+    return [*found]
+
+
 def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
     """Return the `Averaging` of ``optimizer``; None without one."""
-    averaging = getattr(getattr(optimizer, "apply", None), "__self__", None)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        return None
+    averaging = getattr(optimizer.apply, "__self__", None)
     return averaging if isinstance(averaging, Averaging) else None
 
 

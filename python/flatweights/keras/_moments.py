@@ -8,18 +8,18 @@ the n-th layer of one meets the n-th of the others.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from flatweights.keras._hooks import replace_moments
+from flatweights.keras._weak_set import SharedWeakSet
 
 Find = Callable[[Sequence[Any]], Any]
 
 # Layers whose moments were computed without members, because no optimizer was known for them.
-_alone: weakref.WeakSet[Any] = weakref.WeakSet()
+_alone = SharedWeakSet[Any]()
 
 
 def synchronize(find: Find) -> None:
@@ -38,10 +38,11 @@ def check_synchronized(variables: Sequence[Any]) -> None:
     A step computes moments before it applies gradients, so a loop that does not build the optimizer
     first leaves the layer without one.
     """
-    if not _alone:
+    alone = [*_alone]
+    if not alone:
         return
     ids = {id(one) for one in variables}
-    for layer in [*_alone]:
+    for layer in alone:
         if not ids.isdisjoint(map(id, layer.trainable_variables)):
             raise RuntimeError(
                 f"average_gradients: expected an optimizer that is built before the first call of "

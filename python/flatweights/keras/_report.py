@@ -139,7 +139,6 @@ class Report(MemberCallback):
         """
         import ray.train
 
-        self._averaging = self._progress = None
         try:
             self._rank = ray.train.get_context().get_world_rank()
         except RuntimeError:
