@@ -399,48 +399,77 @@ def test_every_fit_with_one_callback_list_begins_with_the_same_weights() -> None
     assert all(map(np.array_equal, first, second))
 
 
-@pytest.mark.parametrize("kept", ["attributes", "list", "dict"])
-def test_every_fit_gives_each_of_several_optimizers_the_same_start(kept: str) -> None:
+def trained_by_two(kept: str, place: Place, member: Any, model: Any, fits: int = 2) -> Any:
+    """Return the weights and slots after every `fit` by two optimizers.
+
+    Before the second one, a member changes what the second optimizer trains.
+    """
     import keras
     import tensorflow as tf
 
     from flatweights.keras import AverageLogs, average_gradients
 
-    def trained(place: Place, member: Any, model: Any) -> Any:
-        class Halves(keras.Model):  # type: ignore[misc]
-            def train_step(self, data: Any) -> Any:
-                x, y = data
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean((model(x) - y) ** 2)
-                variables = model.trainable_variables
-                grads = tape.gradient(loss, variables)
-                for k, optimizer in enumerate(optimizers):
-                    optimizer.apply(grads[k::2], variables[k::2])
-                return {"loss": loss}
+    class Halves(keras.Model):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            variables = model.trainable_variables
+            grads = tape.gradient(loss, variables)
+            for k, optimizer in enumerate(optimizers):
+                optimizer.apply(grads[k::2], variables[k::2])
+            return {"loss": loss}
 
-        halves = Halves()
-        halves.built = True
-        optimizers = [
-            average_gradients(keras.optimizers.Adam(0.01, name=name), member=member)
-            for name in ("even", "odd")
-        ]
-        if kept == "list":
-            halves.both = optimizers
-        elif kept == "dict":
-            halves.both = dict(enumerate(optimizers))
-        else:
-            halves.even, halves.odd = optimizers
+    halves = Halves()
+    halves.built = True
+    optimizers = [
+        average_gradients(keras.optimizers.Adam(0.01, name=name), member=member)
+        for name in ("even", "odd")
+    ]
+    callbacks = [AverageLogs(member=member)]
+    if kept == "list":
+        halves.both = optimizers
+    elif kept == "dict":
+        halves.both = dict(enumerate(optimizers))
+    else:
+        halves.even, halves.odd = optimizers
+    if kept == "one is the model's":
+        halves.compile(optimizers[0])
+        callbacks = []
+    else:
         halves.compile()
-        x, y = map(place.part, images("dense"))
-        for fit in range(2):
-            if fit > 0:
-                model.set_weights([weights + place.rank for weights in model.get_weights()])
-            options = {"verbose": 0, "callbacks": [AverageLogs(member=member)]}
-            halves.fit(x, y, BATCH // 2, **options)
-        return [*model.get_weights(), *(one.numpy() for o in optimizers for one in o.variables)]
+    x, y = map(place.part, images("dense"))
+    for fit in range(fits):
+        if fit > 0:
+            weights = enumerate(model.get_weights())
+            model.set_weights([one + place.rank * (k % 2) for k, one in weights])
+        halves.fit(x, y, BATCH // 2, verbose=0, callbacks=callbacks)
+    return [*model.get_weights(), *(one.numpy() for o in optimizers for one in o.variables)]
 
-    first, second = with_models(trained)
+
+@pytest.mark.parametrize("kept", ["attributes", "list", "dict"])
+def test_every_fit_gives_each_of_several_optimizers_the_same_start(kept: str) -> None:
+    first, second = with_models(partial(trained_by_two, kept))
     assert all(map(np.array_equal, first, second))
+
+
+def test_without_callbacks_a_second_optimizer_compares_its_start_in_every_fit() -> None:
+    train = partial(outcome, partial(trained_by_two, "one is the model's"))
+    for reply in with_models(train):
+        assert "ValueError: average_gradients: at the first step expected the variables" in reply
+        assert "got other values in ranks [1]" in reply
+
+
+@pytest.mark.parametrize("kept", ["attributes", "one is the model's"])
+def test_a_shared_member_leaves_after_a_fit_by_several_optimizers(
+    kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flatweights.keras import _member_handle
+
+    [member] = LocalProcessGroup(1).join_all()
+    monkeypatch.setattr(_member_handle, "join", lambda: member)
+    trained_by_two(kept, Place("", 0, 1), None, build("dense", seed=0), fits=1)
+    assert member.is_over
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras saves

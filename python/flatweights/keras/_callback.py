@@ -100,4 +100,6 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the process group, if no member was given."""
+        for averaging in self._averagings:
+            averaging.end_fit()
         self._handle.end()

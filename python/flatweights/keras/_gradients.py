@@ -286,6 +286,11 @@ class Averaging:
         if self._is_first_told(callback) and is_ready:
             self._begun = functools.partial(variables_of, self._optimizer)
 
+    def end_fit(self) -> None:
+        """Note that a `fit` has ended: Keras tells only the optimizer of `compile`."""
+        self._is_started = False
+        self.handle.end()
+
     def _is_first_told(self, callback: Any) -> bool:
         """Whether ``callback`` is the first one that tells of its `fit`."""
         # Several `fit` with one `CallbackList` have the same parameters.
@@ -656,6 +661,10 @@ class Averaging:
 
     def _end(self, var_list: Any) -> None:
         """Wait at the end of `fit` until all members have reached it."""
+        fit = running_fit()
+        for one in [] if fit is None else averagings_in(fit.model):
+            if one is not self:
+                one.end_fit()
         was_started, self._is_started = self._is_started, False
         steps, before = int(self._optimizer.iterations), self._steps_before
         self._steps_before = steps

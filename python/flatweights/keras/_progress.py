@@ -109,7 +109,7 @@ AnyState: TypeAlias = list[Variables | Saved]
 def _copy_of(part: Any) -> Any:
     """Return the values of a part of a state, as `_set_copy` takes them."""
     if not hasattr(part, "gather_into"):
-        return part.save()
+        return bytes(memoryview(part.save()))  # a buffer may change
     buffer = part.layout.new_buffer()
     part.gather_into(buffer)
     return buffer
