@@ -400,9 +400,9 @@ def test_every_fit_with_one_callback_list_begins_with_the_same_weights() -> None
 
 
 def trained_by_two(kept: str, place: Place, member: Any, model: Any, fits: int = 2) -> Any:
-    """Return the weights and slots after every `fit` by two optimizers.
+    """Return the weights and slots after one or two `fit` of a model that two optimizers train.
 
-    Before the second one, a member changes what the second optimizer trains.
+    Before the second `fit`, a member changes what the second optimizer trains.
     """
     import keras
     import tensorflow as tf
