@@ -40,6 +40,14 @@ class TurnLock:
             self._lock.release()
         return self._lock
 
+    def is_mine(self) -> bool:
+        """Return whether this thread holds it.
+
+        Unlike a flag of ours, no interrupt leaves this set.
+        """
+        is_mine: bool = self._lock._is_owned()  # type: ignore[attr-defined]
+        return is_mine
+
 
 class CallLock(TurnLock):
     """A lock that is held during calls of one object, none of which may be made within another.
@@ -63,10 +71,14 @@ class CallLock(TurnLock):
         Raises:
             RuntimeError: If this thread is in a call already; or as a `TurnLock` does.
         """
-        # Unlike a flag of ours, no interrupt leaves this set.
-        if self._lock._is_owned():  # type: ignore[attr-defined]
-            raise RuntimeError(
-                f"this thread is in a call of the {self._owner} already. In a signal handler, "
-                "set a flag, and make the call later"
-            )
+        if self.is_mine():
+            raise nested(f"the {self._owner}")
         return super().ready()
+
+
+def nested(owner: str) -> RuntimeError:
+    """Return the error of a call of ``owner`` within another one of the same thread."""
+    return RuntimeError(
+        f"this thread is in a call of {owner} already. In a signal handler, set a flag, and make "
+        "the call later"
+    )

@@ -1,11 +1,15 @@
-"""Calls that are interrupted at each point at which Python can raise."""
+"""Calls that are interrupted at each point at which Python can raise or run a signal handler."""
 
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 _OF_THE_PACKAGE = "/flatweights/"
+
+
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt
 
 
 class Interrupts:
@@ -16,17 +20,28 @@ class Interrupts:
     call.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, handler: Callable[[], Any] = _interrupt, *, at_lines_only: bool = False
+    ) -> None:
+        """Begin before the first instruction.
+
+        Args:
+            handler: What runs at the interrupt: by default it raises a KeyboardInterrupt.
+            at_lines_only: Whether only the first instruction of each line is interrupted.
+        """
+        self._handler = handler
+        self._at_lines_only = at_lines_only
         self._line = 0  # lines that begin, functions that are entered
         self._instruction = 0  # those since then
 
     def hit(self, call: Callable[[], Any]) -> bool:
-        """Run ``call``, with a KeyboardInterrupt before the next instruction.
+        """Run ``call``, with an interrupt before the next instruction.
 
         Returns:
             Whether it was interrupted: False once the call has fewer instructions.
         """
         line, left = -1, self._instruction
+        is_hit = False
 
         def enter(frame: FrameType, _: str, __: Any) -> Any:
             if _OF_THE_PACKAGE not in frame.f_code.co_filename:
@@ -34,10 +49,16 @@ class Interrupts:
             return go_on(frame, "line", None)
 
         def go_on(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal line, left
+            nonlocal line, left, is_hit
+            if is_hit:
+                return None
             if event == "line":
                 line += 1
-                if line >= self._line:
+                if self._at_lines_only:
+                    if line == self._line:
+                        self._line, is_hit = line + 1, True
+                        self._handler()
+                elif line >= self._line:
                     if line > self._line:  # the line of the last interrupt has no more instructions
                         self._line, self._instruction, left = line, 0, 0
                     _trace_instructions(frame)
@@ -45,7 +66,8 @@ class Interrupts:
                 left -= 1
                 if left < 0:
                     self._instruction += 1
-                    raise KeyboardInterrupt
+                    is_hit = True
+                    self._handler()
             return go_on
 
         before = sys.gettrace()
@@ -56,7 +78,7 @@ class Interrupts:
             return True
         finally:
             sys.settrace(before)
-        return False
+        return is_hit
 
 
 def _trace_instructions(frame: FrameType | None) -> None:

@@ -1,5 +1,6 @@
 """Variables of `tf.distribute` strategies, on two logical CPUs, and of several devices."""
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 import tf_models  # makes the logical devices  # noqa: F401
+from interrupts import Interrupts
 from tf_kinds import numbers
 
 from flatweights.tensorflow import TensorFlowVariables
@@ -366,3 +368,24 @@ def test_a_sharded_tensor_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=message):
         TensorFlowVariables([rows, whole])
     assert (TensorFlowVariables(whole).get_flat() == np.zeros(8)).all()
+
+
+def test_replicas_are_equal_after_a_signal_handler_set_others(path: Any, strategy: Any) -> None:
+    with strategy.scope():
+        mirrored = [tf.Variable(np.zeros(2), dtype=d) for d in (tf.float32, tf.float64)]
+    weights = TensorFlowVariables(mirrored)
+    sets = 0
+
+    def handle() -> None:
+        nonlocal sets
+        with contextlib.suppress(RuntimeError):
+            weights.set_flat([2.0] * 4)
+            sets += 1
+
+    interrupts, is_hit = Interrupts(handle, at_lines_only=True), True
+    while is_hit:
+        weights.set_flat([0.0] * 4)
+        is_hit = interrupts.hit(lambda: weights.set_flat([1.0] * 4))
+        values = np.array([replicas(variable) for variable in mirrored])
+        assert len(np.unique(values)) == 1
+    assert sets

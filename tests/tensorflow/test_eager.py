@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from interrupts import Interrupts
 from keras.src.backend.common.variables import AutocastScope
 from tensorflow.python.distribute.sharded_variable import ShardedVariable
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
@@ -20,6 +21,7 @@ from tf_models import mixed_values, only_bound
 from flatweights.tensorflow import TensorFlowVariables
 
 tf1 = tf.compat.v1
+DTYPES = [tf.float32, tf.float64, tf.float16]  # a bucket each
 
 
 def sequential(units: Any = (4, 2)) -> Any:
@@ -384,3 +386,39 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_fork_while_another_thread_runs_operations_does_not_hang(path: Any, forks: Forks) -> None:
     done = forks.run(FORKED)
     assert done.stdout.strip() == "0", done.stderr
+
+
+@pytest.mark.parametrize("path", ["ops"], indirect=True)
+@pytest.mark.parametrize("call", ["set", "add", "get"])
+def test_a_signal_handler_finds_and_leaves_no_mixture_of_two_calls(path: Any, call: str) -> None:
+    """Its own call is refused, or it is made before or after the one that it interrupts."""
+    weights = TensorFlowVariables([tf.Variable(np.zeros(2), dtype=d) for d in DTYPES])
+    refusals: list[str] = []
+
+    def value() -> float:
+        (value,) = np.unique(weights.get_flat())
+        return float(value)
+
+    def handle() -> None:
+        try:
+            assert value() in {0.0, 1.0}
+            weights.set_flat([2.0] * 6)
+            assert value() == 2.0
+        except RuntimeError as error:
+            refusals.append(str(error))
+
+    calls: Any = {
+        "set": (lambda: weights.set_flat([1.0] * 6), {1.0, 2.0}),
+        "add": (lambda: weights.add_flat([1.0] * 6), {1.0, 2.0, 3.0}),
+        "get": (value, {0.0, 2.0}),
+    }
+    called, expected = calls[call]
+    called()  # traces what it runs
+    interrupts, is_hit = Interrupts(handle, at_lines_only=True), True
+    while is_hit:
+        weights.set_flat([0.0] * 6)
+        is_hit = interrupts.hit(called)
+        if is_hit:
+            assert value() in expected
+    (text,) = set(refusals)
+    assert text.startswith("this thread is in a call of these variables already")

@@ -4,7 +4,6 @@ Mirrored variables are read from their first replica. A set writes the first, th
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from flatweights._core import move_parts
 from flatweights._dtypes import is_averaged
 from flatweights._inplace import axpy_, lerp_
 from flatweights._layout import Layout, cast_for_slot, layout_at
-from flatweights._locks import TurnLock
+from flatweights._locks import TurnLock, nested
 from flatweights.tensorflow._binding import Binding, bind, unbound
 from flatweights.tensorflow._buckets import Operations, make_buckets
 from flatweights.tensorflow._eager import EagerOperations
@@ -78,6 +77,8 @@ class Mover:
         self._layout = layout
         self._library = library
         self._replicas = _movers_of(replicas or {}, layout, library)
+        self._follows = 0
+        self._reads, self._writes = TurnLock(), TurnLock()  # held while operations run
         # The core checks eager variables at each call; sessions are checked here.
         self._is_eager = operations.context is not None
         self._averaged = [i for i, slot in enumerate(layout.slots) if is_averaged(slot.dtype)]
@@ -130,6 +131,7 @@ class Mover:
 
     def try_set(self, flat: Any) -> bool:
         """Write all variables from ``flat``; False if that takes more than moving bytes."""
+        self._check_interrupted(writes=True)
         bound = self._whole()
         is_set = bound is not None and bound.try_set(flat)
         if is_set:
@@ -223,7 +225,7 @@ class Mover:
             if values:
                 self._operations.write(values)
 
-        self._with_binding(move)
+        self._with_binding(move, writes=True)
 
     def _try_bound(self, move: Callable[..., None], *args: Any) -> bool:
         """Call ``move`` with all variables; return False, without a call, unless all are bound."""
@@ -246,8 +248,10 @@ class Mover:
     def _is_here(self, binding: Binding) -> bool:
         return binding.session is not None and self._operations.raw_session() is binding.session
 
-    def _with_binding(self, move: Callable[[Binding], None]) -> None:
+    def _with_binding(self, move: Callable[[Binding], None], *, writes: bool) -> None:
         """Call ``move`` with a binding that is valid here and now."""
+        self._check_interrupted(writes=writes)
+        lock = self._writes if writes else self._reads
         for _ in range(_MOST_ATTEMPTS):
             self._operations.check()
             binding = self._binding
@@ -255,19 +259,31 @@ class Mover:
                 self.bind()
                 binding = self._binding
             try:
-                self._alone(move, binding)
+                self._alone(move, binding, lock)
                 return
             except _core.UnreadyError:
                 self._take(binding._replace(may_improve=True))
         # Operations give uninitialized variables their first values, and name them in errors.
         reason = "it, or one beside it, is not initialized"
         self._take(unbound(self._operations.buckets, reason, may_improve=True))
-        self._alone(move, self._binding)
+        self._alone(move, self._binding, lock)
 
-    def _alone(self, move: Callable[[Binding], None], binding: Binding) -> None:
-        """Call ``move``, under the lock if it runs operations."""
-        with self._operations.lock.ready() if binding.others else nullcontext():
+    def _alone(self, move: Callable[[Binding], None], binding: Binding, lock: TurnLock) -> None:
+        """Call ``move``, under ``lock`` and that of all variables if it runs operations."""
+        if not binding.others:
             move(binding)
+            return
+        with self._operations.lock.ready(), lock.ready():
+            move(binding)
+
+    def _check_interrupted(self, *, writes: bool) -> None:
+        """Raise if this thread writes the variables already, or reads what is to be written.
+
+        A signal handler runs in the thread that it interrupts, which no lock stops.
+        """
+        for mover in (self, *(mover for _, mover in self._replicas)):
+            if mover._writes.is_mine() or (writes and mover._reads.is_mine()):
+                raise nested("these variables")
 
     def _gather(self, targets: Sequence[NDArray[Any]]) -> None:
         """Read every variable into its target, one array per slot, cast to its dtype."""
@@ -279,7 +295,7 @@ class Mover:
                 values = self._operations.read(list(binding.others))
                 move_parts([targets[i] for i in values], list(values.values()))
 
-        self._with_binding(move)
+        self._with_binding(move, writes=False)
 
     def _scatter(self, values: Mapping[int, NDArray[Any]], *, share: bool) -> None:
         """Write the variables at these positions, each from its array."""
@@ -294,18 +310,22 @@ class Mover:
             if others:
                 self._operations.write(others)
 
-        self._with_binding(move)
+        self._with_binding(move, writes=True)
 
     def _follow(self) -> None:
         """Give all replicas the values of the first."""
         if not self._replicas:
             return
         with _replicas_lock.ready():
-            packed = self._layout.new_buffer()
-            self.get_packed(packed)
-            parts = self._layout.packed_views(packed)
-            for positions, mover in self._replicas:
-                mover.set_parts({j: parts[i] for j, i in enumerate(positions)})
+            self._follows += 1
+            follows = None
+            while follows != self._follows:  # again, if a signal handler set other values meanwhile
+                follows = self._follows
+                packed = self._layout.new_buffer()
+                self.get_packed(packed)
+                parts = self._layout.packed_views(packed)
+                for positions, mover in self._replicas:
+                    mover.set_parts({j: parts[i] for j, i in enumerate(positions)})
 
 
 def _movers_of(
