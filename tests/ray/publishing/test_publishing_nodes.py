@@ -78,8 +78,8 @@ def expect_readers_soon(kind: str) -> None:
                 ray.get(actor.__ray_call__.remote(shorten))
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 240
+def wait_until(condition: Callable[[], Any], seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -192,11 +192,43 @@ class Chain:
         self.weights += 1
         self.publisher.publish()
 
-    def wait(self, *nodes: str) -> None:
+    def wait(self, *nodes: str, seconds: float = 240) -> None:
         """Wait until the readers of these nodes have the newest weights."""
         actors = [self.actors[node] for node in nodes]
         version = self.publisher.version
-        wait_until(lambda: has(actors, version, float(self.weights[0])))
+        wait_until(lambda: has(actors, version, float(self.weights[0])), seconds)
+
+    def follow_newer_publishers(self) -> None:
+        """Publish as another publisher while the last one's node answers nothing: twice.
+
+        First the relays wait for weights from there, then a relay asks whether there are any.
+        """
+        for node in "ab":
+            ray.get(self.relay(node).__ray_call__.remote(be_patient))
+        self.publish()
+        self.wait("a", "b")
+        (stopped,) = alive("Proxy")
+        os.kill(stopped, signal.SIGSTOP)
+        self.publisher = Publisher("chain", self.weights)
+        self.publish()
+        self.wait("a", "b", seconds=60)
+        (proxy,) = set(alive("Proxy")) - {stopped}
+        os.kill(proxy, signal.SIGSTOP)
+        os.kill(self.process("a"), signal.SIGKILL)
+        late = self.actors["a"].update.remote()
+        wait_until(lambda: len(alive("Relay")) == 2)
+        self.publisher = Publisher("chain", self.weights)
+        self.publish()
+        self.wait("a", "b", seconds=40)  # less than a relay waits for an answer
+        ray.get(late)
+        for process in (stopped, proxy):
+            os.kill(process, signal.SIGKILL)
+
+
+def be_patient(_: Any) -> None:
+    from flatweights.ray.publishing import _transports
+
+    _transports._GRACE = _transports._RELAY_GRACE = 10_000.0
 
 
 def fetch_slowly_from_a_proxy() -> None:
@@ -240,6 +272,7 @@ def publish_along_a_chain() -> None:
     os.kill(chain.process("a"), signal.SIGKILL)
     chain.publish()
     chain.wait("a", "b")
+    chain.follow_newer_publishers()
     chain.publisher.close()
     fetch_slowly_from_a_proxy()
     print("all have all versions")

@@ -312,7 +312,7 @@ class Relay:
     def _relay(self, record: PublisherRecord) -> None:
         """Copy the versions of a publisher to the server, until it has ended."""
         proxy = proxy_of(self._name, record)
-        newest = answer_of(proxy.ping.remote(), _START)
+        newest = self._ping(proxy, record)
         server = self._server_for(record, is_offered=not newest)
         pull = RelayPull(record.number, proxy, self._actor)
         with self._changed:  # others may ask as soon as it has a place
@@ -321,11 +321,32 @@ class Relay:
             while self._is_needed and not source.wait_for_end(0.0):
                 if source.wait(self._seen, _LOOK):
                     self._pass_on(server, source)
+                elif is_superseded(self._name, record.number):
+                    break  # the proxy would say so, too, unless it is stopped
             self._pass_on(server, source)  # the last weights, if they came just then
         finally:
             self._source = None
             source.interrupt()
             self._offer()
+
+    def _ping(self, proxy: ray.actor.ActorHandle, record: PublisherRecord) -> int:
+        """Return the answer of `Proxy.ping`, which need not come once there is a newer publisher.
+
+        Raises:
+            ConnectionError: If there is one.
+            ray.exceptions.RayError: As `answer_of` does.
+        """
+        call, end = proxy.ping.remote(), _clock.now() + _START
+        while True:
+            try:
+                newest: int = answer_of(call, _LOOK)
+            except ray.exceptions.GetTimeoutError:
+                if _clock.now() >= end:
+                    raise
+                if is_superseded(self._name, record.number):
+                    raise ConnectionError("the publisher is superseded") from None
+            else:
+                return newest
 
     def _pass_on(self, server: PublicationServer, source: PulledSource) -> None:
         news = source.take(self._seen)
