@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -469,6 +470,12 @@ def a_late_rank_takes_no_more_than_the_time_of_the_round(nodes: Nodes) -> None:
         found = group.average("give", "FlatWeights", 2)
         assert found.used == tuple(range(6))
         assert_right(found, "FlatWeights", 2)
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match="no result after") as error:
+            group.average("give", "FlatWeights", 3, {rank: "sleep 1"}, timeout=0.5)
+        (said,) = set(re.findall(r"no result after ([\d.]+) s", str(error.value)))
+        assert float(said) <= time.monotonic() - begin
+        group.restore(timeout=30)
 
 
 @check

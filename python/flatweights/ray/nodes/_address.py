@@ -25,11 +25,13 @@ class Address(NamedTuple):
         host: The node's address.
         port: The port.
         key: 32 random bytes of this listener.
+        has_tls: Whether it expects TLS.
     """
 
     host: str
     port: int
     key: bytes
+    has_tls: bool = False
 
     def __repr__(self) -> str:
         """Show the address without the key."""

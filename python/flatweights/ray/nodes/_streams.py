@@ -53,7 +53,8 @@ class Streams:
         self._expected: dict[bytes, Callable[[socket.socket], object]] = {}  # by epoch
         self._tls = Tls.of_ray()
         listening = listen(host, ports)
-        self.address = Address(host, listening.getsockname()[1], secrets.token_bytes(KEY))
+        key, has_tls = secrets.token_bytes(KEY), self._tls is not None
+        self.address = Address(host, listening.getsockname()[1], key, has_tls)
         name = f"streams at {host}:{self.address.port}"
         self._listener = Listener(listening, name, self._shake_hands)
 
@@ -192,6 +193,14 @@ class Streams:
         connection = kept(socket.socket(family_of(address.host)))
         connections.add(place, connection)
         where = f"{address.host}:{address.port}"
+        if address.has_tls != self.address.has_tls:
+            ways = {True: "uses TLS", False: "does not use TLS"}
+            theirs, ours = ways[address.has_tls], ways[self.address.has_tls]
+            raise StreamError(
+                place,
+                f"{where} {theirs}, and the connecting process {ours}: set RAY_USE_TLS alike on "
+                "all nodes",
+            )
         try:
             set_up(connection)
             connection.settimeout(_left(end))

@@ -24,6 +24,7 @@ from flatweights._average import NONE_FINITE, read_weights
 from flatweights._sources import Kind, Template
 from flatweights._weights import frozen
 from flatweights.ray import _clock
+from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.nodes._address import Address
 from flatweights.ray.nodes._connections import StreamError
 from flatweights.ray.nodes._node_reducer import PATIENCE, Endpoints, Traffic
@@ -86,12 +87,12 @@ class NodesAverage:
         self._metadata: dict[int, ResultMetadata] = {}
         self._nodes: dict[int, Node] = {}
         self._traffic: dict[str, Traffic] = {}  # by node
-        self._end = arrivals.deadline.end
-        if self._end is not None:
+        self._timeout, self._end = arrivals.deadline
+        if self._timeout is not None and self._end is not None:
             # The exchange must be over in time, too.
             left = self._end - _clock.now()
             room = min(_ROOM * agents.seconds or left / 4, left / 2)
-            arrivals.deadline = arrivals.deadline._replace(end=self._end - room)
+            arrivals.deadline = Deadline(self._timeout - room, self._end - room)
 
     def run(self) -> Round:
         """Wait, exchange, and let go of all values, even after an error."""
@@ -160,7 +161,7 @@ class NodesAverage:
         """Average here, since nodes cannot exchange; agents still have all values."""
         arrivals = self._arrivals
         if self._end is not None:
-            arrivals.deadline = arrivals.deadline._replace(end=self._end + _GRACE)
+            arrivals.deadline = Deadline(self._timeout, self._end + _GRACE)
         arrivals.find_lost = functools.partial(find_lost, self._platform)
         arrivals.fetch()
         result = DriverAverage(arrivals, self._spec, self._out, self._codec).average()
@@ -271,8 +272,7 @@ class NodesAverage:
     def _check_time(self) -> None:
         """Count the ranks of all agents as lost once the time of the round is up."""
         if self._is_time_up():
-            timeout = self._arrivals.deadline.timeout
-            self._arrivals.lose(dict.fromkeys(self._far(), late_error(timeout)))
+            self._arrivals.lose(dict.fromkeys(self._far(), late_error(self._timeout)))
 
     def _left(self) -> float | None:
         return None if self._end is None else max(0.0, self._end + _GRACE - _clock.now())
