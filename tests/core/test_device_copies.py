@@ -59,12 +59,13 @@ def test_portable_sources_compile_without_warnings(piece: str, folder: Path) -> 
     assert object_of(piece, folder).exists()
 
 
+@pytest.mark.slow  # compiles the core, whose own tests move segments by the same stand-in
 @pytest.mark.parametrize(
     ("gpus", "defers", "without"),
     [
-        pytest.param(1, 0, (), id="at once", marks=pytest.mark.slow),
+        pytest.param(1, 0, (), id="at once"),
         pytest.param(2, 1, (), id="late"),
-        pytest.param(2, 1, ("cuMemHostRegister_v2",), id="never pinned", marks=pytest.mark.slow),
+        pytest.param(2, 1, ("cuMemHostRegister_v2",), id="never pinned"),
     ],
 )
 def test_copies_and_averages_write_the_right_bytes_and_no_others(

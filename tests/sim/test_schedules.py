@@ -17,12 +17,16 @@ from tests.sim.schedules import schedule_of, transcript_of, without_collector
 
 import flatweights
 
-SCHEDULES = {"members": 1200, "nodes": 150, "group": 400, "asynchronous": 200, "fit": 50}
-BLOCK = 200  # schedules of one test
+SCHEDULES = {"members": 400, "nodes": 80, "group": 200, "asynchronous": 100, "fit": 50}
 BLOCKS = [
-    pytest.param(protocol, range(first, min(first + BLOCK, count)), id=f"{protocol}-{first}")
+    pytest.param(
+        protocol,
+        range(k * count, (k + 1) * count),
+        id=f"{protocol}-{k}",
+        marks=pytest.mark.slow if k else [],
+    )
     for protocol, count in SCHEDULES.items()
-    for first in range(0, count, BLOCK)
+    for k in range(10)
 ]
 FOUND = {
     "group": (5840,),
