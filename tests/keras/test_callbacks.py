@@ -592,6 +592,92 @@ def test_after_an_error_in_all_members_the_next_fit_is_whole() -> None:
     assert all(map(np.array_equal, first, second))
 
 
+def unfinished(place: Place, where: str, terms: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a model, and its data, after a `fit` that an exception in a callback has ended.
+
+    Args:
+        place: The member.
+        where: When the exception comes.
+        terms: What the optimizer gets. `AverageLogs` gets the terms of the training.
+    """
+    import keras
+
+    from flatweights.keras import AverageLogs, average_gradients
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("of a user's own")
+
+    member = place.member()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(average_gradients(keras.optimizers.SGD(0.1), member=member, **terms), "mse")
+    data = np.full((8, 2), 1.0 + place.rank), np.ones((8, 1))
+    logs = AverageLogs(member=member, timeout=60, min_results=2)
+    fails = keras.callbacks.LambdaCallback(**{where: fail})
+    with pytest.raises(KeyError, match="of a user"):
+        model.fit(*data, 2, verbose=0, callbacks=[logs, fails])
+    return model, data
+
+
+def after_an_unfinished_fit(where: str, then: str, place: Place) -> Any:
+    from flatweights.keras._gradients import averaging_of
+
+    model, data = unfinished(place, where, {"min_results": 2} if then == "refused" else {})
+    if then == "refused":
+        with pytest.raises(ValueError, match="expected the callback AverageLogs or AverageWeights"):
+            model.fit(*data, 2, verbose=0)
+    elif then == "fit":
+        model.fit(*data, 2, verbose=0)
+    else:
+        model.optimizer.build(model.trainable_variables)
+    averaging = averaging_of(model)
+    assert averaging is not None
+    expected = 2 if then == "refused" else None
+    assert averaging.handle.terms == {"timeout": None, "min_results": expected}
+    model.train_on_batch(*data)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("where", "then"),
+    [
+        ("on_train_begin", "refused"),
+        ("on_train_batch_end", "refused"),
+        ("on_train_batch_end", "fit"),
+        ("on_train_batch_end", "loop"),
+    ],
+)
+def test_a_fit_that_an_exception_has_ended_counts_no_more(where: str, then: str) -> None:
+    """Neither its progress nor the terms that its callbacks had."""
+    first, second = in_threads(2, partial(after_an_unfinished_fit, where, then))
+    assert not isinstance(first, str), first
+    assert not isinstance(second, str), second
+    assert all(map(np.array_equal, first, second))
+
+
+def test_members_that_differ_after_an_unfinished_fit_are_an_error_in_the_next() -> None:
+    def train(place: Place) -> None:
+        model, data = unfinished(place, "on_train_batch_end", {})
+        model.set_weights([one + place.rank for one in model.get_weights()])
+        model.fit(*data, 2, verbose=0)
+
+    for reply in in_threads(2, train):
+        assert "at the first step expected the variables" in reply
+        assert "got other values in ranks [1]" in reply
+
+
+def test_a_fit_without_an_epoch_may_follow_other_iterations() -> None:
+    """Such as those of a checkpoint that is loaded."""
+    from flatweights.keras import average_gradients
+
+    (member,) = LocalProcessGroup(1).join_all()
+    model = compiled(Place())
+    model.compile(average_gradients(model.optimizer, member=member), "mse")
+    model.fit(*images("dense"), verbose=0)
+    model.optimizer.iterations.assign(1000)
+    model.fit(*images("dense"), verbose=0, epochs=3, initial_epoch=3)
+    model.fit(*images("dense"), verbose=0)
+
+
 def stopped(place: Place, averages: str, make: str, is_first: bool, **options: Any) -> Any:
     """Return epochs, batches and weights of a member, after one has stopped in the middle.
 

@@ -218,7 +218,7 @@ CHANGES = (
         "csrc/flatweights/average_segments.cpp",
         "[](double w) { return w != 1; }",
         "[](double w) { return w > 1; }",
-        ("tests/core/test_gpu_segments.py", "tests/core/test_device_copies.py"),
+        ("tests/ray/members/test_gpu_rounds.py", "tests/core/test_device_copies.py"),
     ),
     Change(
         "python/flatweights/keras/_average_logs.py",

@@ -232,6 +232,9 @@ class Averaging:
         self._steps_before: float = int(optimizer.iterations)
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._callbacks: list[Any] | None = None  # of the `fit` that begins, if they are known
+        # What Keras calls the callbacks of the last `fit` by that has begun, and has not ended.
+        self._unfinished: list[Any] | None = None
+        self._batches: Callable[[], Any] = lambda: None  # what the last step took its batch from
         self.progress: Progress | None = None
         self._apply: Callable[..., None] = optimizer.apply
         self._finalize: Callable[[Any], None] = optimizer.finalize_variable_values
@@ -255,7 +258,8 @@ class Averaging:
         model = callback.model
         if not self._is_first_told(callback):
             return
-        self.progress = None
+        fit = running_fit()
+        self.progress, self._unfinished = None, None if fit is None else fit.callbacks
         self._exchanges.know(model)
         if not model.built and self.handle.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
@@ -332,8 +336,12 @@ class Averaging:
 
         def train(iterator: Any) -> Any:
             self._errors.clear()
-            if self.progress is None and self.handle.min_results is not None:
-                self._check_fit(running_fit())  # perhaps another fit
+            if self._batches() is not iterator:  # in another epoch, and perhaps another `fit`
+                self._batches = weakref.ref(iterator)
+                is_first = self._forget_unfinished()
+                self._check_fit(running_fit())
+                if is_first:
+                    self._start(variables_of(self._optimizer), in_step=True)
             try:
                 return function(iterator)
             except tf.errors.OpError:
@@ -405,6 +413,7 @@ class Averaging:
             trainable_variables = variables_of(optimizer)
         variables = list(trainable_variables)
         check_synchronized(variables)
+        self._forget_unfinished()
         fit = running_fit()
         if fit is not None:
             self._exchanges.know(fit.model)
@@ -425,6 +434,19 @@ class Averaging:
                 with keras.name_scope(optimizer.name):
                     optimizer.build(variables)
         return list(grads), variables
+
+    def _forget_unfinished(self) -> bool:
+        """If the last `fit` has ended by an exception, forget it, and return True.
+
+        Nothing tells that, but its callbacks are not those of a `fit` that runs now.
+        """
+        fit = running_fit()
+        if self._unfinished is None or (fit is not None and fit.callbacks is self._unfinished):
+            return False
+        self.progress = self._unfinished = None
+        self._is_started = False
+        self.handle.use(self.handle.given)
+        return True
 
     def _check_fit(self, fit: Fit | None) -> None:
         """Raise if ``fit`` is one whose members may come back, without our callbacks."""
@@ -450,7 +472,7 @@ class Averaging:
         if not self._optimizer.built:
             self._make(variables)
         if running_fit() is None:  # of a loop of the user's own, perhaps after a fit
-            self.progress = None
+            self._forget_unfinished()
             self._exchanges.know(None)  # nor does a member know the model that joins in this loop
         if tf.executing_eagerly():
             self._start(variables, in_step=False)
@@ -668,18 +690,25 @@ class Averaging:
         was_started, self._is_started = self._is_started, False
         steps, before = int(self._optimizer.iterations), self._steps_before
         self._steps_before = steps
+        self._unfinished = None
         if self.progress is not None:
             self.progress.end()
             self.progress = None
         elif was_started:
             self.handle.gather(None, "the end of training", at="end")
-        elif steps > before:
+        elif steps > before and not (fit is not None and _had_no_epoch(fit)):
             raise RuntimeError(
                 "average_gradients: this fit has averaged nothing, since Keras had traced its step "
                 "before. Call average_gradients before compile, or compile the model again"
             )
         self._finalize(var_list)
         self.handle.end()
+
+
+def _had_no_epoch(fit: Fit) -> bool:
+    """Whether ``fit`` ends without an epoch, so that steps counted meanwhile are not its own."""
+    callbacks = fit.callbacks or []
+    return any(isinstance(one, keras.callbacks.History) and not one.epoch for one in callbacks)
 
 
 def averaging_of(model: Any) -> Averaging | None:

@@ -18,6 +18,7 @@ from flatweights.ray.peers._actor_spec import ActorSpec
 from flatweights.ray.peers._by_rank import ByRank, check_by_rank
 from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
+from flatweights.ray.peers._shared_actor import actor_class
 from flatweights.ray.peers._store import check_cluster
 from flatweights.ray.peers._wait import RoundSpec, Weights, check_timeout, deadline_in
 from flatweights.ray.peers._worker_set import WorkerSet
@@ -162,7 +163,7 @@ class WorkerGroup:
         _check_initial(initial)
         if wire_dtype is not None:
             GroupWire(wire_dtype)
-        actor_spec = ActorSpec(remote or ray.remote(plain), args, arguments, ray_options)
+        actor_spec = ActorSpec(remote or actor_class(plain), args, arguments, ray_options)
         actors = actor_spec.start(range(n))
         try:
             group = cls(

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from flatweights.ray import (
     WorkerError,
     WorkerGroup,
 )
+from flatweights.ray.peers._shared_actor import actor_class
 from flatweights.server import FedAvgM
 
 pytestmark = pytest.mark.ray
@@ -124,8 +126,27 @@ def test_create_refuses_what_is_no_worker() -> None:
         WorkerGroup.create(PlainWorker, 0)
     with pytest.raises(ValueError, match="max_inflight: expected at least 1, got 0"):
         WorkerGroup.create(PlainWorker, 1, max_inflight=0, num_cpus=0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no_such_option"):
+            WorkerGroup.create(PlainWorker, 1, no_such_option=1)
+        made = PlainWorker.__subclasses__()  # Ray keeps each class of actors that it makes
     with pytest.raises(ValueError, match="no_such_option"):
         WorkerGroup.create(PlainWorker, 1, no_such_option=1)
+    assert PlainWorker.__subclasses__() == made
+
+
+def test_groups_of_a_class_that_has_changed_get_it_as_it_is() -> None:
+    class Changes(FlatWorker):
+        rate = 0.1
+
+    first = actor_class(Changes)
+    assert actor_class(Changes) is first
+    Changes.rate = 0.2
+    second = actor_class(Changes)
+    assert second is not first
+    assert actor_class(Changes) is second
+    Changes.held = threading.Lock()  # type: ignore[attr-defined]
+    assert actor_class(Changes).__ray_actor_class__ is Changes
 
 
 @ray.remote(num_cpus=0)

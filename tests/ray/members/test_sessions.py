@@ -1095,3 +1095,25 @@ def test_the_coordinator_learns_why_a_node_agent_has_failed(
     with pytest.raises(MemoryError, match="no room"):
         NodeAgentActor.stay(cast("Any", stays))
     assert "the agent of a node of a process group has failed" in caplog.text
+
+
+def test_a_call_says_that_another_thread_has_ended_the_member() -> None:
+    group = LocalProcessGroup(2)
+    first, _ = group.join_all()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(first.average, np.ones(3))
+        group.until_asked(0)
+        with pytest.raises(ValueError, match="diverged"), first:
+            raise ValueError("diverged")
+        with pytest.raises(MemberError, match="this member ended with ValueError"):
+            waits.result(60)
+
+
+def test_a_dead_coordinator_is_named_if_a_call_has_to_send_memory(
+    threads: ThreadPoolExecutor,
+) -> None:
+    members = LocalProcessGroup(2).join_all()
+    call_all(threads, members, [1.0, 2.0])
+    kill(members[0])
+    with pytest.raises(MemberError, match=r"process group 'local': the coordinator has ended$"):
+        members[0].average(np.ones(100_000))

@@ -106,7 +106,7 @@ class MemberChannel(WorkerChannel):
         try:
             self.share(self._segments, message.extents)
         except OSError as error:
-            raise CoordinatorDiedError(f"a segment was not sent: {error}") from error
+            raise self.not_sent(error) from error
         reach("asking")
         self.mailbox.answer_with(message.content, 0)
         if is_urgent:
@@ -115,6 +115,12 @@ class MemberChannel(WorkerChannel):
             self._doorbell.count_down()
         reach("asked")
         return True
+
+    def not_sent(self, error: OSError) -> CoordinatorDiedError:
+        """Return the error for a segment that cannot be sent to the peer."""
+        has_ended = isinstance(error, ConnectionError)
+        why = "has ended" if has_ended else f"did not get a segment: {error}"
+        return CoordinatorDiedError(f"{self.peer} {why}")
 
     def shortcut(self, call: int, buffer: NDArray[np.uint8]) -> Shortcut | None:
         """Return the way to ask again for ``call``, with weights where ``buffer`` is.

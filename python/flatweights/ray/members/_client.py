@@ -292,7 +292,7 @@ class ChannelClient(CoordinatorClient):
                 try:
                     self._gpu.announce(sent)
                 except OSError as error:
-                    raise CoordinatorDiedError(f"a segment was not sent: {error}") from error
+                    raise self._channel.not_sent(error) from error
                 buffer = None
             else:
                 buffer = sent

@@ -745,8 +745,8 @@ class Member:
             MemberError: Instead of ``error``, if the coordinator is gone.
         """
         if isinstance(error, CoordinatorDiedError):
-            self._break_off(str(error))
-            raise MemberError(f"process group {self.name!r}: {error}") from None
+            self._break_off(str(error))  # unless another thread has ended this member
+            raise MemberError(f"process group {self.name!r}: {self._over}") from None
         if isinstance(error, ray.exceptions.RayError):
             self._break_off(f"the coordinator cannot be reached: {error}")
             raise MemberError(f"process group {self.name!r}: {self._over}") from error

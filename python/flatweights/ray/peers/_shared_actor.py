@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from typing import Any
 
 import ray
@@ -14,9 +15,20 @@ _TRIES = 10
 _PAUSE = 0.05  # seconds between two tries
 
 
-@functools.cache
 def actor_class(cls: type) -> Any:
-    """Return a class of this package as one of actors: Ray keeps each that it makes, for ever."""
+    """Return what `ray.remote` makes of a class, made once: Ray keeps each, until the job ends.
+
+    A class that has changed since is made again, because Ray pickles a class only once.
+    """
+    try:
+        content = hashlib.blake2b(ray.cloudpickle.dumps(cls)).digest()
+    except Exception:  # Ray says what cannot be pickled, when it starts an actor
+        return ray.remote(cls)
+    return _actor_class(cls, content)
+
+
+@functools.cache
+def _actor_class(cls: type, content: bytes) -> Any:
     return ray.remote(cls)
 
 
