@@ -23,9 +23,10 @@ from keras_programs import (
     train_with_a_death,
     tried,
 )
+from process_groups import LocalProcessGroup
 
 from flatweights.examples import keras_parallel
-from flatweights.keras import AverageLogs, ReplaceWorkers
+from flatweights.keras import AverageLogs, AverageWeights, ReplaceWorkers
 from flatweights.ray.members import _train
 from flatweights.ray.members._replace import check_ray
 
@@ -176,6 +177,18 @@ def test_workers_that_are_replaced_need_min_results(monkeypatch: pytest.MonkeyPa
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="min_results: expected a number of AverageLogs"):
         model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs()])
+
+
+def test_workers_that_are_replaced_need_averaged_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_train, "_token", None)
+    _train.use_token("of a backend")
+    (member,) = LocalProcessGroup(1).join_all()
+    model = build("dense", 0)
+    model.compile("sgd", "mse")
+    for kind in (AverageLogs, AverageWeights):
+        callback = kind(member=member, min_results=1)
+        with pytest.raises(ValueError, match=f"{kind.__name__}: .* that average_gradients has"):
+            model.fit(*images("dense"), verbose=0, callbacks=[callback])
 
 
 @pytest.mark.ray

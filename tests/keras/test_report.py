@@ -2,7 +2,8 @@
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import keras
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from process_groups import LocalProcessGroup
 
-from flatweights.keras import Report
+from flatweights._daemon import in_daemon
+from flatweights.keras import Report, _report
+from flatweights.ray import Member
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
+SIZE = 2
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
 Y = X.sum(axis=1)
 
@@ -217,3 +222,80 @@ def test_a_log_that_cannot_be_pickled_is_named() -> None:
     adds = keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: logs.update(lock=lock))
     with pytest.raises(TypeError, match=r"Report: logs\['lock'\]: expected a value .* got lock: "):
         fit(new_model(), 1, callbacks=[adds, ReportElsewhere()])
+
+
+class Reports:
+    """Takes the place of `ray.train.report`: a call returns once all workers have made one."""
+
+    def __init__(self) -> None:
+        self.made: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, metrics: dict[str, Any]) -> None:
+        with self._changed:
+            mine = len(self.made)
+            self.made.append(metrics)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self.made) >= SIZE * (mine // SIZE + 1), 60)
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> Reports:
+    """Two workers, threads of this process, that `ReplaceWorkers` would replace."""
+    import ray.train
+
+    made = Reports()
+    monkeypatch.setattr(ray.train, "report", made)
+    monkeypatch.setattr(_report, "is_replaceable", lambda: True)
+    return made
+
+
+def in_both(act: Callable[[Report, int], Any]) -> list[Any]:
+    """Call ``act`` for the `Report` of each rank, in threads."""
+
+    def call(member: Member) -> Any:
+        report = Report(save=False)
+        report._handle.use({"member": member, "timeout": 60.0, "min_results": 1})
+        report._member, report._rank = member, member.rank
+        return act(report, member.rank)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        return [*pool.map(call, LocalProcessGroup(SIZE).join_all())]
+
+
+NEWS = {"epochs": 4, "loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        pytest.param([(0, {}), (3, NEWS)], [NEWS] * SIZE, id="rank 0 was replaced since"),
+        pytest.param([(3, NEWS), (0, {})], [NEWS] * SIZE, id="rank 1 was replaced since"),
+        pytest.param([(0, {"epochs": 2}), (3, NEWS)], [NEWS] * SIZE, id="rank 0 was elsewhere"),
+        pytest.param([(4, {}), (2, {"epochs": 3})], [], id="rank 1 was elsewhere"),
+        pytest.param([(4, {}), (4, {})], [], id="all is reported"),
+        pytest.param([(0, {}), (0, {})], [], id="there was no epoch"),
+    ],
+)
+def test_at_the_end_all_report_the_last_epoch_that_is_not_reported(
+    reports: Reports, ends: list[Any], expected: list[Any]
+) -> None:
+    def end(report: Report, rank: int) -> None:
+        report._reported, report._unreported = ends[rank]
+        report.on_train_end()
+
+    in_both(end)
+    assert reports.made == expected
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+def test_a_report_that_an_old_call_of_rank_0_completes_is_made_again(
+    reports: Reports, rank: int
+) -> None:
+    def go_on(report: Report, own: int) -> bool:
+        if own == rank:  # the other worker died before it reported this epoch
+            report._call = in_daemon("old", reports, {"epochs": 3})
+        return report._report_with_others(NEWS)
+
+    assert in_both(go_on) == [rank != 0] * SIZE
+    assert len(reports.made) == SIZE

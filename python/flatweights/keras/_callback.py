@@ -43,7 +43,11 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         super().set_model(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Join, if necessary, and give all members the same start if gradients are averaged."""
+        """Join, if necessary, and give all members the same start if gradients are averaged.
+
+        Raises:
+            ValueError: If this worker may be replaced, and no gradients are averaged.
+        """
         self._params_of_fit = self.params
         averaging = averaging_of(self.model)
         # All callbacks of a `fit` have the same dictionary.
@@ -58,6 +62,12 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
             one.begin_fit_beside(self)
         self._averagings = more if averaging is None else [averaging, *more]
         self._progress = None if averaging is None else averaging.progress
+        if self._progress is None and self._handle.is_replaceable:
+            raise ValueError(
+                f"{type(self).__name__}: in a worker that ReplaceWorkers replaces, expected an "
+                "optimizer that average_gradients has changed, got a model without one: a new "
+                "worker would not learn the epoch of the others"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Meet the others, if they may be in another epoch."""

@@ -70,6 +70,7 @@ class Report(MemberCallback):
         self._saves = save
         self._saves_weights_only = False  # Keras cannot save the structure of the model
         self._call: Future[None] | None = None  # of ray.train.report, the last one
+        self._reported = 0  # epochs up to the last one that was reported
 
     @staticmethod
     def resume(model: keras.Model, checkpoint: Any = None) -> int:
@@ -148,7 +149,8 @@ class Report(MemberCallback):
                 "Report: expected a worker of Ray Train; elsewhere, save the model in rank 0 by "
                 "keras.callbacks.ModelCheckpoint"
             )
-        self._unreported: dict[str, Any] = {_EPOCHS: self.params["epochs"]}
+        self._unreported: dict[str, Any] = {}
+        self._reported = 0
         if is_replaceable():
             super().on_train_begin()
 
@@ -183,16 +185,26 @@ class Report(MemberCallback):
         if not is_replaceable():
             _report(metrics, self._saved())
         elif self._report_with_others(metrics):
-            self._unreported = {}
+            self._unreported, self._reported = {}, epochs
         else:
             self._unreported = metrics
             _log.info("epoch %d is not reported to Ray Train: a worker is missing", epochs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Report the last epoch, if a worker was missing at its end."""
-        if is_replaceable() and not self._report_with_others(self._unreported):
+        if is_replaceable() and not self._report_with_others(self._last_unreported()):
             _log.warning("the last epoch is not reported to Ray Train: a worker is missing")
         super().on_train_end()
+
+    def _last_unreported(self) -> dict[str, Any]:
+        """Return the metrics of the last epoch that any member has finished; empty, if reported.
+
+        A member that was replaced, or was elsewhere, has none, or those of an earlier epoch.
+        """
+        own = self._reported, self._unreported
+        given = [*self._handle.gather(own, "unreported metrics", at="report").weights.values()]
+        last = max((metrics for _, metrics in given), key=_epochs_in)
+        return last if _epochs_in(last) > max(reported for reported, _ in given) else {}
 
     def _saved(self) -> tempfile.TemporaryDirectory[str] | None:
         """Return a folder with the model, if this worker saves it."""
@@ -217,30 +229,35 @@ class Report(MemberCallback):
         Ray Train has all workers wait in a report until the last one calls it. So none begins one
         unless all are there. If one dies meanwhile, the others go on: the call is in a thread. Ray
         ends it before it starts the new worker, or, if that has come too early, with the next call
-        of the others, which is counted as one of this worker.
+        of the others, which is counted as one of this worker. Ray Train keeps the metrics and the
+        checkpoint of rank 0. So if its call is such an old one, this epoch is not reported.
 
         Args:
             metrics: What is reported; if empty, this worker has nothing to report.
         """
         timeout = self._handle.timeout_of(_PATIENCE)
         are_all_there = len(self._member.ranks) == self._member.size
-        folder = self._saved() if metrics and are_all_there and not self._waits() else None
+        is_old = self._waits()
+        folder = self._saved() if metrics and are_all_there and not is_old else None
         has_begun = asked_again = False
         while True:
             reports = bool(metrics and not has_begun) or self._waits()
             with calls_are_equal(self._member, "report"):
                 met = self._member.all_gather(
-                    reports, "reports", timeout=timeout, min_results=self._handle.min_results
+                    (reports, is_old),
+                    "reports",
+                    timeout=timeout,
+                    min_results=self._handle.min_results,
                 )
             if met.late and not asked_again:  # a new worker is late for its first call of a kind
                 asked_again = True
                 continue
             are_all_there = not met.late and len(met.used) == self._member.size
-            is_over = not any(met.weights.values())
+            is_over = not any(reports for reports, _ in met.weights.values())
             if is_over or not are_all_there:
                 if folder is not None and not has_begun:
                     folder.cleanup()
-                return not metrics or (is_over and are_all_there)
+                return not metrics or (is_over and are_all_there and not met.weights[0][1])
             if not (has_begun or self._waits()):
                 self._call = in_daemon("flatweights-report", _report, metrics, folder)
             has_begun = True
@@ -257,6 +274,10 @@ class Report(MemberCallback):
             call, self._call = self._call, None
             call.result()
         return self._call is not None
+
+
+def _epochs_in(metrics: dict[str, Any]) -> int:
+    return int(metrics.get(_EPOCHS, 0))
 
 
 def _report(metrics: dict[str, Any], folder: tempfile.TemporaryDirectory[str] | None) -> None:
