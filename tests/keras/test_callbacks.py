@@ -634,6 +634,7 @@ def after_an_unfinished_fit(where: str, then: str, place: Place) -> Any:
     expected = 2 if then == "refused" else None
     assert averaging.handle.terms == {"timeout": None, "min_results": expected}
     model.train_on_batch(*data)
+    model.train_function(iter([data]))
     return model.get_weights()
 
 

@@ -2,9 +2,11 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from process_groups import LocalProcessGroup
 
 from flatweights._daemon import in_daemon
-from flatweights.keras import Report, _report
+from flatweights.keras import AverageLogs, Report, _report, average_gradients
 from flatweights.ray import Member
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -299,3 +301,44 @@ def test_a_report_that_an_old_call_of_rank_0_completes_is_made_again(
 
     assert in_both(go_on) == [rank != 0] * SIZE
     assert len(reports.made) == SIZE
+
+
+def test_a_worker_that_is_late_for_a_report_is_healed(
+    reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray.train
+
+    here, third_epoch = threading.local(), threading.Event()
+    context = SimpleNamespace(get_world_rank=lambda: here.rank)
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(_report, "_PATIENCE", 0.0)
+
+    def train(member: Member) -> Any:
+        here.rank = member.rank
+
+        def train_on(epoch: int, logs: Any) -> None:
+            if member.rank == 1 and epoch == 3:
+                third_epoch.set()
+
+        def wait(epoch: int, logs: Any) -> None:
+            if member.rank == 0 and epoch == 1:
+                third_epoch.wait(60)
+
+        def take_time(batch: int, logs: Any) -> None:
+            if member.rank == 1 and third_epoch.is_set():
+                time.sleep(0.05)  # it is in an epoch when the other is back
+
+        model = new_model(member.rank)
+        optimizer = keras.optimizers.SGD(0.1)
+        average_gradients(optimizer, member=member, min_results=1, timeout=1.0)
+        model.compile(optimizer, "mse")
+        late = keras.callbacks.LambdaCallback(
+            on_epoch_begin=train_on, on_epoch_end=wait, on_train_batch_end=take_time
+        )
+        fit(model, 8, callbacks=[AverageLogs(), late, Report(save=False)])
+        return [np.array(v.value) for v in model.trainable_variables]
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        first, second = pool.map(train, LocalProcessGroup(SIZE).join_all())
+    assert all(map(np.array_equal, first, second))
+    assert [one["epochs"] for one in reports.made][-SIZE:] == [8] * SIZE

@@ -337,7 +337,8 @@ class Averaging:
         def train(iterator: Any) -> Any:
             self._errors.clear()
             if self._batches() is not iterator:  # in another epoch, and perhaps another `fit`
-                self._batches = weakref.ref(iterator)
+                with contextlib.suppress(TypeError):  # as for that of a list: each step looks
+                    self._batches = weakref.ref(iterator)
                 is_first = self._forget_unfinished()
                 self._check_fit(running_fit())
                 if is_first:
@@ -440,8 +441,10 @@ class Averaging:
 
         Nothing tells that, but its callbacks are not those of a `fit` that runs now.
         """
+        if self._unfinished is None:
+            return False
         fit = running_fit()
-        if self._unfinished is None or (fit is not None and fit.callbacks is self._unfinished):
+        if fit is not None and fit.callbacks is self._unfinished:
             return False
         self.progress = self._unfinished = None
         self._is_started = False

@@ -16,7 +16,8 @@ from flatweights._daemon import in_daemon
 from flatweights._numbers import check_count
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._member_handle import MemberHandle, calls_are_equal
-from flatweights.ray import _clock, is_replaceable
+from flatweights.keras._progress import AnyState
+from flatweights.ray import Member, Round, _clock, is_replaceable
 
 _MODEL = "model.keras"
 _WEIGHTS = "model.weights.h5"  # of a model whose structure Keras cannot save
@@ -184,7 +185,7 @@ class Report(MemberCallback):
                 ) from error
         if not is_replaceable():
             _report(metrics, self._saved())
-        elif self._report_with_others(metrics):
+        elif self._report_with_others(metrics, in_epoch=True):
             self._unreported, self._reported = {}, epochs
         else:
             self._unreported = metrics
@@ -223,7 +224,7 @@ class Report(MemberCallback):
         self.model.save_weights(Path(folder.name, _WEIGHTS))
         return folder
 
-    def _report_with_others(self, metrics: dict[str, Any]) -> bool:
+    def _report_with_others(self, metrics: dict[str, Any], *, in_epoch: bool = False) -> bool:
         """Report, unless a worker is missing; return whether nothing is left to be reported.
 
         Ray Train has all workers wait in a report until the last one calls it. So none begins one
@@ -234,35 +235,46 @@ class Report(MemberCallback):
 
         Args:
             metrics: What is reported; if empty, this worker has nothing to report.
+            in_epoch: Whether an epoch has just ended: a worker that is late is healed there.
         """
-        timeout = self._handle.timeout_of(_PATIENCE)
         are_all_there = len(self._member.ranks) == self._member.size
         is_old = self._waits()
         folder = self._saved() if metrics and are_all_there and not is_old else None
         has_begun = asked_again = False
         while True:
             reports = bool(metrics and not has_begun) or self._waits()
-            with calls_are_equal(self._member, "report"):
-                met = self._member.all_gather(
-                    (reports, is_old),
-                    "reports",
-                    timeout=timeout,
-                    min_results=self._handle.min_results,
-                )
-            if met.late and not asked_again:  # a new worker is late for its first call of a kind
+            met = self._gather((reports, is_old), in_epoch)
+            # A new worker is late for its first call of a kind.
+            if met is not None and met.late and not (in_epoch or asked_again):
                 asked_again = True
                 continue
-            are_all_there = not met.late and len(met.used) == self._member.size
-            is_over = not any(reports for reports, _ in met.weights.values())
-            if is_over or not are_all_there:
+            if met is None or met.late or len(met.used) < self._member.size:
+                is_over, is_reported = True, False
+            else:
+                is_over = not any(waits for waits, _ in met.weights.values())
+                is_reported = not met.weights[0][1]
+            if is_over:
                 if folder is not None and not has_begun:
                     folder.cleanup()
-                return not metrics or (is_over and are_all_there and not met.weights[0][1])
+                return is_reported or not metrics
             if not (has_begun or self._waits()):
                 self._call = in_daemon("flatweights-report", _report, metrics, folder)
             has_begun = True
             if self._call is not None:
                 wait([self._call], _PAUSE)
+
+    def _gather(self, value: tuple[bool, bool], in_epoch: bool) -> Round | None:
+        """Return the values of all workers; None, if the others are at another place."""
+        handle = self._handle
+        timeout = handle.timeout_of(_PATIENCE)
+
+        def call(member: Member, state: AnyState | None) -> Round:
+            with calls_are_equal(member, "report"):
+                return member.all_gather(
+                    value, "reports", state=state, timeout=timeout, min_results=handle.min_results
+                )
+
+        return self._average_at(call, at="epoch") if in_epoch else call(self._member, None)
 
     def _waits(self) -> bool:
         """Return whether a call that has begun, now or in an earlier epoch, has not returned.
