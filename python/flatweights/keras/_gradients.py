@@ -232,7 +232,7 @@ class Averaging:
         self._steps_before: float = int(optimizer.iterations)
         self._errors: list[BaseException] = []  # raised by the step that runs
         self._callbacks: list[Any] | None = None  # of the `fit` that begins, if they are known
-        # What Keras calls the callbacks of the last `fit` by that has begun, and has not ended.
+        # The list by which Keras calls the callbacks of the last `fit`, until that has ended.
         self._unfinished: list[Any] | None = None
         self._batches: Callable[[], Any] = lambda: None  # what the last step took its batch from
         self.progress: Progress | None = None
@@ -476,6 +476,7 @@ class Averaging:
             self._make(variables)
         if running_fit() is None:  # of a loop of the user's own, perhaps after a fit
             self._forget_unfinished()
+            self.progress = None
             self._exchanges.know(None)  # nor does a member know the model that joins in this loop
         if tf.executing_eagerly():
             self._start(variables, in_step=False)
