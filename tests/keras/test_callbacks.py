@@ -399,10 +399,17 @@ def test_every_fit_with_one_callback_list_begins_with_the_same_weights() -> None
     assert all(map(np.array_equal, first, second))
 
 
-def trained_by_two(kept: str, place: Place, member: Any, model: Any, fits: int = 2) -> Any:
+def fail(*_: Any, **__: Any) -> None:
+    raise KeyError("of a user's own")
+
+
+def trained_by_two(
+    kept: str, place: Place, member: Any, model: Any, fits: int = 2, *, fails: bool = False
+) -> Any:
     """Return the weights and slots after one or two `fit` of a model that two optimizers train.
 
-    Before the second `fit`, a member changes what the second optimizer trains.
+    Before the second `fit`, a member changes what the second optimizer trains. With ``fails``, an
+    exception ends the first one, which has a callback.
     """
     import keras
     import tensorflow as tf
@@ -436,6 +443,7 @@ def trained_by_two(kept: str, place: Place, member: Any, model: Any, fits: int =
     if kept == "one is the model's":
         halves.compile(optimizers[0])
         callbacks = []
+        halves.whole = model if fails else None  # with a callback, its variables are built
     else:
         halves.compile()
     x, y = map(place.part, images("dense"))
@@ -443,6 +451,11 @@ def trained_by_two(kept: str, place: Place, member: Any, model: Any, fits: int =
         if fit > 0:
             weights = enumerate(model.get_weights())
             model.set_weights([one + place.rank * (k % 2) for k, one in weights])
+        elif fails:
+            own = [AverageLogs(member=member), keras.callbacks.LambdaCallback(on_epoch_end=fail)]
+            with pytest.raises(KeyError, match="of a user"):
+                halves.fit(x, y, BATCH // 2, verbose=0, callbacks=own)
+            continue
         halves.fit(x, y, BATCH // 2, verbose=0, callbacks=callbacks)
     return [*model.get_weights(), *(one.numpy() for o in optimizers for one in o.variables)]
 
@@ -453,8 +466,9 @@ def test_every_fit_gives_each_of_several_optimizers_the_same_start(kept: str) ->
     assert all(map(np.array_equal, first, second))
 
 
-def test_without_callbacks_a_second_optimizer_compares_its_start_in_every_fit() -> None:
-    train = partial(outcome, partial(trained_by_two, "one is the model's"))
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_callbacks_a_second_optimizer_compares_its_start_in_every_fit(fails: bool) -> None:
+    train = partial(outcome, partial(trained_by_two, "one is the model's", fails=fails))
     for reply in with_models(train):
         assert "ValueError: average_gradients: at the first step expected the variables" in reply
         assert "got other values in ranks [1]" in reply
@@ -603,9 +617,6 @@ def unfinished(place: Place, where: str, terms: dict[str, Any]) -> tuple[Any, An
     import keras
 
     from flatweights.keras import AverageLogs, average_gradients
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise KeyError("of a user's own")
 
     member = place.member()
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

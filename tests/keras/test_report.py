@@ -303,6 +303,18 @@ def test_a_report_that_an_old_call_of_rank_0_completes_is_made_again(
     assert len(reports.made) == SIZE
 
 
+def test_at_the_end_a_report_is_made_again_after_an_old_call_of_rank_0(reports: Reports) -> None:
+    def end(report: Report, rank: int) -> None:
+        report._unreported = NEWS if rank == 0 else {}
+        if rank == 0:
+            report._call = in_daemon("old", reports, {"epochs": 3})
+        report.on_train_end()
+
+    in_both(end)
+    assert len(reports.made) == 2 * SIZE
+    assert reports.made[SIZE:] == [NEWS] * SIZE
+
+
 def test_a_worker_that_is_late_for_a_report_is_healed(
     reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:

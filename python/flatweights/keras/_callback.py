@@ -64,9 +64,9 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._progress = None if averaging is None else averaging.progress
         if self._progress is None and self._handle.is_replaceable:
             raise ValueError(
-                f"{type(self).__name__}: in a worker that ReplaceWorkers replaces, expected an "
-                "optimizer that average_gradients has changed, got a model without one: a new "
-                "worker would not learn the epoch of the others"
+                f"{type(self).__name__}: in a worker that ReplaceWorkers replaces, expected a "
+                "model compiled with an optimizer that average_gradients has changed: otherwise, a "
+                "new worker would not learn the epoch of the others"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -258,8 +258,7 @@ class Averaging:
         model = callback.model
         if not self._is_first_told(callback):
             return
-        fit = running_fit()
-        self.progress, self._unfinished = None, None if fit is None else fit.callbacks
+        self.progress, self._unfinished = None, _callbacks_of(running_fit())
         self._exchanges.know(model)
         if not model.built and self.handle.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
@@ -287,12 +286,14 @@ class Averaging:
         A step builds an optimizer that is not built yet, which does the same.
         """
         is_ready = self._optimizer.built and self.handle.min_results is None
-        if self._is_first_told(callback) and is_ready:
-            self._begun = functools.partial(variables_of, self._optimizer)
+        if self._is_first_told(callback):
+            self._unfinished = _callbacks_of(running_fit())
+            if is_ready:
+                self._begun = functools.partial(variables_of, self._optimizer)
 
     def end_fit(self) -> None:
         """Note that a `fit` has ended: Keras tells only the optimizer of `compile`."""
-        self._is_started = False
+        self._unfinished, self._is_started = None, False
         self.handle.end()
 
     def _is_first_told(self, callback: Any) -> bool:
@@ -339,10 +340,13 @@ class Averaging:
             if self._batches() is not iterator:  # in another epoch, and perhaps another `fit`
                 with contextlib.suppress(TypeError):  # as for that of a list: each step looks
                     self._batches = weakref.ref(iterator)
-                is_first = self._forget_unfinished()
-                self._check_fit(running_fit())
-                if is_first:
-                    self._start(variables_of(self._optimizer), in_step=True)
+                fit = running_fit()
+                beside = [] if fit is None else averagings_in(fit.model)
+                anew = [one for one in dict.fromkeys((self, *beside)) if one._forget_unfinished()]
+                self._check_fit(fit)
+                for one in anew:
+                    if one._optimizer.built:
+                        one._start(variables_of(one._optimizer), in_step=True)
             try:
                 return function(iterator)
             except tf.errors.OpError:
@@ -443,8 +447,7 @@ class Averaging:
         """
         if self._unfinished is None:
             return False
-        fit = running_fit()
-        if fit is not None and fit.callbacks is self._unfinished:
+        if _callbacks_of(running_fit()) is self._unfinished:
             return False
         self.progress = self._unfinished = None
         self._is_started = False
@@ -707,6 +710,10 @@ class Averaging:
             )
         self._finalize(var_list)
         self.handle.end()
+
+
+def _callbacks_of(fit: Fit | None) -> list[Any] | None:
+    return None if fit is None else fit.callbacks
 
 
 def _had_no_epoch(fit: Fit) -> bool:

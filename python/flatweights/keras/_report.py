@@ -25,6 +25,8 @@ _EPOCHS = "epochs"  # in the metrics and in the checkpoint's metadata
 _PAUSE = 0.05  # seconds between two looks whether all have reported
 _PATIENCE = 60.0  # seconds, at least, for which the others wait while rank 0 saves the model
 
+_WHY_NOT = "not all workers could report it together"
+
 _log = logging.getLogger("flatweights")
 
 
@@ -189,12 +191,15 @@ class Report(MemberCallback):
             self._unreported, self._reported = {}, epochs
         else:
             self._unreported = metrics
-            _log.info("epoch %d is not reported to Ray Train: a worker is missing", epochs)
+            _log.info("epoch %d is not reported to Ray Train: %s", epochs, _WHY_NOT)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Report the last epoch, if a worker was missing at its end."""
-        if is_replaceable() and not self._report_with_others(self._last_unreported()):
-            _log.warning("the last epoch is not reported to Ray Train: a worker is missing")
+        if is_replaceable():
+            last = self._last_unreported()
+            # The first report may only complete an old call of rank 0.
+            if not (self._report_with_others(last) or self._report_with_others(last)):
+                _log.warning("the last epoch is not reported to Ray Train: %s", _WHY_NOT)
         super().on_train_end()
 
     def _last_unreported(self) -> dict[str, Any]:

@@ -151,6 +151,7 @@ class Mover:
 
     def set_vector(self, flat: NDArray[Any], *, share: bool = False) -> None:
         """Write all variables from the contiguous vector ``flat``, cast as by `cast_for_slot`."""
+        self._check_replicas()
         if not self._try_bound(_Bound.set_vector, flat, share):
             views = enumerate(self._layout.vector_views(flat))
             self._scatter(
@@ -160,6 +161,7 @@ class Mover:
 
     def set_packed(self, buffer: NDArray[np.uint8], *, share: bool = False) -> None:
         """Write all variables from the packed ``buffer``."""
+        self._check_replicas()
         is_array = isinstance(buffer, np.ndarray)
         if not (is_array and self._try_bound(_Bound.set_packed, buffer, share)):
             self._scatter(dict(enumerate(self._layout.packed_views(buffer))), share=share)
@@ -198,6 +200,7 @@ class Mover:
 
     def update(self, update: Update, flat: NDArray[Any], a: float) -> None:
         """Change all variables of a floating dtype by the contiguous vector ``flat``."""
+        self._check_replicas()
         if not (
             self._averaged_dtypes <= {flat.dtype} and self._try_bound(update.bound, flat, False, a)
         ):
@@ -275,6 +278,11 @@ class Mover:
             return
         with self._operations.lock.ready(), lock.ready():
             move(binding)
+
+    def _check_replicas(self) -> None:
+        """Raise before the first replica is set, if others could not be set then."""
+        if self._replicas:
+            self._check_interrupted(writes=True)
 
     def _check_interrupted(self, *, writes: bool) -> None:
         """Raise if this thread writes the variables already, or reads what is to be written.

@@ -135,7 +135,9 @@ def test_create_refuses_what_is_no_worker() -> None:
     assert PlainWorker.__subclasses__() == made
 
 
-def test_groups_of_a_class_that_has_changed_get_it_as_it_is() -> None:
+def test_groups_of_a_class_that_has_changed_get_it_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Changes(FlatWorker):
         rate = 0.1
 
@@ -145,6 +147,9 @@ def test_groups_of_a_class_that_has_changed_get_it_as_it_is() -> None:
     second = actor_class(Changes)
     assert second is not first
     assert actor_class(Changes) is second
+    before = actor_class(PlainWorker)  # pickled by its name
+    monkeypatch.setattr(PlainWorker, "another", lambda self: None, raising=False)
+    assert actor_class(PlainWorker) is not before
     Changes.held = threading.Lock()  # type: ignore[attr-defined]
     assert actor_class(Changes).__ray_actor_class__ is Changes
 

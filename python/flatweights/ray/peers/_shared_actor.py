@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from typing import Any
 
 import ray
@@ -18,17 +19,21 @@ _PAUSE = 0.05  # seconds between two tries
 def actor_class(cls: type) -> Any:
     """Return what `ray.remote` makes of a class, made once: Ray keeps each, until the job ends.
 
-    A class that has changed since is made again, because Ray pickles a class only once.
+    A class that has changed since is made again: Ray pickles a class only once, and looks once at
+    its methods, of which a class that is pickled by its name tells nothing.
     """
     try:
         content = hashlib.blake2b(ray.cloudpickle.dumps(cls)).digest()
     except Exception:  # Ray says what cannot be pickled, when it starts an actor
         return ray.remote(cls)
-    return _actor_class(cls, content)
+    # Ray writes to their signatures, but not to their code.
+    methods = inspect.getmembers(cls, lambda one: hasattr(one, "__code__"))
+    codes = tuple((name, one.__code__, len(one.__defaults__ or ())) for name, one in methods)
+    return _actor_class(cls, content, codes)
 
 
 @functools.cache
-def _actor_class(cls: type, content: bytes) -> Any:
+def _actor_class(cls: type, content: bytes, codes: tuple[Any, ...]) -> Any:
     return ray.remote(cls)
 
 
