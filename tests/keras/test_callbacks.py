@@ -408,8 +408,8 @@ def trained_by_two(
 ) -> Any:
     """Return the weights and slots after one or two `fit` of a model that two optimizers train.
 
-    Before the second `fit`, a member changes what the second optimizer trains. With ``fails``, an
-    exception ends the first one, which has a callback.
+    Before the second `fit`, a member changes what the second optimizer trains. With ``fails``, it
+    changes that optimizer's slots, and an exception ends the first `fit`, which has a callback.
     """
     import keras
     import tensorflow as tf
@@ -448,7 +448,10 @@ def trained_by_two(
         halves.compile()
     x, y = map(place.part, images("dense"))
     for fit in range(fits):
-        if fit > 0:
+        if fit > 0 and fails:
+            for slot in optimizers[1].variables[2:]:  # after the iterations and the rate
+                slot.assign(slot + place.rank)
+        elif fit > 0:
             weights = enumerate(model.get_weights())
             model.set_weights([one + place.rank * (k % 2) for k, one in weights])
         elif fails:
