@@ -110,10 +110,12 @@ class Handle(MemberHandle):
         replaced: bool = self._fit.program.plan["replaces"]
         return replaced
 
-    def gather(self, value: object, name: str, *, at: Any, state: Any = None) -> Round:
+    def gather(
+        self, value: object, name: str, *, at: Any, state: Any = None, at_least: float = 0.0
+    ) -> Round:
         with self._fit.sends(None, state) as call:
             call.value = value
-            result = super().gather(value, name, at=at, state=state)
+            result = super().gather(value, name, at=at, state=state, at_least=at_least)
         self._fit.returned(call, result)
         self._fit.oracle.gathered(self._fit.member, result)
         return result

@@ -341,8 +341,8 @@ class Averaging:
                 with contextlib.suppress(TypeError):  # as for that of a list: each step looks
                     self._batches = weakref.ref(iterator)
                 fit = running_fit()
-                beside = [] if fit is None else averagings_in(fit.model)
-                anew = [one for one in dict.fromkeys((self, *beside)) if one._forget_unfinished()]
+                of_fit = dict.fromkeys((self, *_averagings_of(fit)))
+                anew = [one for one in of_fit if one._forget_unfinished(fit)]
                 self._check_fit(fit)
                 for one in anew:
                     if one._optimizer.built:
@@ -418,8 +418,8 @@ class Averaging:
             trainable_variables = variables_of(optimizer)
         variables = list(trainable_variables)
         check_synchronized(variables)
-        self._forget_unfinished()
         fit = running_fit()
+        self._forget_unfinished(fit)
         if fit is not None:
             self._exchanges.know(fit.model)
             if not self._is_started:
@@ -440,14 +440,12 @@ class Averaging:
                     optimizer.build(variables)
         return list(grads), variables
 
-    def _forget_unfinished(self) -> bool:
+    def _forget_unfinished(self, fit: Fit | None) -> bool:
         """If the last `fit` has ended by an exception, forget it, and return True.
 
-        Nothing tells that, but its callbacks are not those of a `fit` that runs now.
+        Nothing tells that, but its callbacks are not those of ``fit``, which runs now.
         """
-        if self._unfinished is None:
-            return False
-        if _callbacks_of(running_fit()) is self._unfinished:
+        if self._unfinished is None or _callbacks_of(fit) is self._unfinished:
             return False
         self.progress = self._unfinished = None
         self._is_started = False
@@ -477,8 +475,9 @@ class Averaging:
             )
         if not self._optimizer.built:
             self._make(variables)
-        if running_fit() is None:  # of a loop of the user's own, perhaps after a fit
-            self._forget_unfinished()
+        fit = running_fit()
+        if fit is None:  # of a loop of the user's own, perhaps after a fit
+            self._forget_unfinished(fit)
             self.progress = None
             self._exchanges.know(None)  # nor does a member know the model that joins in this loop
         if tf.executing_eagerly():
@@ -691,7 +690,7 @@ class Averaging:
     def _end(self, var_list: Any) -> None:
         """Wait at the end of `fit` until all members have reached it."""
         fit = running_fit()
-        for one in [] if fit is None else averagings_in(fit.model):
+        for one in _averagings_of(fit):
             if one is not self:
                 one.end_fit()
         was_started, self._is_started = self._is_started, False
@@ -710,6 +709,10 @@ class Averaging:
             )
         self._finalize(var_list)
         self.handle.end()
+
+
+def _averagings_of(fit: Fit | None) -> list[Averaging]:
+    return [] if fit is None else averagings_in(fit.model)
 
 
 def _callbacks_of(fit: Fit | None) -> list[Any] | None:

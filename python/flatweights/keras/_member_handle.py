@@ -212,7 +212,9 @@ class MemberHandle:
         """Return the timeout of calls for which all members wait for at least ``seconds``."""
         return None if self.timeout is None else max(self.timeout, seconds)
 
-    def gather(self, value: object, name: str, *, at: Place, state: Any = None) -> Round:
+    def gather(
+        self, value: object, name: str, *, at: Place, state: Any = None, at_least: float = 0.0
+    ) -> Round:
         """Return the objects of all members; see `Member.all_gather`.
 
         Args:
@@ -220,10 +222,14 @@ class MemberHandle:
             name: What it is.
             at: The place of the call, for errors.
             state: The state that heals members.
+            at_least: Seconds for which all members wait, if the timeout is shorter.
         """
         member = self.take()
+        timeout = self.timeout_of(at_least)
         with calls_are_equal(member, at):
-            return member.all_gather(value, name, state=state, **self.terms)
+            return member.all_gather(
+                value, name, state=state, timeout=timeout, min_results=self.min_results
+            )
 
     def end(self) -> None:
         """End the handle. With the last handle, the shared member leaves; a given member stays."""

@@ -15,7 +15,7 @@ import ray
 from flatweights._daemon import in_daemon
 from flatweights._numbers import check_count
 from flatweights.keras._callback import MemberCallback
-from flatweights.keras._member_handle import MemberHandle, calls_are_equal
+from flatweights.keras._member_handle import MemberHandle
 from flatweights.keras._progress import AnyState
 from flatweights.ray import Member, Round, _clock, is_replaceable
 
@@ -270,14 +270,11 @@ class Report(MemberCallback):
 
     def _gather(self, value: tuple[bool, bool], in_epoch: bool) -> Round | None:
         """Return the values of all workers; None, if the others are at another place."""
-        handle = self._handle
-        timeout = handle.timeout_of(_PATIENCE)
 
-        def call(member: Member, state: AnyState | None) -> Round:
-            with calls_are_equal(member, "report"):
-                return member.all_gather(
-                    value, "reports", state=state, timeout=timeout, min_results=handle.min_results
-                )
+        def call(_: Member, state: AnyState | None) -> Round:
+            return self._handle.gather(
+                value, "reports", at="report", state=state, at_least=_PATIENCE
+            )
 
         return self._average_at(call, at="epoch") if in_epoch else call(self._member, None)
 

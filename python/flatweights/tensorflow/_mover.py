@@ -131,7 +131,7 @@ class Mover:
 
     def try_set(self, flat: Any) -> bool:
         """Write all variables from ``flat``; False if that takes more than moving bytes."""
-        self._check_interrupted(writes=True)
+        self._check_replicas()
         bound = self._whole()
         is_set = bound is not None and bound.try_set(flat)
         if is_set:

@@ -45,8 +45,7 @@ class Subscriber:
     versions only grow.
 
     A publisher that ends leaves its last weights to its subscribers. When there is a new publisher
-    of its name, they find it by themselves, within about two seconds, or within about a minute if
-    the node of the older one no longer answers.
+    of its name, they find it by themselves, within about two seconds.
 
     Methods may be called from any thread; a fork of the process needs a subscriber of its own.
 
