@@ -566,7 +566,7 @@ def test_a_coordinator_has_few_threads_however_many_members_there_are(puppets: P
         puppet.join.remote(name, rank=1, size=size)
         while (coordinator := coordinator_of(name)) is None:
             time.sleep(0.05)
-        assert len(ray.get(coordinator.absent.remote())) >= size - 1
+        assert len(ray.get(coordinator.awaited_by.remote(b""))[0]) >= size - 1
         pid = ray._private.state.actors(coordinator._actor_id.hex())["Pid"]
         threads.append(len([*Path(f"/proc/{pid}/task").iterdir()]))
         ray.kill(puppet)
@@ -579,10 +579,9 @@ def test_join_names_the_ranks_that_are_missing(puppets: Puppets) -> None:
     first, second = puppets.idle(2)
     name = next(NAMES)
     first.join.remote(name, rank=1, size=3, timeout=60.0)
-    while (coordinator := coordinator_of(name)) is None or ray.get(coordinator.absent.remote()) != [
-        0,
-        2,
-    ]:
+    while (coordinator := coordinator_of(name)) is None or ray.get(
+        coordinator.awaited_by.remote(b"")
+    ) != ([0, 2], False):
         time.sleep(0.05)
     with pytest.raises(TimeoutError, match=r"expected 3 members in 0.5 s; missing ranks: 2"):
         ray.get(second.join.remote(name, rank=0, size=3, timeout=0.5))
@@ -625,6 +624,7 @@ def joins_again(name: str, rank: int) -> list[tuple[int, ...]]:
         ):
             used.append(member.average(model_of(rank)).used)
             if rank and len(used) < 3:
+                member.average(model_of(rank))  # until the other has left
                 raise LookupError
     return used
 
@@ -634,6 +634,32 @@ def joins_again(name: str, rank: int) -> list[tuple[int, ...]]:
 def test_a_task_whose_member_has_ended_by_an_error_joins_again(puppets: Puppets) -> None:
     tasks = [joins_again.remote(name, rank) for name in [next(NAMES)] for rank in range(2)]
     assert ray.get(tasks) == [[(0, 1)] * 3] * 2
+
+
+def mean_with(member: Member, value: float) -> tuple[float, tuple[int, ...]]:
+    result = member.average({"w": np.full(3, value)})
+    return float(result.weights["w"][0]), result.used
+
+
+@BY_ONE_WAY
+def test_who_has_left_waits_for_the_next_group_of_the_name(puppets: Puppets) -> None:
+    """One training after the other: the last one's averages are none of the next one's."""
+    pair = puppets.idle(2)
+    name = next(NAMES)
+    terms: dict[str, Any] = {"size": 2, "timeout": 60.0}
+    ray.get([one.join.remote(name, rank=rank, **terms) for rank, one in enumerate(pair)])
+    calls = [one.run.remote(mean_with, 10.0 * rank) for rank, one in enumerate(pair)]
+    assert ray.get(calls) == [(5.0, (0, 1))] * 2
+    ray.get(pair[0].leave.remote())
+    with pytest.raises(TimeoutError, match=r"ranks 1 have not left the process group of this name"):
+        ray.get(pair[0].join.remote(name, rank=0, size=2, timeout=0.5))
+    again = pair[0].join.remote(name, rank=0, **terms)
+    assert ray.wait([again], timeout=0.5) == ([], [again])
+    assert ray.get(pair[1].run.remote(mean_with, 20.0)) == (20.0, (1,))
+    ray.get(pair[1].leave.remote())
+    ray.get([again, pair[1].join.remote(name, rank=1, **terms)])
+    calls = [one.run.remote(mean_with, 100.0 * rank) for rank, one in enumerate(pair)]
+    assert ray.get(calls) == [(50.0, (0, 1))] * 2
 
 
 @ray.remote(num_cpus=0, max_retries=1)  # type: ignore[untyped-decorator]

@@ -18,7 +18,7 @@ from reference import clean_environment
 import flatweights as fw
 from flatweights.ray import MemberDiedError, MemberError, _clock
 from flatweights.ray.channels._member_channel import MemberChannel
-from flatweights.ray.core._events import Event, Gave, Tick
+from flatweights.ray.core._events import Ended, Event, Gave, Tick
 from flatweights.ray.core._peer import PeerState
 from flatweights.ray.core._requests import Request
 from flatweights.ray.members._client import ChannelClient, Identity
@@ -297,7 +297,7 @@ def test_a_replacement_waits_for_what_the_agent_of_its_node_tells() -> None:
     far.session.expect(None)
     far.session.told(0)
     far.report()
-    entry = entry_of(1, GroupConfig.of(2))._replace(since=_clock.now() - 6)
+    entry = entry_of(1, GroupConfig.of(2))._replace(since=_clock.now() - 6, who="another process")
     far.group.rendezvous.enter(entry)
     far.group.rendezvous.admit()
     assert not entry.join_reply.done()
@@ -307,6 +307,28 @@ def test_a_replacement_waits_for_what_the_agent_of_its_node_tells() -> None:
     assert entry.join_reply.result(0).rank == 1
     far.group.lose(entry.token, MemberDiedError("it gives up"))
     assert far.group.rendezvous.peers.lost() == {}  # its predecessor had left
+
+
+@pytest.mark.parametrize(("min_size", "waits"), [(None, True), (1, False)])
+def test_a_process_that_has_left_waits_for_the_end(min_size: int | None, waits: bool) -> None:
+    """It comes for the next group of this name, unless members of this one come and go."""
+    group = ProcessGroup("local", GroupConfig.of(2, min_size=min_size), "here", None)
+    left = with_sessions(group, 0, 1)[0][0]
+    for session in group.rendezvous.sessions.values():
+        session.join()
+    group._receive(Ended(group.rendezvous.present[left.token]))
+    entries = [entry_of(0, group._config) for _ in range(2)]
+    entries[1] = entries[1]._replace(who="another process")
+    for entry in entries if waits else entries[:1]:
+        group.rendezvous.enter(entry)
+    group.rendezvous.admit()
+    assert [entry.join_reply.done() for entry in entries] == [not waits, waits]
+    if waits:
+        assert group.rendezvous.awaited_by(entries[0].token) == ([0, 1], True)
+        assert group._patience(None) is None  # it sleeps meanwhile
+        group.rendezvous.close()
+        with pytest.raises(RuntimeError, match="the process group has ended"):
+            entries[0].join_reply.result(0)
 
 
 def test_a_replacement_gets_the_rank_once_a_report_is_believed(

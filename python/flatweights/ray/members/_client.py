@@ -491,7 +491,7 @@ def enter(
         try:
             if is_late:  # the coordinator ends with its last member
                 own = rank if join_reply is None else join_reply.rank
-                why = _who_is_missing(coordinator, own, platform)
+                why = _who_is_missing(coordinator, identity.token, own, platform)
                 last = platform.last_end(name)
                 if last is not None:
                     ago = f"{last.seconds_since:.0f} s ago"
@@ -514,14 +514,19 @@ def enter(
 
 
 def _who_is_missing(
-    coordinator: ray.actor.ActorHandle, own: int | None, platform: MemberPlatform
+    coordinator: ray.actor.ActorHandle, token: bytes, own: int | None, platform: MemberPlatform
 ) -> str:
-    """Return a clause about the ranks, except the ``own`` one, that have not joined."""
+    """Return a clause about the ranks for which a process waits, without its own."""
     try:
-        absent = platform.get(coordinator.absent.remote(), _ABSENT)
+        ranks, are_to_leave = platform.get(coordinator.awaited_by.remote(token), _ABSENT)
     except ray.exceptions.RayError as error:
         return f"its coordinator does not answer: {type(error).__name__}"
-    missing = [str(rank) for rank in absent if rank != own]
+    if are_to_leave:
+        return (
+            f"ranks {', '.join(map(str, ranks))} have not left the process group of this name that "
+            "this process has left"
+        )
+    missing = [str(rank) for rank in ranks if rank != own]
     if not missing:
         return "the last of them came just then"
     return f"missing ranks: {', '.join(missing)}"

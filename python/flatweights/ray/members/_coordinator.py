@@ -157,9 +157,9 @@ class Coordinator:
             self._ends[token].set_result(None)
         self._group.queue.post(self._group.lose, token, why)
 
-    async def absent(self) -> list[int]:
-        """Return the ranks that have not joined."""
-        return await self._call(self._group.rendezvous.absent)
+    async def awaited_by(self, token: bytes) -> tuple[list[int], bool]:
+        """Return for whom a process waits; see `Rendezvous`."""
+        return await self._call(self._group.rendezvous.awaited_by, token)
 
     async def _call(self, method: Callable[..., Result], *args: Any) -> Result:
         """Call ``method`` in the group's thread; return its result, or raise its exception."""

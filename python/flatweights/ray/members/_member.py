@@ -100,7 +100,8 @@ def join(
     [{'w': array([0.5, 0.5])}, {'w': array([0.5, 0.5])}]
 
     Args:
-        name: The name of the process group, local to the Ray job. If None, ``"default"``.
+        name: The name of the process group, local to the Ray job. If None, ``"default"``. A process
+            that has left a group of this name waits for its end, unless it has a ``min_size``.
         rank: The rank of this member, below ``size``; the lowest free rank, if None.
         size: The number of members; with ``min_size``, the largest number.
         min_size: The number of members with which the process group opens once ``grace`` is over;
@@ -112,7 +113,8 @@ def join(
             ``"float32"``; see `WorkerGroup`.
 
     Raises:
-        TimeoutError: If not enough have joined in time; it lists the missing ranks.
+        TimeoutError: If not enough have joined in time; it lists the missing ranks. Or if others
+            have not left the last group, which this process has left.
         ValueError: If ``rank`` is out of range or another process has it, ``size``, ``min_size``,
             ``grace`` or ``reduce_dtype`` differs from that of the others, or ``grace`` is not less
             than ``timeout``.
@@ -158,13 +160,14 @@ def joined(
         MemberError: If the coordinator has ended meanwhile, and those after it.
         Exception: As `enter`.
     """
-    give_up = _clock.now() + _RESTART
+    give_up: float | None = None
     while True:
         try:
             return Member(name, *enter(name, rank, config, timeout, end, platform))
         except (ray.exceptions.RayActorError, CoordinatorDiedError) as error:
-            # It may have been the coordinator of an earlier process group of this name, which was
-            # about to end.
+            # It may have been the coordinator of an earlier process group of this name, for the end
+            # of which this process has waited.
+            give_up = give_up or _clock.now() + _RESTART
             if _clock.now() >= give_up:
                 raise MemberError(
                     f"process group {name!r}: its coordinator has ended: {error}"

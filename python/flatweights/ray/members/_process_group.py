@@ -663,7 +663,7 @@ class ProcessGroup:
     def _forget(self, session: Session) -> None:
         """Let go of a member that has left or is dead."""
         session.close()
-        del self.rendezvous.present[session.token]
+        self.rendezvous.forget(session)
         if session.has_joined:  # calls in C++ name no dead member, so the next one is made here
             self._repetitions.clear()
         self._gpu.forget(session)

@@ -2,7 +2,9 @@
 
 A rank is free once its old process has left or died. The process group opens when all members are
 ready, or enough of them, and the grace is over. A process that is coming in counts as a member; if
-it gives up or dies, the process group forgets it.
+it gives up or dies, the process group forgets it. A process that has left comes for the next
+process group of this name, and waits for the end of this one, unless members come and go
+(``min_size``).
 """
 
 from __future__ import annotations
@@ -123,6 +125,7 @@ class Rendezvous:
         self.is_open = False
         self._entries: list[Entry] = []  # processes that wait for a rank
         self._entered = 0  # the number of sessions so far
+        self._left: set[str] = set()  # processes that have left
         self._grace: Deadline | None = None  # runs from the first member that is ready
         self._watched: set[str] = set()  # the tokens of agents
         # Reports of deaths that agents may still correct, and until when.
@@ -152,6 +155,12 @@ class Rendezvous:
         }
         return [rank for rank in range(self._config.size) if rank not in joined]
 
+    def awaited_by(self, token: bytes) -> tuple[list[int], bool]:
+        """Return the ranks for which a process waits, and whether it waits for them to leave."""
+        if any(entry.token == token and self._has_left(entry) for entry in self._entries):
+            return [*self.peers.ranks()], True
+        return self.absent(), False
+
     def lost(self) -> list[tuple[str, str]]:
         """Return the tasks and processes of members that died and were not replaced.
 
@@ -165,7 +174,7 @@ class Rendezvous:
 
     def ends(self) -> list[float]:
         """Return the times, by `time.monotonic`, at which something is due here."""
-        ends = [self._patience_of(entry) for entry in self._entries]
+        ends = [self._patience_of(one) for one in self._entries if not self._has_left(one)]
         ends += [end for end, _ in self._reports.values()]
         if not self.sessions:
             ends.append(_clock.now() + _GRACE)
@@ -212,6 +221,12 @@ class Rendezvous:
             self._entries.remove(entry)
             entry.end(why)
 
+    def forget(self, session: Session) -> None:
+        """Let go of a member that has left or is dead."""
+        del self.present[session.token]
+        if session.state is PeerState.LEFT:
+            self._left.add(session.who)
+
     def close(self) -> None:
         """Refuse those that wait."""
         for entry in self._entries:
@@ -227,6 +242,8 @@ class Rendezvous:
         Raises:
             ValueError: If it cannot get a join reply.
         """
+        if self._has_left(entry):
+            return None
         self._config.check_same(entry.config)
         if entry.rank is not None and not 0 <= entry.rank < self._config.size:
             raise ValueError(f"rank: expected 0 to {self._config.size - 1}, got {entry.rank}")
@@ -259,6 +276,13 @@ class Rendezvous:
             self._watched.add(agent.token)
             self._queue.watch(agent.handle.stay.remote(), functools.partial(self._lose_all, agent))
         return JoinReply(rank, session.number, None, agent.handle)
+
+    def _has_left(self, entry: Entry) -> bool:
+        """Whether the process was a member, and has left: the others' calls are not its next ones.
+
+        Where members come and go, it may come back.
+        """
+        return entry.who in self._left and self._config.min_size == self._config.size
 
     def _patience_of(self, entry: Entry) -> float:
         """Return until when a process waits for the end of one that has the rank it wants."""
