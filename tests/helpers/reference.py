@@ -1,12 +1,11 @@
 """Oracles and helpers that the tests share; nothing here calls flatweights."""
 
+import atexit
 import functools
 import gc
 import inspect
 import itertools
 import os
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tf_forks import Forks
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 REAL = tuple(np.dtype(t) for t in (np.float16, BFLOAT16, np.float32, np.float64))
@@ -292,20 +292,24 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
 def run_python(code: str, env: Mapping[str, str] | None = None) -> str:
     """The output of ``code`` in a process of its own, with warnings as errors.
 
+    The process is a copy of one that has imported NumPy, and not flatweights.
+
     Args:
         code: A program.
         env: Its environment; `clean_environment` if None.
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=clean_environment() if env is None else dict(env),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    strict = "import warnings\nwarnings.simplefilter('error')\n"
+    done = numpy_forks().run(strict + code, environment=clean_environment() if env is None else env)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@functools.cache
+def numpy_forks() -> Forks:
+    """Processes that have imported what flatweights imports; they end with this one."""
+    forks = Forks("ml_dtypes", "importlib.metadata", "pickle", "threading")
+    atexit.register(forks.stop)
+    return forks
 
 
 def clean_environment(**extra: str) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Programs in processes of their own, forked from one process that has imported TensorFlow."""
+"""Programs in processes of their own, forked from one process that has imported what is slow.
+
+That is TensorFlow, unless other modules are named.
+"""
 
 import os
 import pickle
@@ -10,15 +13,16 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-# Imports TensorFlow; then forks a process for each program, in which it is already imported. A
+# Imports the modules; then forks a process for each program, in which they are already imported. A
 # second process waits for the program's end and reports it. Nothing here calls TensorFlow, which
 # would start threads, and these do not live on in a copy.
 _SERVER = """
-import os, pickle, signal, socket, sys
+import importlib, os, pickle, signal, socket, sys
 errors = os.dup(2)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # TensorFlow greets, whatever it is told
 os.environ["TF_USE_LEGACY_KERAS"] = "1"  # for the import alone: it imports no Keras then
-import tensorflow
+for module in sys.argv[2:]:
+    importlib.import_module(module)
 os.dup2(errors, 2)
 here = socket.socket(fileno=int(sys.argv[1]))
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -68,7 +72,7 @@ class Fork:
         self._files = [os.fdopen(file, closefd=True) for file in (out, err)]
         self._report = os.fdopen(report)
         started = self._report.readline()
-        assert started, "no process was made: TensorFlow could not be imported?"
+        assert started, "no process was made: a module could not be imported?"
         self.pid = int(started)
         self.returncode: int | None = None
 
@@ -97,13 +101,14 @@ class Fork:
 
 
 class Forks:
-    """Runs programs as ``python -c`` does, in copies of a process that has imported TensorFlow."""
+    """Runs programs as ``python -c`` does, in copies of a process that has imported modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        """Start the process; it imports TensorFlow, or the ``modules``."""
         self._here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVER, str(there.fileno())],
+                [sys.executable, "-c", _SERVER, str(there.fileno()), *(modules or ["tensorflow"])],
                 env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
                 pass_fds=[there.fileno()],
             )
