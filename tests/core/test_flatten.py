@@ -366,8 +366,8 @@ def test_real_parts_are_converted_with_one_rounding(
     for part, converted in zip(parts, targets, strict=True):
         wide = part.astype(np.float64)
         if target == BFLOAT16:  # ml_dtypes rounds float64 twice
-            expected = np.array([nearest(Fraction(x), BFLOAT16) for x in wide[:2000]])
-            converted = converted[:2000]
+            expected = np.array([nearest(Fraction(x), BFLOAT16) for x in wide[::7][:300]])
+            converted = converted[::7][:300]
         else:
             expected = wide.astype(target)
         np.testing.assert_array_equal(converted.astype(np.float64), expected.astype(np.float64))

@@ -68,6 +68,11 @@ def test_a_layout_holds_65000_parts() -> None:
     layout = Layout.of([np.zeros(3, np.float32)] * 65_000)
     assert layout.size == 195_000
     assert layout[-1].offset == 64_999 * 64
+
+
+@pytest.mark.parametrize("count", [3_000, pytest.param(65_000, marks=pytest.mark.slow)])
+def test_many_parts_come_back_from_json(count: int) -> None:
+    layout = Layout.of([np.zeros(3, np.float32)] * count)
     assert Layout.from_json(layout.to_json()) == layout
 
 

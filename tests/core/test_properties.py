@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from layouts import forget_layouts
@@ -162,6 +162,7 @@ def is_same_but_for_named(layout: Layout, other: Layout) -> bool:
     return other.slots == layout.slots and other.digest == layout.digest
 
 
+@settings(max_examples=25)
 @given(st.data(), models)
 def test_changed_json_raises_or_means_the_same(data: st.DataObject, model: Any) -> None:
     layout = Layout.of(model)

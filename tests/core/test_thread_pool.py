@@ -84,7 +84,7 @@ fw.set_num_threads(2)
 out = np.empty(2_000_000, np.float32)
 fw.average(sources, out=out)
 first = tasks()
-for _ in range(200):
+for _ in range(50):
     fw.average(sources, out=out)
     assert tasks() == first
 fw.set_num_threads(3)
@@ -132,12 +132,12 @@ def work():
 workers = [threading.Thread(target=work) for _ in range(2)]
 for worker in workers:
     worker.start()
-print(*(forked(lambda: all(is_right() for _ in range(3))) for _ in range(20)))
+print(*(forked(lambda: all(is_right() for _ in range(2))) for _ in range(8)))
 done = True
 for worker in workers:
     worker.join()
 """
-    assert run(code) == ["0"] * 20
+    assert run(code) == ["0"] * 8
 
 
 def test_calls_that_share_the_helpers_are_right(use_threads: Callable[[int], None]) -> None:
@@ -146,7 +146,7 @@ def test_calls_that_share_the_helpers_are_right(use_threads: Callable[[int], Non
     def work(k: int) -> bool:
         # Each job has its own length and values, so results of another job would be wrong.
         sources = [np.full(LARGE + 1000 * k, v + k, np.float32) for v in (1, 3)]
-        return all(bool(np.all(fw.average(sources) == 2 + k)) for _ in range(20))
+        return all(bool(np.all(fw.average(sources) == 2 + k)) for _ in range(6))
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(work, range(2)))

@@ -119,7 +119,7 @@ def test_calls_at_the_same_time_do_not_meet(
 
     def work(k: int) -> bool:
         right = True
-        for _ in range(5):
+        for _ in range(2):
             right &= same_bits(fw.average(sources, [1, 2, 3]), expected)
             right &= same_bits(fw.flatten(sources), flat)
             right &= same_bits(fw.FlatWeights(sources).copy()["1"], sources[1])
