@@ -1,6 +1,7 @@
 """The imports between parts of the package, read from the source, including functions."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +15,23 @@ FRAMEWORKS = ("tensorflow", "keras", "tf_keras", "torch", "jax")
 
 def imports(file: Path) -> Iterator[str]:
     """The modules that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    yield from imports_of(file.read_text(), file)
+
+
+@functools.cache
+def imports_of(text: str, file: Path) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: a relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
-            yield from (str(one.value) for one in node.args if isinstance(one, ast.Constant))
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call):
+            constants = [str(one.value) for one in node.args if isinstance(one, ast.Constant)]
+            if constants and "import" in ast.unparse(node.func):
+                found += constants
+    return found
 
 
 def test_a_file_in_functions_is_read_too(tmp_path: Path) -> None:
