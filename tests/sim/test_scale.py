@@ -65,7 +65,7 @@ def test_latency_is_paid_a_few_times_and_not_for_each_block() -> None:
         (4, 4, 4e8, 20),
         (16, 8, 1e10, 100),
         pytest.param(125, 8, 1e10, 20, marks=pytest.mark.slow),
-        (125, 8, 1e11, 100),
+        pytest.param(125, 8, 1e11, 100, marks=pytest.mark.slow),
     ],
 )
 def test_the_plan_of_an_average_says_the_same_within_a_fifth(

@@ -151,13 +151,13 @@ def test_the_text_of_each_mutant_occurs_once() -> None:
 @pytest.mark.parametrize(
     ("protocol", "name", "seeds"),
     [
-        ("members", "the highest rank gives", 1000),
-        ("nodes", "what was not confirmed is forgotten", 300),
         ("group", "each worker starts from its own weights", 100),
-        ("asynchronous", "staleness counts from the publication before", 100),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
             for one in (
+                ("members", "the highest rank gives", 1000),
+                ("nodes", "what was not confirmed is forgotten", 300),
+                ("asynchronous", "staleness counts from the publication before", 100),
                 ("members", "a call does not wait for members on time", 1000),
                 ("members", "one number per session", 1000),
                 ("fit", "the batches by which others are ahead are forgotten", 100),

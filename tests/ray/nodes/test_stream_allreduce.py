@@ -20,18 +20,30 @@ def plan_of(model: fw.FlatWeights, groups: tuple[tuple[int, ...], ...], sums: Re
     return Plan(1, Template.of(model, "model"), groups, weights, sums)
 
 
-@pytest.mark.parametrize("sums", ["float64", "float32"])
+GROUPS = (
+    ((0,), (1,)),
+    ((0,), (), (1,)),
+    ((), (0, 1)),
+    ((1, 3, 5), (0, 2), (4,)),
+    ((0, 1, 2), (3, 4, 5)),
+)
+FEW_LARGE = ((GROUPS[0], "float32"), (GROUPS[3], "float64"))  # the others are slow
+
+
 @pytest.mark.parametrize(
-    "groups",
+    ("groups", "sums", "size"),
     [
-        ((0,), (1,)),
-        ((0,), (), (1,)),
-        ((), (0, 1)),
-        ((1, 3, 5), (0, 2), (4,)),
-        ((0, 1, 2), (3, 4, 5)),
+        pytest.param(
+            groups,
+            sums,
+            size,
+            marks=[pytest.mark.slow] if size > 50 and (groups, sums) not in FEW_LARGE else [],
+        )
+        for groups in GROUPS
+        for sums in ("float64", "float32")
+        for size in (1, 50, 1_000_003)
     ],
 )
-@pytest.mark.parametrize("size", [1, 50, 1_000_003])
 def test_blocks_do_not_change_the_bits(
     groups: tuple[tuple[int, ...], ...], sums: ReduceDType, size: int, rng: np.random.Generator
 ) -> None:
