@@ -1,6 +1,5 @@
 """The effects of `average_gradients` on an optimizer, in one process."""
 
-import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +12,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_programs import OPTIMIZERS, build, images, prepare
+from keras_programs import OPTIMIZERS, Place, build, images, in_threads, prepare
+from process_groups import LocalProcessGroup
 
-import flatweights.ray
 from flatweights import robust
 from flatweights.keras import (
     AverageLogs,
@@ -23,22 +22,19 @@ from flatweights.keras import (
     average_gradients,
     mean_over_members,
 )
+from flatweights.ray import Member
 from flatweights.server import FedAvgM
 from flatweights.tensorflow import TensorFlowVariables
 
-pytestmark = pytest.mark.ray
-
-NAMES = (f"alone {k}" for k in itertools.count())
-
 
 @pytest.fixture(scope="module")
-def member() -> Iterator[flatweights.ray.Member]:
+def member() -> Iterator[Member]:
     prepare()
-    with flatweights.ray.join(next(NAMES), rank=0, size=1) as member:
+    with LocalProcessGroup(1).join() as member:
         yield member
 
 
-def test_it_is_the_optimizer_that_was_given(member: flatweights.ray.Member) -> None:
+def test_it_is_the_optimizer_that_was_given(member: Member) -> None:
     for make in OPTIMIZERS.values():
         optimizer = make(keras.optimizers)
         kind, config = type(optimizer), keras.saving.serialize_keras_object(optimizer)
@@ -50,7 +46,7 @@ def test_it_is_the_optimizer_that_was_given(member: flatweights.ray.Member) -> N
             average_gradients(averaging, member=member)
 
 
-def test_xla_may_compile_the_gradients_alone(member: flatweights.ray.Member) -> None:
+def test_xla_may_compile_the_gradients_alone(member: Member) -> None:
     class Compiled(keras.Model):  # type: ignore[misc]
         @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
         def gradients(self, x: Any, y: Any) -> Any:
@@ -78,9 +74,7 @@ def test_xla_may_compile_the_gradients_alone(member: flatweights.ray.Member) -> 
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves variables like this
-def test_a_model_is_saved_with_it_and_loaded_without(
-    member: flatweights.ray.Member, tmp_path: Path
-) -> None:
+def test_a_model_is_saved_with_it_and_loaded_without(member: Member, tmp_path: Path) -> None:
     model = build("dense", 0)
     model.compile(average_gradients(keras.optimizers.Adam(0.01), member=member), "mse")
     x, y = images("dense")
@@ -96,7 +90,7 @@ def test_a_model_is_saved_with_it_and_loaded_without(
 
 
 def test_under_the_policy_of_half_precision_the_outer_optimizer_averages(
-    member: flatweights.ray.Member,
+    member: Member,
 ) -> None:
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -116,7 +110,7 @@ def test_under_the_policy_of_half_precision_the_outer_optimizer_averages(
 
 
 def test_under_the_policy_of_the_model_it_is_told_how_to_scale(
-    member: flatweights.ray.Member,
+    member: Member,
 ) -> None:
     class Half(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -140,7 +134,7 @@ def test_under_the_policy_of_the_model_it_is_told_how_to_scale(
     assert model.optimizer is scaled
 
 
-def test_an_overflow_halves_the_scale_and_skips_the_step(member: flatweights.ray.Member) -> None:
+def test_an_overflow_halves_the_scale_and_skips_the_step(member: Member) -> None:
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
     average_gradients(optimizer, member=member)
     variable = keras.Variable([1.0, 2.0])
@@ -153,7 +147,7 @@ def test_an_overflow_halves_the_scale_and_skips_the_step(member: flatweights.ray
     assert np.asarray(variable).tolist() == [0.0, 2.0]
 
 
-def test_a_scale_around_it_is_told_to_go_inside(member: flatweights.ray.Member) -> None:
+def test_a_scale_around_it_is_told_to_go_inside(member: Member) -> None:
     inner = average_gradients(keras.optimizers.SGD(), member=member)
     outer = keras.optimizers.LossScaleOptimizer(inner)
     variable = keras.Variable([1.0])
@@ -161,7 +155,7 @@ def test_a_scale_around_it_is_told_to_go_inside(member: flatweights.ray.Member) 
         tf.function(lambda grad: outer.apply([grad], [variable]))(tf.ones(1))
 
 
-def test_xla_is_told_how_to_compile(member: flatweights.ray.Member) -> None:
+def test_xla_is_told_how_to_compile(member: Member) -> None:
     model = build("dense", 0)
     optimizer = average_gradients(keras.optimizers.SGD(), member=member)
     model.compile(optimizer, "mse", jit_compile=True)
@@ -169,7 +163,7 @@ def test_xla_is_told_how_to_compile(member: flatweights.ray.Member) -> None:
         model.fit(*images("dense"), verbose=0)
 
 
-def test_replicas_of_a_strategy_are_refused_by_name(member: flatweights.ray.Member) -> None:
+def test_replicas_of_a_strategy_are_refused_by_name(member: Member) -> None:
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         optimizer = keras.optimizers.SGD()
         with pytest.raises(
@@ -180,7 +174,7 @@ def test_replicas_of_a_strategy_are_refused_by_name(member: flatweights.ray.Memb
         average_gradients(optimizer, member=member)
 
 
-def test_members_that_may_come_back_need_one_optimizer(member: flatweights.ray.Member) -> None:
+def test_members_that_may_come_back_need_one_optimizer(member: Member) -> None:
     class Own(keras.Sequential):  # type: ignore[misc]
         def train_step(self, data: Any) -> Any:
             x, y = data
@@ -201,7 +195,7 @@ def test_members_that_may_come_back_need_one_optimizer(member: flatweights.ray.M
         model.fit(*images("dense"), verbose=0)
 
 
-def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> None:
+def test_an_exchange_a_step_of_one_buffer(member: Member) -> None:
     calls: list[int] = []  # those that were made in Python
 
     class Counting:
@@ -212,7 +206,7 @@ def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> Non
             calls.append(len(variables.layout))
             return member.average_variables(variables, *weight, **options)
 
-    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=4)
+    optimizer = keras.optimizers.SGD(gradient_accumulation_steps=4)
     average_gradients(optimizer, member=member)
     handle = optimizer.apply.__self__.handle
     handle._given = Counting()
@@ -234,7 +228,7 @@ def test_an_exchange_a_step_of_one_buffer(member: flatweights.ray.Member) -> Non
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 def test_variables_without_gradients_are_left_out_of_accumulated_ones(
-    member: flatweights.ray.Member, in_graph: bool
+    member: Member, in_graph: bool
 ) -> None:
     variables = [keras.Variable([1.0]), keras.Variable([2.0]), keras.Variable([[3.0, 4.0]])]
     optimizer = keras.optimizers.SGD(1.0, clipnorm=5.0, gradient_accumulation_steps=2)
@@ -255,12 +249,13 @@ def test_variables_without_gradients_are_left_out_of_accumulated_ones(
 @pytest.mark.slow
 def test_more_members_in_a_process_than_threads_of_tensorflow() -> None:
     """Each step waits for the steps of the others."""
-    size, name = tf.config.threading.get_inter_op_parallelism_threads() + 4, next(NAMES)
+    size = tf.config.threading.get_inter_op_parallelism_threads() + 4
+    group = LocalProcessGroup(size)
     x, y = images("dense")
     networks = [build("dense", seed) for seed in range(size)]
 
     def fit(rank: int) -> Any:
-        with flatweights.ray.join(name, rank=rank, size=size) as member:
+        with group.join(rank) as member:
             model, logs = networks[rank], AverageLogs(member=member)
             optimizer = average_gradients(keras.optimizers.SGD(0.05), timeout=120.0)
             model.compile(optimizer, "mse")
@@ -277,10 +272,10 @@ def test_more_members_in_a_process_than_threads_of_tensorflow() -> None:
 def test_updates_in_functions_of_their_own_are_made_in_one_order() -> None:
     """As of an actor and a critic. In one member, the gradient of the first is late."""
     prepare()
-    name = next(NAMES)
+    group = LocalProcessGroup(2)
 
     def train(rank: int) -> list[Any]:
-        with flatweights.ray.join(name, rank=rank, size=2) as member:
+        with group.join(rank) as member:
             actor, critic = (keras.Variable(np.zeros((4, 2), "float32")) for _ in range(2))
             updates = []
             for one in (actor, critic):
@@ -313,10 +308,10 @@ def test_updates_in_functions_of_their_own_are_made_in_one_order() -> None:
 
 
 def test_members_that_differ_in_a_step_are_an_error_that_says_how_to_start() -> None:
-    name, variables = next(NAMES), [keras.Variable([float(rank)]) for rank in range(2)]
+    group, variables = LocalProcessGroup(2), [keras.Variable([float(rank)]) for rank in range(2)]
 
     def apply(rank: int) -> Any:
-        with flatweights.ray.join(name, rank=rank, size=2) as member:
+        with group.join(rank) as member:
             optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
             with pytest.raises(ValueError, match=r"got other values in ranks \[1\]\. Call model"):
                 optimizer.apply([tf.constant([1.0])], [variables[rank]])
@@ -329,12 +324,12 @@ def test_members_that_differ_in_a_step_are_an_error_that_says_how_to_start() -> 
 
 
 def test_a_member_that_was_late_does_not_meet_the_end_of_the_others_training() -> None:
-    name, both = next(NAMES), threading.Barrier(2, timeout=60)
+    group, both = LocalProcessGroup(2), threading.Barrier(2, timeout=60)
 
     def train(rank: int) -> Any:
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-        with flatweights.ray.join(name, rank=rank, size=2) as member:
+        with group.join(rank) as member:
             callback = AverageWeights(member=member, timeout=1.0, min_results=1)
             callback.set_model(model)
 
@@ -363,9 +358,9 @@ def test_a_member_that_was_late_does_not_meet_the_end_of_the_others_training() -
 
 
 def test_a_member_that_joins_again_does_not_take_a_step_of_the_past() -> None:
-    name, both = next(NAMES), threading.Barrier(2, timeout=60)
+    group, both = LocalProcessGroup(2), threading.Barrier(2, timeout=60)
 
-    def step(member: flatweights.ray.Member) -> None:
+    def step(member: Member) -> None:
         variable = keras.Variable([0.0])
         optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
         optimizer.build([variable])
@@ -373,7 +368,7 @@ def test_a_member_that_joins_again_does_not_take_a_step_of_the_past() -> None:
         np.testing.assert_array_equal(variable, [-1.0])
 
     def take_part(rank: int) -> None:
-        with suppress(ArithmeticError), flatweights.ray.join(name, rank=rank, size=2) as member:
+        with suppress(ArithmeticError), group.join(rank) as member:
             step(member)
             both.wait()
             if rank == 0:
@@ -381,7 +376,7 @@ def test_a_member_that_joins_again_does_not_take_a_step_of_the_past() -> None:
             else:
                 raise ArithmeticError
         if rank:
-            with flatweights.ray.join(name, rank=rank, size=2) as member:
+            with group.join(rank) as member:
                 with pytest.raises(TimeoutError, match="rank 1 was late, or has joined again"):
                     step(member)
                 both.wait()
@@ -391,14 +386,14 @@ def test_a_member_that_joins_again_does_not_take_a_step_of_the_past() -> None:
 
 
 def test_a_rule_takes_the_place_of_the_mean() -> None:
-    name, before = next(NAMES), threading.Barrier(3)
+    group, before = LocalProcessGroup(3), threading.Barrier(3)
     gave = [[1.0, 2.0], [3.0, 100.0], [5.0, -7.0]]
 
     def train(rank: int) -> Any:
         variable, kernel = keras.Variable([0.0, 0.0]), keras.layers.Dense(1, use_bias=False)
         model = keras.Sequential([keras.Input((2,)), kernel])
         model.compile("sgd", "mse")
-        with flatweights.ray.join(name, rank=rank, size=3) as member:
+        with group.join(rank) as member:
             rule = robust.Median()
             optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member, rule=rule)
             optimizer.build([variable])
@@ -418,7 +413,7 @@ def test_a_rule_takes_the_place_of_the_mean() -> None:
     assert results == [([-3.0, -2.0], [[3.0], [2.0]])] * 3
 
 
-def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
+def test_arguments_are_checked(member: Member) -> None:
     such = r"optimizer: expected an optimizer object of Keras 3, such as keras.optimizers.Adam\(\)"
     wrong = (("adam", "'adam'"), (3, "builtins.int"), (keras.optimizers.Adam, "the class Adam"))
     for given, got in wrong:
@@ -469,7 +464,7 @@ def test_arguments_are_checked(member: flatweights.ray.Member) -> None:
 
 
 def test_an_outer_optimizer_of_other_weights_is_refused_before_the_training(
-    member: flatweights.ray.Member,
+    member: Member,
 ) -> None:
     def weights_of(model: Any) -> Any:
         return TensorFlowVariables(model, trainable_only=True).get_weights()
@@ -494,7 +489,7 @@ def test_an_outer_optimizer_of_other_weights_is_refused_before_the_training(
     model.fit(*images("dense"), verbose=0, callbacks=[averaging])
 
 
-def test_what_is_said_to_one_counts_for_all(member: flatweights.ray.Member) -> None:
+def test_what_is_said_to_one_counts_for_all(member: Member) -> None:
     x, y = images("dense")
     model = build("dense", 0)
     optimizer = average_gradients(keras.optimizers.SGD(0.05))
@@ -519,7 +514,7 @@ def test_what_is_said_to_one_counts_for_all(member: flatweights.ray.Member) -> N
 
 
 def test_callbacks_that_were_told_different_things_raise_before_the_training(
-    member: flatweights.ray.Member,
+    member: Member,
 ) -> None:
     model = build("dense", 0)
     model.compile(average_gradients(keras.optimizers.SGD(), timeout=4.0, member=member), "mse")
@@ -544,7 +539,7 @@ def test_callbacks_that_were_told_different_things_raise_before_the_training(
 @pytest.mark.slow
 def test_a_training_goes_on_without_a_member_that_sleeps() -> None:
     """The list of docs/keras.md, whose first callback sets the terms of both."""
-    name, woken, ended = next(NAMES), threading.Event(), threading.Event()
+    group, woken, ended = LocalProcessGroup(2), threading.Event(), threading.Event()
     x, y = images("dense")
     networks = [build("dense", seed) for seed in range(2)]
 
@@ -555,7 +550,7 @@ def test_a_training_goes_on_without_a_member_that_sleeps() -> None:
 
         model = networks[rank]
         model.compile("sgd", "mse")
-        with flatweights.ray.join(name, rank=rank, size=2) as member:
+        with group.join(rank) as member:
             callbacks = [
                 AverageWeights(min_results=1, timeout=1.0, member=member),
                 AverageLogs(),
@@ -578,3 +573,37 @@ def test_without_a_group_to_join_it_says_so() -> None:
     model.compile("sgd", "mse")
     with pytest.raises(RuntimeError, match=r"member: outside of Ray Train expected flatweights"):
         model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs()])
+
+
+def scaled_step(place: Place) -> Any:
+    weights = keras.Variable(np.zeros(3, np.float32), name="w")
+    inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0)
+    optimizer.build([weights])
+    if place.rank == 0:  # it goes on from a checkpoint of its first step
+        optimizer.apply([tf.fill([3], 4.0)], [weights])
+    optimizer = average_gradients(optimizer, member=place.member())
+    optimizer.build([weights])
+    optimizer.apply([tf.fill([3], 2.0 + 4.0 * place.rank)], [weights])
+    return weights.numpy().tolist()
+
+
+def test_averages_that_a_wrapped_optimizer_adds_up_are_those_of_rank_0() -> None:
+    assert in_threads(2, scaled_step) == [[-4.0] * 3] * 2
+
+
+def steps_of_dtypes(place: Place) -> Any:
+    weights = keras.Variable(np.zeros(2, np.float32), name="w")
+    table = keras.Variable(np.zeros((4, 2), np.float32), name="table")
+    options: Any = {"sparse": True, "member": place.member()}
+    optimizer = average_gradients(keras.optimizers.SGD(1.0), **options)
+    optimizer.build([weights, table])
+    for dtype in (tf.float32, tf.float16, tf.float32):
+        value = tf.cast(place.rank + 1.0, dtype)
+        rows = tf.IndexedSlices(tf.fill([1, 2], value), [place.rank], [4, 2])
+        optimizer.apply([tf.fill([2], value), rows], [weights, table])
+    return weights.numpy().tolist(), table.numpy()[:, 0].tolist()
+
+
+def test_gradients_may_have_another_dtype_in_each_step() -> None:
+    assert in_threads(2, steps_of_dtypes) == [([-4.5] * 2, [-1.5, -3.0, 0.0, 0.0])] * 2

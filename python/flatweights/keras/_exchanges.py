@@ -40,7 +40,7 @@ class Exchanges:
         self._optimizer = optimizer
         self._sparse = sparse
         self._model: Callable[[], Any] = lambda: None
-        self._of_gradients: dict[_Key, Exchange] = {}
+        self._of_gradients: dict[tuple[_Key, tuple[Any, ...]], Exchange] = {}
         self._of_tensors: dict[tuple[Any, ...], Exchange] = {}
         self._tables: dict[tuple[_Key, tuple[bool, ...]], Tables | None] = {}
         self._states: dict[_Key, TensorFlowVariables] = {}
@@ -57,7 +57,7 @@ class Exchanges:
 
     def of_gradients(self, grads: Sequence[tf.Tensor], variables: Sequence[Any]) -> Exchange:
         """Return the exchange of dense ``grads`` of ``variables``."""
-        key = _key_of(variables)
+        key = _key_of(variables), tuple([grad.dtype for grad in grads])
         exchange = self._of_gradients.get(key)
         if exchange is None:
             named, slots = self._slots_of(variables)
@@ -124,8 +124,9 @@ class Exchanges:
 
     def with_slots(self, variables: Sequence[Any], prefix: str = "") -> TensorFlowVariables:
         """Return ``variables`` and the optimizer's slots, in the same order in all members."""
-        own = filter(accumulates, self._optimizer.variables)  # each member's own
-        return with_slots(self._named(variables), self._optimizer, prefix, without=own)
+        return with_slots(
+            self._named(variables), self._optimizer, prefix, without=own_slots(self._optimizer)
+        )
 
     def name_of(self, variable: Any) -> str:
         """Return the name of a layer's variable, equal in all members."""
@@ -154,9 +155,20 @@ class Exchanges:
         return {by_id[id(one)]: one for one in variables}
 
 
-def accumulates(slot: Any) -> bool:
-    """Whether ``slot`` is one in which an optimizer adds up gradients."""
-    return str(slot.name).endswith("gradient_accumulator")
+def adds_up_own(optimizer: Any) -> bool:
+    """Whether ``optimizer`` adds up gradients of its member alone, whose sums are averaged.
+
+    What a wrapper's optimizer adds up are averages: the wrapper decides whether to pass them on.
+    """
+    is_wrapper = hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
+    return bool(optimizer.gradient_accumulation_steps) and not is_wrapper
+
+
+def own_slots(optimizer: Any) -> list[Any]:
+    """Return the slots of ``optimizer`` that differ among members: sums of their own gradients."""
+    if not adds_up_own(optimizer):
+        return []
+    return [one for one in optimizer.variables if str(one.name).endswith("gradient_accumulator")]
 
 
 def _key_of(variables: Sequence[Any]) -> _Key:

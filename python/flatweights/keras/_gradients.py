@@ -9,7 +9,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, filterfalse
+from itertools import count
 from typing import Any, TypeVar
 
 import keras
@@ -20,7 +20,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from flatweights._average import Nonfinite, check_nonfinite
 from flatweights._core import CalledTensors
 from flatweights.keras._exchange import Exchange
-from flatweights.keras._exchanges import Exchanges, accumulates
+from flatweights.keras._exchanges import Exchanges, adds_up_own, own_slots
 from flatweights.keras._hooks import (
     Fit,
     call_after_begin,
@@ -248,8 +248,7 @@ class Averaging:
         methods["finalize_variable_values"] = self._end  # what `fit` calls at its end
         # Wrappers decide whether to call the inner optimizer's `apply`, and with which gradients,
         # so they must see averages.
-        inner = hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
-        if optimizer.gradient_accumulation_steps and not inner:
+        if adds_up_own(optimizer):
             methods["apply"] = self._accumulate
             replace_clipping(optimizer, self._average_accumulated)
 
@@ -380,9 +379,10 @@ class Averaging:
         TensorFlow orders operations by the variables that they write, and does not know that the
         average writes these. Without this, operations outside of this branch would not wait.
         """
-        slots = self._optimizer.variables
+        own = {id(slot) for slot in own_slots(self._optimizer)}
+        slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
         with tf.control_dependencies(averages):
-            for variable in map(inner_variable, (*variables, *filterfalse(accumulates, slots))):
+            for variable in map(inner_variable, (*variables, *slots)):
                 variable.assign(variable.read_value())
 
     def _apply_averages(self, grads: Any, trainable_variables: Any = None) -> None:

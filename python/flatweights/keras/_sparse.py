@@ -179,7 +179,7 @@ class Tables:
         self._unions: list[NDArray[np.int64]] = []
         self._is_among = True  # this member's rows are in the unions
         self._own: list[NDArray[np.int64]] = []
-        self._exchanges: dict[tuple[int, ...], SparseExchange] = {}
+        self._exchanges: dict[tuple[tuple[int, ...], tuple[Any, ...]], SparseExchange] = {}
 
     @property
     def what(self) -> str:
@@ -285,9 +285,10 @@ class Tables:
     def exchange_of(self, dtypes: Sequence[Any]) -> SparseExchange:
         """Return the form in which the tensors of the second call are averaged."""
         rooms = tuple(self.rooms)
-        exchange = self._exchanges.get(rooms)
+        key = rooms, tuple(dtypes)
+        exchange = self._exchanges.get(key)
         if exchange is None:
-            exchange = self._exchanges[rooms] = self._new_exchange(rooms, dtypes)
+            exchange = self._exchanges[key] = self._new_exchange(rooms, dtypes)
         exchange.weight = float(self._is_among)
         exchange.unions = []
         for union, room in zip(self._unions, rooms, strict=True):
