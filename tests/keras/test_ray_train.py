@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from keras_programs import (
     build,
     close,
     images,
+    outcome,
     train,
     train_and_be_replaced,
     train_with_a_death,
@@ -26,7 +27,8 @@ from keras_programs import (
 from process_groups import LocalProcessGroup
 
 from flatweights.examples import keras_parallel
-from flatweights.keras import AverageLogs, AverageWeights, ReplaceWorkers
+from flatweights.keras import AverageLogs, AverageWeights, ReplaceWorkers, Report
+from flatweights.ray import join
 from flatweights.ray.members import _train
 from flatweights.ray.members._replace import check_ray
 
@@ -276,6 +278,36 @@ def test_trials_have_groups_of_their_own(tmp_path: Path) -> None:
     for result in tuner.fit():
         losses, _ = train(Place(), "dense", result.config["optimizer"])
         assert np.isclose(result.metrics["loss"], losses[-1], rtol=1e-4)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_function_of_ray_tune_is_no_worker_of_ray_train(tmp_path: Path) -> None:
+    """Ray warns there of its own functions, by an exception."""
+    from ray import tune
+
+    def tried(config: Any) -> None:
+        model = build("dense", 0)
+        model.compile("sgd", "mse")
+        x, y = images("dense")
+        calls: list[Callable[[], Any]] = [
+            join,
+            lambda: Report.resume(model),
+            lambda: model.fit(x, y, verbose=0, callbacks=[Report()]),
+            lambda: model.fit(x, y, verbose=0, callbacks=[AverageLogs()]),
+        ]
+        tune.report({"said": [outcome(call) for call in calls]})
+
+    tuner = tune.Tuner(tried, run_config=tune.RunConfig(storage_path=str(tmp_path)))
+    (result,) = tuner.fit()
+    begins = [
+        "NotInTrainError: outside of Ray Train expected join(name, rank=..., size=...)",
+        "RuntimeError: checkpoint: outside of a worker of Ray Train expected",
+        "RuntimeError: Report: expected a worker of Ray Train",
+        "RuntimeError: member: outside of Ray Train expected",
+    ]
+    said = result.metrics["said"]
+    assert [text[: len(begin)] for text, begin in zip(said, begins, strict=True)] == begins
 
 
 @pytest.mark.ray

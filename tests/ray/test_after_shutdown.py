@@ -87,19 +87,31 @@ publisher = Publisher("net", np.ones(3))
 publisher.publish()
 subscriber = Subscriber("net", np.zeros(3))
 assert subscriber.update()
+reader = Subscriber("net", np.zeros(3))
+idle = Subscriber("net", np.zeros(3))
+assert idle.update()
 ray.shutdown()
 publisher.publish()
 assert subscriber.update()
+publisher.publish()
+assert idle.update()
 ray.init(**options)
-end = time.monotonic() + 60
-while time.monotonic() < end:  # its thread looks around every second
+for call in (subscriber.update, reader.read):
     try:
-        subscriber.update()
+        call()
+    except RuntimeError as error:
+        assert "an earlier session of Ray" in str(error), error
+    else:
+        raise AssertionError("weights of an earlier session")
+end = time.monotonic() + 60
+while time.monotonic() < end:  # nothing is new, but its thread looks around every second
+    try:
+        idle.update()
     except RuntimeError:
         break
     time.sleep(0.05)
 for call in (group.average, lambda: group.add(1), lambda: group.remove(0),
-             publisher.publish, subscriber.update, subscriber.read):
+             publisher.publish, subscriber.update, idle.read):
     try:
         call()
     except RuntimeError as error:

@@ -105,7 +105,7 @@ class Report(MemberCallback):
         if checkpoint is None:
             try:
                 checkpoint = ray.train.get_checkpoint()
-            except RuntimeError as error:
+            except (RuntimeError, DeprecationWarning) as error:  # the latter in Ray Tune
                 raise RuntimeError(
                     "checkpoint: outside of a worker of Ray Train expected a ray.train.Checkpoint, "
                     "such as trainer.fit().checkpoint, got None"
@@ -145,7 +145,7 @@ class Report(MemberCallback):
 
         try:
             self._rank = ray.train.get_context().get_world_rank()
-        except RuntimeError:
+        except (RuntimeError, DeprecationWarning):  # the latter in a function of Ray Tune
             self._rank = None
         if self._rank is None:
             raise RuntimeError(

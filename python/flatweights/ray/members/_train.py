@@ -68,7 +68,7 @@ def train_worker(timeout: float | None) -> TrainWorker | None:
             if not context.get_experiment_name():
                 return None
             rank, size = context.get_world_rank(), context.get_world_size()
-    except (RuntimeError, AttributeError):
+    except (RuntimeError, AttributeError, DeprecationWarning):  # the last in Ray Tune
         return None
     if rank is None or size is None:
         return None

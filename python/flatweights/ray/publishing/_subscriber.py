@@ -168,6 +168,7 @@ class Subscriber:
                 self._check_age(self._published if self.version else state.began)
             return False
         try:
+            state.check_session()
             version, published, buffer = news
             if target is None:  # its arrays may have been replaced since
                 target = self._target_of(out)
@@ -185,6 +186,7 @@ class Subscriber:
         if news is None:
             raise RuntimeError(f"nothing has been published under {self.name!r} yet")
         try:
+            state.check_session()
             version, published, buffer = news
             self._check_age(published)
             weights = copy_of(buffer, state.layout)
@@ -296,6 +298,12 @@ class _Subscription:
                 )
             _clock.sleep(_RETRY)
 
+    def check_session(self) -> None:
+        """Raise if this process has joined another session of Ray."""
+        if has_other_session(self._session):
+            self.refuse(EARLIER_SESSION)
+            self.take(0)
+
     def check_variables(self) -> None:
         """Raise unless the weights have the layout of the variables."""
         if self._mismatch is not None:
@@ -316,7 +324,7 @@ class _Subscription:
             if self._is_over:
                 _clock.sleep(_SOON)
             self._is_over = source.wait_for_end(0.0 if self._is_over else _TICK)
-            if has_other_session(self._session):
+            if has_other_session(self._session):  # calls look only when there are weights
                 self.refuse(EARLIER_SESSION)
                 self._is_closed = True
             if self._is_closed:
