@@ -1,6 +1,8 @@
 """The command's arguments, and `flatweights info`."""
 
+import contextlib
 import importlib.metadata
+import io
 import re
 import subprocess
 import sys
@@ -8,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference import numpy_forks
 
 import flatweights
-from flatweights.cli import main
+from flatweights.cli import _of_tensorflow, main
 
 
 def in_fresh_interpreter(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
-    )
+    return numpy_forks().run(code)
 
 
 def test_command_is_installed() -> None:
@@ -32,6 +33,30 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == f"flatweights {flatweights.__version__}\n"
 
 
+def rows_of_info(printed: str) -> dict[str, str]:
+    names = (*flatweights.show_config(), "tensorflow path", "GPUs")
+    width = max(map(len, names)) + 2
+    return {line[:width].strip(): line[width:] for line in printed.splitlines()}
+
+
+def test_the_paths_to_tensorflow_are_those_of_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorflow")
+
+    def run_here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        """Run the program in this process, which has imported TensorFlow already."""
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(command[-1], {})
+        return subprocess.CompletedProcess(command, 0, printed.getvalue(), "")
+
+    monkeypatch.setattr(subprocess, "run", run_here)
+    monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "ops")
+    assert _of_tensorflow() == {
+        "tensorflow path": "TensorFlow's operations, since FLATWEIGHTS_TENSORFLOW=ops",
+        "GPUs": "TensorFlow sees none",
+    }
+
+
+@pytest.mark.slow
 def test_info_tells_the_configuration_and_the_path_to_tensorflow_without_importing_the_extras() -> (
     None
 ):
@@ -45,9 +70,7 @@ def test_info_tells_the_configuration_and_the_path_to_tensorflow_without_importi
     config = flatweights.show_config()
     config["tensorflow path"] = "TensorFlow's operations, since FLATWEIGHTS_TENSORFLOW=ops"
     config["GPUs"] = "TensorFlow sees none"
-    width = max(map(len, config)) + 2
-    lines = run.stdout.splitlines()
-    assert {line[:width].strip(): line[width:] for line in lines} == config
+    assert rows_of_info(run.stdout) == config
 
 
 def test_info_works_on_the_base_install() -> None:
@@ -59,19 +82,21 @@ def test_info_works_on_the_base_install() -> None:
     assert "none, since tensorflow is not installed" in run.stdout
 
 
-def test_info_says_that_tensorflow_is_broken(
+def test_info_tells_the_configuration_and_that_tensorflow_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tensorflow.py").write_text("raise ImportError('libcudart: no such file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     run = in_fresh_interpreter(
-        "import sys; from flatweights.cli import main; sys.exit(main(['info']))"
+        "import sys; from flatweights.cli import main; code = main(['info'])\n"
+        "extras = {'tensorflow', 'keras', 'ray', 'rich', 'sklearn', 'matplotlib'}\n"
+        "sys.exit(str(extras & set(sys.modules)) if extras & set(sys.modules) else code)"
     )
     assert (run.returncode, run.stderr) == (0, "")
-    assert (
-        "none, since tensorflow cannot be imported: ImportError: libcudart: no such file"
-        in run.stdout
-    )
+    config = flatweights.show_config()
+    why = "tensorflow cannot be imported: ImportError: libcudart: no such file"
+    config["tensorflow path"] = f"none, since {why}"
+    assert rows_of_info(run.stdout) == config
 
 
 def test_demo_on_the_base_install_says_what_to_install() -> None:

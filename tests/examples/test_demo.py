@@ -100,7 +100,7 @@ def interrupt(process: subprocess.Popen[str], send: Callable[[int, int], None]) 
 @pytest.mark.parametrize(
     ("until", "send"),
     [
-        pytest.param("starting Ray", os.killpg, id="Ray starts"),
+        pytest.param("starting Ray", os.killpg, id="Ray starts", marks=pytest.mark.slow),
         pytest.param(
             "importing TensorFlow", os.kill, id="TensorFlow starts", marks=pytest.mark.slow
         ),

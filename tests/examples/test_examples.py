@@ -199,11 +199,37 @@ def test_a_cluster_that_has_ended_is_told_before_ray_waits_for_it(tmp_path: Path
     assert errors(RAY_ADDRESS="local") == ""
 
 
-def test_drivers_that_need_no_tensorflow_import_none() -> None:
+def test_the_command_imports_no_framework() -> None:
     run_python(
         "import sys\n"
         "import flatweights.examples\n"
-        "assert not {'ray', 'rich', 'matplotlib'} & set(sys.modules)\n"
+        "assert not {'ray', 'rich', 'matplotlib', 'tensorflow'} & set(sys.modules)\n"
+    )
+
+
+WITHOUT_TENSORFLOW = ("linear", "resnet", "keras_fit", "digits_lbfgs")
+
+
+@pytest.mark.parametrize("name", WITHOUT_TENSORFLOW)
+def test_drivers_that_need_no_tensorflow_name_none_outside_of_functions(name: str) -> None:
+    # tests/test_imports.py finds that flatweights.ray imports none.
+    tree = ast.parse(PROGRAMS[0].with_stem(name).read_text())
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(str(node.module))
+    assert "ray" in names
+    for imported in names:
+        part = imported.removeprefix("flatweights.").partition(".")[0]
+        assert part not in ("tensorflow", "keras"), imported
+
+
+@pytest.mark.slow
+def test_drivers_that_need_no_tensorflow_import_none() -> None:
+    run_python(
+        "import sys\n"
         "import flatweights.examples.linear, flatweights.examples.resnet\n"
         "import flatweights.examples.keras_fit, flatweights.examples.digits_lbfgs\n"
         "assert 'tensorflow' not in sys.modules\n"

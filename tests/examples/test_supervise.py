@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from flatweights.examples import _supervise
+
 WAIT_S = 120
 
 
 @contextmanager
 def supervised(body: str) -> Iterator[subprocess.Popen[str]]:
     """Run ``body`` as the supervised function of a program."""
+    # The file alone: the package would import NumPy.
     code = f"""
-import ctypes, os, subprocess, sys, time
-from flatweights.examples._supervise import supervise
+import ctypes, os, runpy, subprocess, sys, time
+supervise = runpy.run_path({_supervise.__file__!r})["supervise"]
 def main():
     {body}
 sys.exit(supervise(main))
