@@ -274,7 +274,7 @@ def test_any_smoothing_is_fine(smoothing: float) -> None:
     ],
 )
 def test_the_geometric_median_of_numbers_is_their_median(values: Any, expected: float) -> None:
-    for some in itertools.permutations(values):
+    for some in itertools.islice(itertools.permutations(values), 0, None, 7):
         got = robust.geometric_median([np.array([float(x)]) for x in some], smoothing=1e-9)
         assert np.allclose(got, expected, atol=1e-8)
 

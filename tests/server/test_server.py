@@ -59,6 +59,17 @@ MAKERS: dict[str, Make] = {
         w, learning_rate=LR, beta1=0, beta2=BETA2, epsilon=TAU
     ),
 }
+OF_ALL_KINDS = pytest.mark.parametrize("name", MAKERS)
+# For what the classes have in common: some with and without each vector of state.
+OF_SOME_KINDS = pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("FedAvg", "FedAvgM", "FedAdam", "GradientDescent", "Adam without beta1")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in MAKERS
+    ],
+)
 AVERAGING = [name for name in MAKERS if not name.startswith(("Gradient", "Adam"))]
 
 
@@ -182,7 +193,7 @@ def check_steps(name: str, initial: Any, averages: list[Any]) -> None:
     assert optimizer.steps == len(averages)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_ALL_KINDS
 @each(shape=[(), (1,), (2, 3), (0, 4), (70,)])
 @each(averaged_dtype=AVERAGED)
 def test_arrays_follow_the_papers(
@@ -196,12 +207,12 @@ def test_arrays_follow_the_papers(
     check_steps(name, models[0], models[1:])
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_ALL_KINDS
 def test_models_of_mixed_dtypes_follow_the_papers(name: str, rng: np.random.Generator) -> None:
     check_steps(name, model(rng), [model(rng, k) for k in range(1, 7)])
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_SOME_KINDS
 @settings(max_examples=20)
 @given(data=st.data())
 def test_any_layout_follows_the_papers(name: str, data: st.DataObject) -> None:
@@ -218,7 +229,7 @@ def test_any_layout_follows_the_papers(name: str, data: st.DataObject) -> None:
     check_steps(name, models[0], models[1:])
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_SOME_KINDS
 @each(dtype=REAL)
 def test_blocks_do_not_change_the_bits(
     name: str, dtype: np.dtype[Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
@@ -234,7 +245,7 @@ def test_blocks_do_not_change_the_bits(
     assert len(images) == 1
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_SOME_KINDS
 def test_more_than_one_block(name: str, rng: np.random.Generator) -> None:
     size = _state.BLOCK + 5
     for dtype in (np.float32, np.float16):
@@ -242,7 +253,7 @@ def test_more_than_one_block(name: str, rng: np.random.Generator) -> None:
         check_steps(name, models[0], models[1:])
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_SOME_KINDS
 def test_an_array_and_a_model_of_one_part_agree(name: str, rng: np.random.Generator) -> None:
     for dtype in REAL:
         arrays = [random_array(rng, (5, 3), dtype) for _ in range(4)]
@@ -335,7 +346,7 @@ def test_gradients_are_clipped_and_left_as_they_are() -> None:
 # Integers.
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_ALL_KINDS
 def test_integers_take_the_value_of_the_average(name: str, rng: np.random.Generator) -> None:
     optimizer = MAKERS[name](model(rng, 7))
     for step in (8, 11):
@@ -345,7 +356,7 @@ def test_integers_take_the_value_of_the_average(name: str, rng: np.random.Genera
         assert optimizer.weights["mask"].tolist() == [True, bool(expected % 2), True]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_SOME_KINDS
 @each(parts=[{}, {"n": np.arange(3)}, {"none": np.zeros((0, 2))}])
 def test_models_without_floats(name: str, parts: dict[str, Array]) -> None:
     optimizer = MAKERS[name](fw.FlatWeights(parts))
@@ -359,7 +370,7 @@ def test_models_without_floats(name: str, parts: dict[str, Array]) -> None:
 # Ownership.
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_SOME_KINDS
 def test_what_is_returned_is_read_only_and_owned(name: str, rng: np.random.Generator) -> None:
     initial, averages = model(rng), [model(rng, k) for k in range(2)]
     before = initial.buffer.tobytes(), [average.buffer.tobytes() for average in averages]
@@ -393,7 +404,7 @@ def test_averages_from_shared_memory_and_with_strides(rng: np.random.Generator) 
     packed.step(pickle.loads(pickle.dumps(average, protocol=5)))
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_ALL_KINDS
 def test_strides_change_nothing(name: str, rng: np.random.Generator) -> None:
     first, wide = rng.normal(size=(3, 4)), rng.normal(size=(4, 3))
     optimizer, other = MAKERS[name](first), MAKERS[name](first)
@@ -425,7 +436,7 @@ def test_moments_that_keep_little_are_the_last_numbers(
     assert fed.weights[0] == pytest.approx(before + 0.01 * first / (delta + 1e-7), rel=2e-3)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_ALL_KINDS
 def test_a_step_may_take_a_vector_of_the_state(name: str) -> None:
     optimizer, other = (MAKERS[name](np.arange(4.0)) for _ in range(2))
     for taken in (optimizer, other):
@@ -461,7 +472,7 @@ class Changing:
         return np.ones(3) if self._left >= 0 else self._other
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_ALL_KINDS
 @pytest.mark.parametrize(
     ("other", "match"),
     [
@@ -496,7 +507,7 @@ def test_padding_stays_zero(rng: np.random.Generator) -> None:
 # State.
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_SOME_KINDS
 @each(how=["save", "state", "pickle", "deepcopy"])
 def test_going_on_gives_the_same_bits(
     name: str, how: str, rng: np.random.Generator, tmp_path: Path
@@ -605,7 +616,7 @@ def test_altered_states_are_refused(change: Callable[[Any], None], match: str) -
 # Bad input.
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_SOME_KINDS
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
@@ -636,7 +647,7 @@ def test_wrong_models_change_nothing(
     assert optimizer.steps == 1
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_SOME_KINDS
 def test_wrong_arrays_change_nothing(name: str) -> None:
     optimizer = MAKERS[name](np.ones((2, 3), np.float32))
     for bad, error, match in (
@@ -650,7 +661,7 @@ def test_wrong_arrays_change_nothing(name: str) -> None:
             optimizer.step(bad)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_SOME_KINDS
 @each(value=[np.nan, np.inf, -np.inf])
 @each(part=["conv", "phase", "bias", "half/more", "brain"])
 def test_nan_and_infinity_change_nothing(
@@ -721,7 +732,7 @@ def test_wrong_arguments_are_those_of_the_class_by_name(name: str) -> None:
             cls(np.zeros(3), momentums=0.5)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@OF_ALL_KINDS
 def test_models_that_cannot_be_optimised_are_refused(name: str) -> None:
     with pytest.raises(TypeError, match="initial: expected an array or FlatWeights, got a mapping"):
         MAKERS[name]({"w": np.zeros(3)})
@@ -836,12 +847,9 @@ def test_import_needs_neither_tensorflow_nor_ray() -> None:
 # Interrupts.
 
 
-OFTEN = ("FedAvgM", "FedAdam")
-
-
 @pytest.mark.parametrize(
     "name",
-    [*OFTEN, *(pytest.param(n, marks=pytest.mark.slow) for n in MAKERS if n not in OFTEN)],
+    [n if n == "FedAdam" else pytest.param(n, marks=pytest.mark.slow) for n in MAKERS],
 )
 def test_an_interrupted_step_is_done_or_the_optimizer_refuses_to_be_used(name: str) -> None:
     initial = fw.FlatWeights({"w": np.ones(3, np.float16), "n": np.int64(1), "b": np.ones(2)})
