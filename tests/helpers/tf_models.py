@@ -23,6 +23,20 @@ tf1 = tf.compat.v1
 # For tests whose behaviour does not depend on the way of moving weights, or has only one way.
 only_bound = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
+# For tests that find little when operations move the weights.
+mostly_bound = pytest.mark.parametrize(
+    "path", ["bound", pytest.param("ops", marks=pytest.mark.slow)], indirect=True
+)
+
+
+def some_slow(cases: Mapping[str, Any], *always: str) -> list[Any]:
+    """The cases of a test by name; those that are not named in ``always`` are slow."""
+    assert {*always} <= {*cases}
+    return [
+        pytest.param(case, id=name, marks=() if name in always else pytest.mark.slow)
+        for name, case in cases.items()
+    ]
+
 
 def shared_variable(name: str, value: Any) -> Any:
     """A variable that is looked up by its name at each use, as in a session."""

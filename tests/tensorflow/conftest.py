@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from tf_elsewhere import Elsewhere
 from tf_forks import Forks
 from tf_models import BUILDERS, Model
@@ -16,6 +17,18 @@ NOT_OF_OPERATIONS = (
 )
 """Files whose tests find little when operations move the weights."""
 
+OF_REF_VARIABLES = ("test_flat.py", "test_named.py")
+"""Files that try ref variables by default: others move them by the same code."""
+
+AS_BUILT = (
+    "test_bound_graph.py",
+    "test_canonical_names.py",
+    "test_checkpoint.py",
+    "test_flat.py",
+    "test_named.py",
+)
+"""Files with small graphs, to optimize which takes longer than to run them."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,7 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     TF1's ref variables are moved by operations, whatever the path, by the code that moves a graph's
     other variables on that path. And other files than `NOT_OF_OPERATIONS` test operations.
+
+    Graphs run with the first case of a test by default, and eager variables with all of its cases.
     """
+    seen = set()
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         build, path = params.get("build"), params.get("path")
@@ -31,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             build in ("graph", "ref-graph") or item.path.name in NOT_OF_OPERATIONS
         ):
             item.add_marker(pytest.mark.slow)
+        if build in ("graph", "ref-graph") and item.get_closest_marker("slow") is None:
+            case = item.path, item.originalname, build  # type: ignore[attr-defined]
+            is_elsewhere = build == "ref-graph" and item.path.name not in OF_REF_VARIABLES
+            if case in seen or is_elsewhere:
+                item.add_marker(pytest.mark.slow)
+            seen.add(case)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,6 +60,15 @@ def _quick_collections() -> None:
     """Exclude imported objects, above all TensorFlow's, from garbage collections in tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _graphs_as_built(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the files of `AS_BUILT` run graphs without TensorFlow's optimizer of graphs."""
+    options = {"disable_meta_optimizer": request.path.name in AS_BUILT}
+    tf.config.optimizer.set_experimental_options(options)
+    yield
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
 
 @pytest.fixture(scope="session")

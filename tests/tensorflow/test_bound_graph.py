@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from tf_models import only_bound
+from tf_models import only_bound, some_slow
 
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._session import SessionOperations
@@ -121,15 +121,15 @@ def test_initializing_again_is_seen() -> None:
         assert weights.get_flat().tolist() == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda: tf1.train.GradientDescentOptimizer(0.1),
-        lambda: tf1.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
-        lambda: tf1.train.AdamOptimizer(0.1),
-        lambda: tf1.train.FtrlOptimizer(0.1),
-    ],
-)
+OPTIMIZERS = {
+    "descent": lambda: tf1.train.GradientDescentOptimizer(0.1),
+    "momentum": lambda: tf1.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
+    "adam": lambda: tf1.train.AdamOptimizer(0.1),
+    "ftrl": lambda: tf1.train.FtrlOptimizer(0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", some_slow(OPTIMIZERS, "descent", "adam"))
 def test_steps_are_seen_and_go_on_from_what_was_set(optimizer: Any) -> None:
     variables = [variable("a", [1, 2, 3]), variable("b", 4), variable("table", np.ones((5, 2)))]
     loss = sum(tf.reduce_sum(tf.sin(v)) for v in variables[:2])
@@ -163,7 +163,7 @@ def test_a_restored_checkpoint_is_seen_and_has_what_was_set(tmp_path: Path) -> N
     assert weights.sess.run(v).tolist() == [3, 4]
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("call", some_slow(CALLS, "set_flat", "set_weights", "lerp_flat"))
 def test_values_of_an_earlier_run_do_not_change(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     weights = TensorFlowVariables([a, b], initialized())
@@ -175,7 +175,7 @@ def test_values_of_an_earlier_run_do_not_change(call: Any) -> None:
 
 
 @only_bound
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("call", some_slow(CALLS, "get_flat", "set_weights", "add_flat"))
 def test_another_shape_is_an_error_that_changes_nothing(path: Any, call: Any) -> None:
     before = [variable(f"b{i}", [3]) for i in range(4)]
     a = variable("a", [1, 2])
@@ -191,7 +191,7 @@ def test_another_shape_is_an_error_that_changes_nothing(path: Any, call: Any) ->
     assert weights.get_flat()[4:6].tolist() == [6, 7]
 
 
-@pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("call", some_slow(OTHERS, "get_flat", "add_flat"))
 def test_what_is_not_initialized_is_named(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     session = tf1.Session()
@@ -202,7 +202,7 @@ def test_what_is_not_initialized_is_named(call: Any) -> None:
     assert session.run(b).tolist() == [3]
 
 
-@pytest.mark.parametrize("call", SETS.values(), ids=SETS)
+@pytest.mark.parametrize("call", some_slow(SETS, "set_flat", "set_weights"))
 def test_setting_initializes(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     session = tf1.Session()
@@ -212,7 +212,7 @@ def test_setting_initializes(call: Any) -> None:
     assert weights.get_flat().tolist() == [9, 9, 9]
 
 
-@pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("call", some_slow(OTHERS, "get_weights", "lerp_flat"))
 def test_a_destroyed_variable_is_no_old_value(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     destroy = destruction(a)
@@ -225,7 +225,7 @@ def test_a_destroyed_variable_is_no_old_value(call: Any) -> None:
     assert weights.get_flat().tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("call", SETS.values(), ids=SETS)
+@pytest.mark.parametrize("call", some_slow(SETS, "set_flat", "set_weights"))
 def test_setting_makes_a_destroyed_variable_anew(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     destroy = destruction(a)
@@ -253,7 +253,7 @@ def test_each_session_has_its_own_values() -> None:
         assert second.run(v).tolist() == [k, 4]
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("call", some_slow(CALLS, "get_weights", "set_flat", "add_flat"))
 def test_a_closed_session_is_an_error_and_the_next_has_its_own_values(call: Any) -> None:
     weights = TensorFlowVariables([variable("a", [1, 2]), variable("b", [3])], initialized())
     weights.set_flat([7, 8, 9])
@@ -295,10 +295,12 @@ TRAINING = {
 }
 
 
-@pytest.mark.parametrize("call", (CALLS | TRAINING).values(), ids=CALLS | TRAINING)
+@pytest.mark.parametrize(
+    "call", some_slow(CALLS | TRAINING, "get_flat", "set_weights", "lerp_flat", *TRAINING)
+)
 @pytest.mark.parametrize(
     ("resource", "path"),
-    [(True, "bound"), (False, "bound"), (True, "ops")],
+    [(True, "bound"), pytest.param(False, "bound", marks=pytest.mark.slow), (True, "ops")],
     indirect=["path"],
 )
 def test_a_session_that_is_closed_during_a_call_is_the_error_of_a_closed_session(
@@ -330,7 +332,7 @@ def test_without_a_session_nothing_of_the_last_one_is_seen() -> None:
         weights.get_flat()
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("call", some_slow(CALLS, "get_flat", "set_weights"))
 def test_a_session_that_is_reset_is_an_error(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
     weights = TensorFlowVariables([a, b], initialized())

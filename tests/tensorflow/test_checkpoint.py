@@ -35,7 +35,7 @@ def build_keras(seed: int, history: int = 0) -> keras.Model:
     model = keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()]
     )
-    model.compile(keras.optimizers.Adam(0.1), "mse")
+    model.compile(keras.optimizers.Adam(0.1), "mse", run_eagerly=True)
     return model
 
 
@@ -52,7 +52,9 @@ def test_what_is_saved_is_loaded(build: Callable[..., Model], file: Path) -> Non
 @pytest.mark.parametrize(
     ("source", "target"), [(build_eager, build_graph), (build_graph, build_eager)]
 )
-@pytest.mark.parametrize("values", [random_values, mixed_values])
+@pytest.mark.parametrize(
+    "values", [pytest.param(random_values, marks=pytest.mark.slow), mixed_values]
+)
 def test_a_file_crosses_modes(source: Any, target: Any, values: Any, file: Path) -> None:
     source(values(0)).weights.save(str(file))
     other = target(values(1))
@@ -343,7 +345,7 @@ def test_tensorflows_checkpoint_works_beside_it(tmp_path: Path, file: Path) -> N
         np.testing.assert_array_equal(fresh[name].numpy(), value)
 
 
-@pytest.mark.parametrize("use_resource", [True, False])
+@pytest.mark.parametrize("use_resource", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_tensorflows_saver_works_beside_it(tmp_path: Path, file: Path, use_resource: bool) -> None:
     model = build_graph(mixed_values(0), use_resource=use_resource)
     session, prefix = model.weights.sess, str(tmp_path / "saver")
