@@ -73,22 +73,24 @@ def make_history() -> None:
         tf_keras.layers.Dense(1), tf_keras.optimizers.Adam(), tf_keras.layers.LSTM(1)
 
 
+_given: list[Any] = []
+
+
 def give(name: str) -> Any:
     """Build a kind of model; return its weights."""
     from tf_kinds import KINDS
 
     from flatweights.tensorflow import TensorFlowVariables
 
-    return TensorFlowVariables(KINDS[name]().output).get_weights()
+    _given[:] = [TensorFlowVariables(KINDS[name]().output)]
+    return _given[0].get_weights()
 
 
-def take(name: str, weights: Any) -> dict[str, Any]:
-    """Build a kind of model and set it; return the values that its own framework then reads."""
-    from tf_kinds import KINDS, value
+def take(weights: Any) -> dict[str, Any]:
+    """Set the model of `give`; return the values that its own framework then reads."""
+    from tf_kinds import value
 
-    from flatweights.tensorflow import TensorFlowVariables
-
-    model = TensorFlowVariables(KINDS[name]().output)
+    (model,) = _given
     model.set_weights(weights, strict=True)
     return {key: value(variable) for key, variable in model.variables.items()}
 
