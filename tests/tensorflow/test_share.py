@@ -17,7 +17,15 @@ import tensorflow as tf
 import tf_keras
 from reference import read_only, refuses, same_bits
 from tf_forks import Forks
-from tf_models import build_eager, build_graph, mixed_values, only_bound, random_values
+from tf_models import (
+    build_eager,
+    build_graph,
+    mixed_values,
+    mostly_bound,
+    only_bound,
+    random_values,
+    some_slow,
+)
 
 from flatweights import FlatWeights
 from flatweights.tensorflow import TensorFlowVariables
@@ -453,7 +461,7 @@ def test_many_rounds_keep_nothing(path: Any) -> None:
     weights = TensorFlowVariables(variables)
     step = tf.function(lambda: assign_adds(variables))
     alive = []
-    for k in range(300):
+    for k in range(100):
         flat = frozen(np.full(512, k, np.float32))
         alive.append(weakref.ref(flat.base))
         weights.set_flat(flat, share=True)
@@ -491,7 +499,8 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES)
+@mostly_bound
+@pytest.mark.parametrize("piece", some_slow(PIECES, "slice", "unstack", "bitcast"))
 def test_a_piece_that_outlives_the_value_is_not_computed_in_place(piece: Any) -> None:
     v = tf.Variable(tf.zeros((64, 64)))
     flat = frozen(np.ones(64 * 64, np.float32))
@@ -509,6 +518,7 @@ def test_a_piece_that_outlives_the_value_is_not_computed_in_place(piece: Any) ->
         assert set(flat) == {1}
 
 
+@mostly_bound
 @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES)
 def test_a_variable_that_was_assigned_a_piece_is_not_updated_in_place(piece: Any) -> None:
     v = tf.Variable(tf.zeros((64, 64)))
@@ -541,6 +551,7 @@ def test_a_variable_that_was_assigned_a_piece_is_set_apart(path: Any) -> None:
         assert set(flat) == {1}
 
 
+@mostly_bound
 def test_pieces_in_one_thread_beside_sets_in_another() -> None:
     v = tf.Variable(tf.zeros((64, 64)))
     weights = TensorFlowVariables(v)
@@ -689,21 +700,29 @@ def two_variables() -> Any:
     return [tf.Variable(tf.zeros((4, 16))) for _ in range(2)]
 
 
-@pytest.mark.parametrize("update", UPDATES)
+OFTEN = (
+    *("assign_add", "assign from another", "function", "slices", "gathers, then scatters"),
+    *("momentum, by operation", "Keras Adam", "tf_keras Adam", "sparse Adam"),
+)
+
+
+@mostly_bound
+@pytest.mark.parametrize("update", some_slow(UPDATES, *OFTEN))
 def test_tensorflow_copies_before_it_writes(update: Any) -> None:
     values = np.linspace(1, 2, 128, dtype=np.float32)
     flat = frozen(values)
     shared, plain = two_variables(), two_variables()
     TensorFlowVariables(shared).set_flat(flat, share=True)
     TensorFlowVariables(plain).set_flat(values)
-    UPDATES[update](shared)
-    UPDATES[update](plain)
+    update(shared)
+    update(plain)
     assert same_bits(flat, values)
     for a, b in zip(shared, plain, strict=True):
         assert same_bits(a.numpy(), b.numpy())
     assert not same_bits(TensorFlowVariables(shared).get_flat(), values)
 
 
+@mostly_bound
 @pytest.mark.parametrize(
     "update",
     {
@@ -731,6 +750,7 @@ def test_this_package_copies_before_it_writes(update: Any) -> None:
     assert not same_bits(shared.get_flat(), values)
 
 
+@mostly_bound
 def test_slots_of_an_optimizer_are_shared_too() -> None:
     values, bits = [], []
     for share in (False, True):
@@ -775,7 +795,10 @@ def test_what_is_read_is_apart() -> None:
     assert weights.get_weights().buffer.tobytes() == before
 
 
-@pytest.mark.parametrize("kind", ["SGD", "momentum", "Adam"])
+@mostly_bound
+@pytest.mark.parametrize(
+    "kind", ["Adam", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("SGD", "momentum"))]
+)
 def test_sessions_copy_before_they_write(kind: Any) -> None:
     results = []
     values = np.linspace(1, 2, 64, dtype=np.float32)
@@ -891,6 +914,7 @@ FROZEN = {
 }
 
 
+@mostly_bound
 @pytest.mark.parametrize("what", WRITABLE)
 def test_what_can_be_written_to_is_refused(what: Any) -> None:
     given = WRITABLE[what]()
@@ -903,6 +927,7 @@ def test_what_can_be_written_to_is_refused(what: Any) -> None:
     assert v.numpy().tolist() == [5.0] * 16
 
 
+@mostly_bound
 @pytest.mark.parametrize("what", FROZEN)
 def test_what_nobody_can_write_to_is_shared(what: Any) -> None:
     v = tf.Variable(tf.fill([16], 5.0), name="v")
@@ -1094,22 +1119,24 @@ thread.join()
 assert weights.unbound == in_session.unbound == {}
 print(int(weights.get_flat()[-1]), int(in_session.get_flat()[-1]))
 """
+# Flush, or the child would have a copy of the unwritten output.
+FORK = "sys.stdout.flush()\nis_child = os.fork() == 0\nif not is_child: os.wait()\n"
+KEEP = (
+    "sys.modules['kept'] = [weights, in_session, variables, session, variables[1][:500]]\n"
+    "variables[1].assign(tf.zeros(1000))\n"
+)
+DELETE = "variables.clear(); del weights\n"
+ENDS = {
+    "falls off": "",
+    "exits": "sys.exit(0)",
+    "kept": KEEP,
+    "forked": f"{FORK}if not is_child: sys.exit(0)\n{DELETE}",
+    "forked and kept": f"{FORK}if is_child:\n    {DELETE}    raise SystemExit\n{KEEP}",
+}
 
 
 @only_bound
-@pytest.mark.parametrize(
-    "end",
-    [
-        pytest.param("", marks=pytest.mark.slow),
-        pytest.param("sys.exit(0)", marks=pytest.mark.slow),
-        "sys.modules['kept'] = [weights, in_session, variables, session, variables[1][:500]]\n"
-        "variables[1].assign(tf.zeros(1000))",
-        # Flush, or the child would have a copy of the unwritten output.
-        "sys.stdout.flush()\n"
-        "if os.fork() > 0: os.wait(); sys.exit(0)\nvariables.clear(); del weights",
-    ],
-    ids=["falls off", "exits", "kept", "forked"],
-)
+@pytest.mark.parametrize("end", some_slow(ENDS, "forked and kept"))
 def test_processes_end_while_variables_alias(path: Any, end: Any, forks: Forks) -> None:
     done = forks.run(textwrap.dedent(END) + end)
     assert (done.returncode, done.stdout.strip()) == (0, "2999 999"), done.stderr
