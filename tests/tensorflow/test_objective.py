@@ -259,7 +259,7 @@ def test_hundreds_of_calls_hold_no_memory() -> None:
     weights, loss = regression()
     fun = weights.value_and_gradient(loss)
     # An array held by each call would be over 100 bytes.
-    assert least_growth(lambda: fun(np.zeros(4)), 200) < 12_000
+    assert least_growth(lambda: fun(np.zeros(4)), 120) < 9_000
 
 
 # Refusals
@@ -304,7 +304,7 @@ def test_inside_a_function_it_is_refused() -> None:
 # In a graph
 
 
-@pytest.mark.parametrize("use_resource", [True, False])
+@pytest.mark.parametrize("use_resource", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_graph_is_minimised_on_data_that_is_fed(use_resource: Any) -> None:
     with tf.Graph().as_default() as graph, tf1.Session() as session:
         x, y = (tf1.placeholder(tf.float64, [None, n]) for n in (3, 1))
