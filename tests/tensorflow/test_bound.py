@@ -19,7 +19,7 @@ from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import executor as eager_executor
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 from tf_forks import Forks
-from tf_models import shared_variable
+from tf_models import shared_variable, some_slow
 
 from flatweights import _core
 from flatweights.tensorflow import TensorFlowVariables
@@ -67,16 +67,16 @@ def allocated() -> Any:
     return sys.getallocatedblocks() + info.uordblks + info.hblkhd
 
 
-def least_growth(measure: Any, call: Any, repeats: Any, rounds: Any = 4) -> Any:
-    """The least growth of ``measure`` in a round of calls: a leak grows in each round."""
-    growth = []
+def grows(measure: Any, call: Any, repeats: Any, limit: Any, rounds: Any = 4) -> Any:
+    """Whether ``measure`` grows by ``limit`` in a round of calls: a leak does in each round."""
     for _ in range(rounds):
         before = measure()
         for _ in range(repeats):
             call()
         gc.collect()
-        growth.append(measure() - before)
-    return min(growth)
+        if measure() - before < limit:
+            return False
+    return True
 
 
 def in_thread(call: Callable[[], object], timeout: float = 120) -> object:
@@ -229,7 +229,7 @@ TRAININGS = {
 }
 
 
-@pytest.mark.parametrize("build", TRAININGS.values(), ids=TRAININGS)
+@pytest.mark.parametrize("build", some_slow(TRAININGS, "keras", "tf_keras"))
 def test_training_is_seen_and_goes_on_from_what_was_set(build: Any) -> None:
     variables, step = build()
     twins, step_twins = build()
@@ -387,14 +387,14 @@ def test_memory_of_deleted_variables_is_released() -> None:
         weights.set_flat(weights.get_flat())
 
     # TensorFlow's threads may release memory to heaps of their own, which grow for some rounds.
-    assert least_growth(resident_bytes, cycle, repeats=5, rounds=10) < 16 * MEGABYTE
+    assert not grows(resident_bytes, cycle, repeats=5, limit=16 * MEGABYTE, rounds=10)
 
 
 @bound_alone
 def test_constructing_many_times_leaks_nothing(path: Any) -> None:
     variables = [tf.Variable(np.zeros(3, np.float32)) for _ in range(2)]
     repeats = 300
-    assert least_growth(allocated, lambda: bound(variables).get_flat(), repeats) < repeats
+    assert not grows(allocated, lambda: bound(variables).get_flat(), repeats, limit=repeats)
 
 
 def dispatch(v: Any, value: Any) -> None:
@@ -411,7 +411,7 @@ def move_beside_dispatched_assignments() -> None:
     v = tf.Variable(tf.zeros(1000), name="v")
     weights = TensorFlowVariables(v)
     weights.set_flat(weights.get_flat())
-    for k in range(1, 4):
+    for k in range(1, 3):
         dispatch(v, k)
         assert (weights.get_flat() == k).all()
         dispatch(v, 10 * k)
@@ -447,13 +447,16 @@ def in_asynchronous_scope() -> None:
         move_beside_dispatched_assignments()
 
 
-@pytest.mark.parametrize("move", [in_asynchronous_thread, in_asynchronous_scope])
+MOVES = {"thread": in_asynchronous_thread, "scope": in_asynchronous_scope}
+
+
+@pytest.mark.parametrize("move", some_slow(MOVES, "thread"))
 def test_dispatched_assignments_come_first(move: Any) -> None:
     move()
     assert not eager_context.context().is_async()
 
 
-@pytest.mark.parametrize("move", [in_asynchronous_thread, in_asynchronous_scope])
+@pytest.mark.parametrize("move", some_slow(MOVES, "scope"))
 def test_dispatched_assignments_come_first_in_a_thread_of_their_own(move: Any) -> None:
     in_thread(move)
 
@@ -588,7 +591,7 @@ def run():
     while True:
         put()
 threading.Thread(target=run, daemon=True).start()
-for _ in range(25):
+for _ in range(10):
     child = os.fork()
     if not child:
         try:
@@ -615,7 +618,7 @@ def test_a_fork_while_another_thread_makes_variables_known_does_not_hang(
     path: Any, forks: Forks
 ) -> None:
     done = forks.run(FORKED)
-    assert done.stdout.split() == ["0"] * 25, done.stderr
+    assert done.stdout.split() == ["0"] * 10, done.stderr
 
 
 @bound_alone
