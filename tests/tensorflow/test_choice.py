@@ -1,5 +1,6 @@
 """`exclude` and `only`: variables of a model that stay at home."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,8 +82,16 @@ CHOICES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("of", [keras, tf_keras])
-@pytest.mark.parametrize("what", CHOICES)
+@pytest.mark.parametrize(
+    ("what", "of"),
+    [
+        *((what, keras) for what in CHOICES),
+        *(
+            pytest.param(what, tf_keras, marks=() if "name" in what else pytest.mark.slow)
+            for what in CHOICES
+        ),
+    ],
+)
 def test_gets_and_sets_are_of_the_chosen_variables_alone(what: str, of: Any) -> None:
     options, left = CHOICES[what]
     if what == "a generator":
@@ -167,10 +176,16 @@ REFUSED = [
 ]
 
 
+@functools.cache
+def untouched() -> Any:
+    """A model that no test changes."""
+    return model()
+
+
 @pytest.mark.parametrize("refused", REFUSED)
 def test_a_choice_that_is_none_is_refused(refused: Refusal) -> None:
     with pytest.raises(refused.error, match=refused.text):
-        TensorFlowVariables(model(), **refused.options)
+        TensorFlowVariables(untouched(), **refused.options)
 
 
 def test_a_function_sees_the_slots_of_all_variables() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-import tf_models  # makes the logical devices  # noqa: F401
 from interrupts import Interrupts
 from tf_kinds import numbers
+from tf_models import mostly_bound  # and it makes the logical devices
 
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._mover import Mover
@@ -85,12 +86,19 @@ def module() -> Any:
 BUILDERS = {"keras": keras_model, "tf_keras": tf_keras_model, "module": module}
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+def on_paths(*first: tuple[Any, str], of: Iterable[Any]) -> pytest.MarkDecorator:
+    """Cases with both ways of moving weights, of which those are slow that are not given first."""
+    others = [(case, path) for case in of for path in ("bound", "ops") if (case, path) not in first]
+    slow = [pytest.param(*pair, marks=pytest.mark.slow) for pair in others]
+    return pytest.mark.parametrize(("case", "path"), [*first, *slow], indirect=["path"])
+
+
+@on_paths(("keras", "bound"), ("tf_keras", "ops"), ("module", "bound"), of=BUILDERS)
 def test_mirrored_variables_are_read_once_and_set_on_all_replicas(
-    strategy: Any, name: Any, path: Any
+    strategy: Any, case: Any, path: Any
 ) -> None:
     with strategy.scope():
-        output, variables = BUILDERS[name]()
+        output, variables = BUILDERS[case]()
     weights = TensorFlowVariables(output)
     assert len(weights.variables) == len(variables)
     assert {id(v) for v in weights.variables.values()} == {id(v) for v in variables}
@@ -140,19 +148,19 @@ def test_a_wrong_vector_reaches_no_replica(strategy: Any) -> None:
     assert [r.tolist() for r in replicas(a)] == [[1, 2], [1, 2]]
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@on_paths(*((name, "bound") for name in AGGREGATIONS), ("mean", "ops"), of=AGGREGATIONS)
 def test_synchronized_variables_are_read_and_assigned_by_tensorflow(
-    strategy: Any, aggregation: Any
+    strategy: Any, case: Any
 ) -> None:
     with strategy.scope():
         v = tf.Variable(
-            [1.0, 2.0], synchronization=ON_READ, aggregation=AGGREGATIONS[aggregation], name="v"
+            [1.0, 2.0], synchronization=ON_READ, aggregation=AGGREGATIONS[case], name="v"
         )
         beside = tf.Variable([3.0], name="beside")
     for component, value in zip(v.values, ([2.0, 4.0], [6.0, 8.0]), strict=True):
         component.assign(value)
     weights = TensorFlowVariables([v, beside])
-    read = {"sum": [8, 12], "mean": [4, 6], "first": [2, 4]}[aggregation]
+    read = {"sum": [8, 12], "mean": [4, 6], "first": [2, 4]}[case]
     np.testing.assert_array_equal(v.numpy(), read)
     np.testing.assert_array_equal(weights.get_flat(), [*read, 3])
     np.testing.assert_array_equal(weights.get_weights()["v"], read)
@@ -177,11 +185,11 @@ def test_a_variable_that_tensorflow_cannot_read_is_refused_by_name(strategy: Any
         TensorFlowVariables(v)
 
 
-@pytest.mark.parametrize("name", ["keras", "tf_keras"])
-def test_weights_go_between_a_strategy_and_one_device(strategy: Any, name: Any) -> None:
+@on_paths(("keras", "ops"), ("tf_keras", "bound"), of=["keras", "tf_keras"])
+def test_weights_go_between_a_strategy_and_one_device(strategy: Any, case: Any) -> None:
     with strategy.scope():
-        mirrored = TensorFlowVariables(BUILDERS[name]()[0])
-    alone = TensorFlowVariables(BUILDERS[name]()[0])
+        mirrored = TensorFlowVariables(BUILDERS[case]()[0])
+    alone = TensorFlowVariables(BUILDERS[case]()[0])
     assert mirrored.layout == alone.layout
     alone.set_weights(mirrored.get_weights(), strict=True)
     np.testing.assert_array_equal(alone.get_flat(), mirrored.get_flat())
@@ -297,12 +305,12 @@ def test_within_the_scope_of_the_strategy_everything_works_as_outside(strategy: 
     assert [r.tolist() for r in (*replicas(a), *replicas(b))] == [[3], [3], [3], [3]]
 
 
-@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, tf_keras.optimizers.SGD])
+@on_paths((keras, "ops"), (tf_keras, "bound"), of=[keras, tf_keras])
 def test_within_the_scope_of_the_strategy_steps_and_gradients_say_where_to_call_them(
-    strategy: Any, optimizer: Any
+    strategy: Any, case: Any
 ) -> None:
     with strategy.scope():
-        a, sgd = tf.Variable([1.0], name="a"), optimizer(0.5)
+        a, sgd = tf.Variable([1.0], name="a"), case.optimizers.SGD(0.5)
     weights = TensorFlowVariables(a)
     evaluate = weights.value_and_gradient(lambda: tf.reduce_sum(a * a))
     calls = [
@@ -370,6 +378,7 @@ def test_a_sharded_tensor_is_refused_by_name() -> None:
     assert (TensorFlowVariables(whole).get_flat() == np.zeros(8)).all()
 
 
+@mostly_bound
 def test_replicas_are_equal_after_a_signal_handler_set_others(path: Any, strategy: Any) -> None:
     with strategy.scope():
         mirrored = [tf.Variable(np.zeros(2), dtype=d) for d in (tf.float32, tf.float64)]

@@ -145,9 +145,21 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+PAIRS = [*((kind, kind) for kind in WRAPPED), ("function", "nothing"), ("nothing", "function")]
+OFTEN = {
+    *(("nothing", "bound"), ("function", "bound"), ("function", "ops")),
+    *(("function in a loop", "bound"), ("loop", "ops"), ("condition", "bound")),
+}
+
+
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [*((kind, kind) for kind in WRAPPED), ("function", "nothing"), ("nothing", "function")],
+    ("first", "second", "path"),
+    [
+        pytest.param(*pair, path, marks=() if (pair[0], path) in OFTEN else pytest.mark.slow)
+        for pair in PAIRS
+        for path in ("bound", "ops")
+    ],
+    indirect=["path"],
 )
 def test_calls_are_made_in_the_order_of_the_program(first: str, second: str) -> None:
     ordered = Ordered()
@@ -187,7 +199,7 @@ def test_calls_are_made_in_order_beside_other_operations_with_state() -> None:
         assert ordered.made == ["first", "second"]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_calls_of_the_gradient_of_a_function_are_made_in_one_order(compiled: bool) -> None:
     """Whichever input of them is there first."""
 

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tf_models import mostly_bound
 
 from flatweights import FlatWeights
 from flatweights.tensorflow import TensorFlowVariables
@@ -46,7 +47,6 @@ def only_kernels(name: str) -> str:
 
 
 Names = Callable[[str], str]
-ALL_NAMES = pytest.mark.parametrize("names", [same_names, old, only_kernels])
 
 
 def refuse(
@@ -64,8 +64,19 @@ def refuse(
     np.testing.assert_array_equal(target.get_weights().buffer, before.buffer)
 
 
-@ALL_NAMES
-@pytest.mark.parametrize("kernel", ["random_normal", "ones", "identity", "zeros"])
+@mostly_bound
+@pytest.mark.parametrize(
+    ("names", "kernel"),
+    [
+        *((names, "random_normal") for names in (same_names, old, only_kernels)),
+        *((same_names, kernel) for kernel in ("ones", "identity", "zeros")),
+        *(
+            pytest.param(names, kernel, marks=pytest.mark.slow)
+            for names in (old, only_kernels)
+            for kernel in ("ones", "identity", "zeros")
+        ),
+    ],
+)
 def test_floats_do_not_set_an_int8_model(names: Names, kernel: str, tmp_path: Path) -> None:
     floats = TensorFlowVariables(net(kernel=kernel)).get_weights()
     message = r"'dense/kernel': expected int8, got float32: only the model has 'dense/kernel_scale'"
@@ -74,7 +85,8 @@ def test_floats_do_not_set_an_int8_model(names: Names, kernel: str, tmp_path: Pa
         refuse(quantized, floats, names, tmp_path / "floats", message)
 
 
-@ALL_NAMES
+@mostly_bound
+@pytest.mark.parametrize("names", [same_names, old, only_kernels])
 def test_an_int8_model_does_not_set_floats(names: Names, tmp_path: Path) -> None:
     quantized = TensorFlowVariables(net("int8")).get_weights()
     message = r"'dense/kernel': expected float32, got int8: only the weights have 'dense/kernel_"
@@ -119,6 +131,7 @@ def change(model: Any, how: str) -> None:
             model.quantize(how)
 
 
+@mostly_bound
 @pytest.mark.parametrize("how", ["int8", "int4", "float8", "lora"])
 @pytest.mark.parametrize("trainable_only", [False, True])
 def test_variables_that_are_no_longer_the_models_are_neither_read_nor_set(

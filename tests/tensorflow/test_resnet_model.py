@@ -113,7 +113,7 @@ def test_both_modes_learn_alike(units: int) -> None:
 def test_evaluation_is_that_of_keras(mode: str, units: int) -> None:
     variables, _, evaluate = build(mode, units, seed=6)
     rng = np.random.default_rng(2)
-    for name, value in (weights := variables.get_weights()).items():
+    for value in (weights := variables.get_weights()).values():
         if value.ndim:  # the rate of training and the number of steps stay
             value += rng.normal(0, 0.1, value.shape).astype(np.float32)
     variables.set_weights(weights)

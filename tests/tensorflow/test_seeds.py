@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tf_models import mostly_bound
 
 from flatweights import FlatWeights
 from flatweights.tensorflow import TensorFlowVariables
@@ -27,6 +28,7 @@ class Noisy(tf.Module):  # type: ignore[misc]
 SEEDS = ("generator/state_var", "model/dropout/seed_generator_state")
 
 
+@mostly_bound
 @pytest.mark.parametrize(
     "move",
     [

@@ -86,7 +86,7 @@ class Crew:
         assert all(self.rounds.values()), self.rounds
 
 
-@pytest.fixture(params=[1.5, pytest.param(8.0, marks=pytest.mark.slow)], ids=["short", "long"])
+@pytest.fixture(params=[0.5, pytest.param(8.0, marks=pytest.mark.slow)], ids=["short", "long"])
 def crew(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Threads for some seconds, that copy with threads of their own."""
     before = fw.get_num_threads()
