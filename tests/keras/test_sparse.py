@@ -19,7 +19,7 @@ from flatweights.keras._sparse import _room_for
 from flatweights.ray import Member, Round
 
 ROWS, WIDTH = 300, 5
-STEPS = 50
+STEPS = 24
 LIMIT = 300.0  # seconds after which a test counts as hung
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     ),
 }
 
-VARIED = ("AdamW", "RMSprop", "clipped", "scaled", "accumulated inside")  # each in its own way
+VARIED = ("AdamW", "clipped", "accumulated inside")  # each in its own way
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ class KilledError(Exception):
 def batch(rank: int, step: int) -> tuple[Any, Any]:
     """Numbers of rows, some of them twice, of which there are most in the middle; and factors."""
     rng = np.random.default_rng([rank, step])
-    count = int(rng.integers(1, 8 + 4 * min(step, STEPS - step)))
+    count = int(rng.integers(1, 8 + 9 * min(step, STEPS - step)))
     return rng.integers(0, ROWS // (1 + rank), count, np.int32), rng.normal(size=count)
 
 
@@ -80,7 +80,9 @@ class Training:
         optimizer.build(self.variables)
         numbers, factors = tf.TensorSpec([None], tf.int32), tf.TensorSpec([None], tf.float32)
         signature = [numbers, factors]
-        self._step = tf.function(self._go, input_signature=signature) if compiled else self._go
+        # AutoGraph, which converts the optimizer for seconds, is in test_average_gradients.
+        function = tf.function(self._go, input_signature=signature, autograph=False)
+        self._step = function if compiled else self._go
 
     def step(self, numbers: Any, factors: Any) -> None:
         self._step(tf.constant(numbers), tf.constant(factors, tf.float32))
@@ -102,7 +104,7 @@ class Training:
 def train(member: Member, name: str, sparse: Any, compiled: bool, **options: Any) -> Any:
     optimizer = average_gradients(OPTIMIZERS[name](), member=member, sparse=sparse, **options)
     training = Training(optimizer, compiled)
-    for step in range(STEPS):
+    for step in range(0, STEPS, 1 if compiled else 3):
         training.step(*batch(member.rank, step))
     return training.state
 
@@ -126,7 +128,7 @@ def check_alike(states: list[list[Any]]) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "compiled"),
     [
-        ("Adam", 3, True),
+        pytest.param("Adam", 3, True, marks=pytest.mark.slow),
         ("momentum", 2, False),
         *(
             pytest.param(name, 2, True, marks=[] if name in VARIED else pytest.mark.slow)
@@ -172,7 +174,7 @@ def test_rows_are_the_means_of_the_members_sums(pool: ThreadPoolExecutor) -> Non
         table = keras.Variable(np.zeros((ROWS, WIDTH), np.float32))
         optimizer.build([table])
         for k in range(8):
-            numbers, factors = batch(member.rank, 6 * k)
+            numbers, factors = batch(member.rank, 3 * k)
             rows = np.outer(factors, np.arange(1, WIDTH + 1)).astype(np.float32)
             optimizer.apply([tf.IndexedSlices(rows, numbers, (ROWS, WIDTH))], [table])
         return table.numpy()
@@ -180,7 +182,7 @@ def test_rows_are_the_means_of_the_members_sums(pool: ThreadPoolExecutor) -> Non
     expected = np.zeros((ROWS, WIDTH))
     for k in range(8):
         for rank in range(3):
-            numbers, factors = batch(rank, 6 * k)
+            numbers, factors = batch(rank, 3 * k)
             np.subtract.at(expected, numbers, np.outer(factors, np.arange(1, WIDTH + 1)) / 3)
     for table in in_all(pool, 3, steps):
         np.testing.assert_allclose(table, expected, 1e-5, 1e-5)
@@ -200,7 +202,7 @@ def test_a_layer_in_fit_equals_one_process(pool: ThreadPoolExecutor) -> None:
             average_gradients(optimizer, member=member, sparse=True)
             part = x[member.rank :: 2], y[member.rank :: 2]
         model.compile(optimizer, "mse", steps_per_execution=2)
-        model.fit(*part, 12 if member is None else 6, epochs=3, shuffle=False, verbose=0)
+        model.fit(*part, 12 if member is None else 6, epochs=2, shuffle=False, verbose=0)
         return model.get_weights()
 
     members = in_all(pool, 2, fit)
@@ -243,7 +245,7 @@ def test_a_replaced_member_is_healed_in_a_loop_of_ones_own(
             if done == dies_at:
                 kill(member)
                 raise KilledError
-            if done == 20 and dies_at < 0:
+            if done == 12 and dies_at < 0:
                 group.wait_until(
                     lambda inside: inside.calls.waiting.out_of_sync or inside.calls.healings
                 )
