@@ -151,7 +151,7 @@ def test_an_optimizer_finds_its_fit() -> None:
 
 
 def test_a_fit_begins_at_the_epoch_that_it_is_told() -> None:
-    spy, model = Spy(), network()
+    spy, model = Spy(), network(run_eagerly=True)
     for begins_at, epochs in ((2, [2, 3]), (None, [0, 1, 2, 3]), (4, [])):
         spy.begins_at = begins_at
         spy.epochs = []
@@ -202,7 +202,7 @@ def test_accumulated_gradients_are_replaced_before_they_are_clipped(in_graph: bo
     def step(gradient: Any) -> None:
         optimizer.apply([gradient], [variable])
 
-    step = tf.function(step) if in_graph else step
+    step = tf.function(step, autograph=False) if in_graph else step
     values = []
     for gradient in (0.5, 1.5, 10.0, 20.0):
         step(tf.constant([gradient]))
@@ -250,7 +250,16 @@ class Drawn(keras.utils.PyDataset):  # type: ignore[misc]
         return DATA[0][:2], DATA[1][:2]
 
 
-@pytest.mark.parametrize("kind", ["arrays", "PyDataset", "eager", "several steps", "own loop"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("arrays", marks=pytest.mark.slow),
+        "PyDataset",
+        pytest.param("eager", marks=pytest.mark.slow),
+        "several steps",
+        "own loop",
+    ],
+)
 def test_steps_are_traced_before_a_training_and_none_is_executed(kind: str) -> None:
     model = network(optimizer="sgd")
     steps = 2 if kind == "several steps" else 1
@@ -337,7 +346,16 @@ def test_functions_of_other_threads_go_on_while_steps_are_traced() -> None:
     assert int(model.optimizer.iterations) == 1
 
 
-@pytest.mark.parametrize("kind", ["dict", "Dataset", "split", "weights", "generator"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("dict", marks=pytest.mark.slow),
+        pytest.param("Dataset", marks=pytest.mark.slow),
+        pytest.param("split", marks=pytest.mark.slow),
+        "weights",
+        "generator",
+    ],
+)
 def test_the_step_of_a_validation_is_traced_as_it_is_made(kind: str) -> None:
     inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((1,), name="b")}
     outputs = keras.layers.Dense(1)(keras.layers.Concatenate()([*inputs.values()]))
