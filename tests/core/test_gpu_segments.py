@@ -18,6 +18,7 @@ from gpu_processes import (
     build_stand_in,
     gpu_processes,
     has_compiler,
+    shared_stand_in,
 )
 from gpus import shown_gpus
 from reference import run_python
@@ -35,7 +36,7 @@ def built(folder: Path, *without: str) -> str:
 
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return built(tmp_path_factory.mktemp("stand_in"))
+    return shared_stand_in(tmp_path_factory)
 
 
 @pytest.fixture(params=["stand-in", "GPU"])

@@ -1,24 +1,27 @@
 """Processes that use a GPU without TensorFlow, by NVIDIA's driver or by its stand-in."""
 
+import atexit
 import ctypes
+import fcntl
 import functools
 import os
 import pickle
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from reference import clean_environment
+from tf_forks import Forks
 
 REPOSITORY = Path(__file__).parents[2]
 STAND_IN = REPOSITORY / "tests" / "cpp" / "stand_in_cuda.cpp"
@@ -41,7 +44,7 @@ def build_stand_in(folder: Path, *, without: Sequence[str] = ()) -> str:
     """
     library = folder / REAL
     compiler = shlex.split(os.environ.get("CXX", "c++"))
-    flags = "-std=c++20 -O1 -ffp-contract=off -fPIC -shared -pthread -fvisibility=hidden"
+    flags = "-std=c++20 -O0 -ffp-contract=off -fPIC -shared -pthread -fvisibility=hidden"
     warnings = "-Wall -Wextra -Werror -Wno-unknown-pragmas"
     command = [*compiler, *flags.split(), *warnings.split(), f"-Wl,-soname,{REAL}"]
     command += [f"-I{REPOSITORY / 'csrc'}", *(f"-D{name}=absent_{name}" for name in without)]
@@ -50,6 +53,22 @@ def build_stand_in(folder: Path, *, without: Sequence[str] = ()) -> str:
     )
     assert done.returncode == 0, done.stderr
     return str(library)
+
+
+def shared_stand_in(factory: pytest.TempPathFactory) -> str:
+    """Return the stand-in with all functions, built once for all processes of pytest-xdist.
+
+    Without a compiler, the test is skipped.
+    """
+    if not has_compiler():
+        pytest.skip("there is no C++ compiler, or no Linux")
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "stand_in"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = folder / REAL
+        return str(built) if built.exists() else build_stand_in(folder)
 
 
 def load_driver(library: str, *, uses_gpus: Sequence[int] = (0,)) -> ctypes.CDLL:
@@ -106,24 +125,37 @@ def random_bytes(nbytes: int, seed: int) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
+@functools.cache
+def _forks() -> Forks:
+    forks = Forks("ml_dtypes", "importlib.metadata", "pytest", "ray")
+    atexit.register(forks.stop)
+    return forks
+
+
 class GPUProcess:
     """A process that uses a GPU and runs pieces of programs, one after the other.
 
     They see ``_core``, ``driver``, ``uuid`` of the GPU, this module's functions, and what earlier
     ones have assigned. File descriptors go along in both directions.
+
+    Attributes:
+        process: A copy of a process that has imported Ray, and not flatweights.
+        descriptors: Those that came with the last reply.
     """
 
     def __init__(self, library: str, **env: str) -> None:
         """Start a process with a driver, and with these variables of the environment."""
-        self._here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = f"import gpu_processes; gpu_processes._serve({there.fileno()}, {library!r})"
-        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", program],
-            env=clean_environment(PYTHONPATH=path, **env),
-            pass_fds=[there.fileno()],
-        )
-        there.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(b"")  # to a free address without a file
+            listener.listen()
+            path = [str(Path(__file__).parent), *sys.path]
+            program = (
+                f"import sys, warnings; warnings.simplefilter('error'); sys.path[:0] = {path!r}\n"
+                "import gpu_processes\n"
+                f"gpu_processes._serve({listener.getsockname()!r}, {library!r})"
+            )
+            self.process = _forks().start(program, environment=clean_environment(**env))
+            self._here, _ = listener.accept()
         self.descriptors: list[int] = []
 
     def run(self, program: str, *descriptors: int) -> Any:
@@ -153,14 +185,16 @@ class GPUProcess:
 
     def kill(self) -> None:
         """Kill the process, and wait for its end."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        with suppress(ProcessLookupError):  # it has killed itself
+            self.process.kill()
+        self.process.communicate()
 
     def close(self) -> None:
         """End the process, and close the descriptors that came from it."""
         self._close_descriptors()
         self._here.close()
-        self.process.wait()
+        if self.process.returncode is None:
+            self.process.communicate()
 
     def _close_descriptors(self) -> None:
         for descriptor in self.descriptors:
@@ -179,13 +213,15 @@ def gpu_processes(library: str, count: int, **env: str) -> Iterator[list[GPUProc
             process.close()
 
 
-def _serve(descriptor: int, library: str) -> None:
+def _serve(address: bytes, library: str) -> None:
+    here = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here.connect(address)
     driver = load_driver(library)
     from flatweights import _core
 
     names: dict[str, Any] = dict(globals())
     names |= {"driver": driver, "_core": _core, "uuid": _core.device_uuids()[0]}
-    with socket.socket(fileno=descriptor) as here:
+    with here:
         while True:
             program, descriptors, _, _ = socket.recv_fds(here, 1 << 16, 4)
             if not program:
