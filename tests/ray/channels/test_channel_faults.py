@@ -65,7 +65,7 @@ def come_to_wait(driver: Driver, worker: WorkerProcess) -> None:
                     worker.post(driver.command("get", 2.0), driver.channels)
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", ["die", "stop", pytest.param("sleep", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("point", WORKER)
 def test_a_worker_fails_at_a_point(driver: Driver, point: str, action: str) -> None:
     first, second = driver.workers
@@ -120,7 +120,7 @@ def test_a_worker_fails_between_the_halves_of_a_set(driver: Driver, action: str)
     assert all((w["w"] == 5.0).all() for w in driver.values("get"))
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", ["die", pytest.param("stop", marks=pytest.mark.slow), "sleep"])
 @pytest.mark.parametrize("point", DRIVER)
 def test_a_driver_fails_at_a_point(point: str, action: str) -> None:
     """A driver that dies leaves no process and no file; one that goes on has lost nothing."""

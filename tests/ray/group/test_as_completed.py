@@ -26,7 +26,7 @@ from flatweights.ray.peers._wait import wait_any
 
 SIZE = 3_000
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]  # mostly over channels
 
 
 def refuses(
@@ -169,7 +169,6 @@ def fair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fair")
-@pytest.mark.starts_actors
 def test_a_fast_worker_does_not_starve_the_others(group: WorkerGroup) -> None:
     publications = Publications(group)
     most = 0
@@ -333,7 +332,6 @@ def test_other_calls_in_the_body_lose_no_result(group: WorkerGroup) -> None:
     assert calls <= 12 + 3
 
 
-@pytest.mark.starts_actors
 def test_other_calls_in_the_body_lose_no_worker(group: WorkerGroup) -> None:
     publications, used = Publications(group), Counter[int]()
     for found in group.as_completed("work", updates=30):
@@ -343,7 +341,6 @@ def test_other_calls_in_the_body_lose_no_worker(group: WorkerGroup) -> None:
     assert used == {0: 10, 1: 10, 2: 10}
 
 
-@pytest.mark.starts_actors
 def test_loops_that_take_turns_and_end_share_the_workers(group: WorkerGroup) -> None:
     publications = Publications(group)
     for _ in range(3):
@@ -442,7 +439,6 @@ def test_nan_of_all_workers_is_an_error(
     assert len(found.used) == buffer
 
 
-@pytest.mark.starts_actors
 def test_nan_of_one_worker_is_listed_once_however_often_it_comes(group: WorkerGroup) -> None:
     for found in group.as_completed("spoil", 1, updates=2, buffer=2, nonfinite="skip"):
         assert found.quarantined in ((), (1,))

@@ -34,7 +34,7 @@ from flatweights.ray.peers._transport import Head, Stamp
 from flatweights.ray.results._result import Packed
 from flatweights.ray.support._errors import has_left_weights
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]  # mostly over channels
 
 LARGE = 80_000  # elements; in 16 bits, too, beyond what travels by value
 
@@ -331,7 +331,6 @@ def test_refused_weights_that_changed_nothing_cost_no_training() -> None:
 @pytest.mark.parametrize("how", ["broadcast", "step", "average"])
 @pytest.mark.parametrize("missed", ["a call of others", "a publication"])
 @pytest.mark.parametrize("size", ["wire", "plain"])
-@pytest.mark.starts_actors
 def test_a_subset_changes_the_latest_weights_of_ranks_that_missed_these_too(
     three: WorkerGroup, wired: WorkerGroup, size: str, missed: str, how: str
 ) -> None:
@@ -351,7 +350,6 @@ def test_a_subset_changes_the_latest_weights_of_ranks_that_missed_these_too(
 
 @pytest.mark.parametrize("how", ["broadcast", "step", "average"])
 @pytest.mark.parametrize("size", ["wire", "plain"])
-@pytest.mark.starts_actors
 def test_where_no_worker_is_healthy_weights_bring_those_back_that_take_them(
     three: WorkerGroup, wired: WorkerGroup, size: str, how: str
 ) -> None:
@@ -466,7 +464,6 @@ def send(
     [(how, "task") for how in ("broadcast", "step", "average")]
     + [pytest.param("average", "owner", marks=pytest.mark.slow), ("average", "class")],
 )
-@pytest.mark.starts_actors
 def test_weights_that_reached_nobody_are_not_the_latest(
     group: WorkerGroup, how: str, what: str
 ) -> None:

@@ -21,7 +21,7 @@ from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._store import sent_weights
 from flatweights.ray.results._wire import GroupWire
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]  # mostly over channels
 
 
 class Different(PlainWorker):
@@ -296,7 +296,6 @@ def twin_actors(way: str, all_actors: Actors) -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("given", ["weights", "reference", "later reference"])
-@pytest.mark.starts_actors
 def test_subsets_of_one_shape_add_up_although_no_names_are_known(
     twin_actors: list[Any], given: str, wire_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

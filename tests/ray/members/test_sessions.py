@@ -589,7 +589,7 @@ def test_a_broadcast_at_the_start_is_kept_whatever_calls_follow(
     local.wait_until(lambda group: group.rendezvous.sessions[1].state is PeerState.DEAD)
     for k in range(12):
         layer_of(members[0], k, float(k))
-    for step in range(2000):
+    for step in range(1100):  # more kinds than are known
         members[0].all_gather(step, f"score of step {step}", min_results=1)
     again = local.join(1)
     asked = threads.submit(again.broadcast, {"model": np.zeros(size)})

@@ -417,7 +417,7 @@ def weights_reach_all_workers(nodes: Nodes) -> None:
         assert_same(got, one)
 
 
-@check
+@slow_check
 def calls_of_the_user_keep_their_order(nodes: Nodes) -> None:
     groups = [nodes.new_group(way) for way in ("streams", "driver")]  # over the same actors
     meet_anyhow(groups[0])
@@ -428,7 +428,7 @@ def calls_of_the_user_keep_their_order(nodes: Nodes) -> None:
         assert set(found.weights["w"].tolist()) == {float(value)}
 
 
-@check
+@slow_check
 def small_models_go_through_the_driver(nodes: Nodes) -> None:
     group = nodes.group("")
     found = group.average("give", "vector")
@@ -638,7 +638,7 @@ def an_agent_that_dies_in_an_exchange_takes_only_its_ranks_along(nodes: Nodes) -
     kill_agent(nodes, "merging")
 
 
-@check
+@slow_check
 def workers_of_an_agent_that_died_take_part_in_the_next_round_of_a_run(nodes: Nodes) -> None:
     group = nodes.group("streams")
     weights = weights_of(1.0, SIZE)
@@ -661,7 +661,7 @@ def an_agent_that_dies_at_any_point(nodes: Nodes) -> None:
         kill_agent(nodes, point)
 
 
-@check
+@slow_check
 def an_agent_that_stops_in_an_exchange_takes_no_more_than_the_time(nodes: Nodes) -> None:
     stop_agent(nodes, "placing")
 
@@ -765,7 +765,7 @@ def two_nodes_that_cannot_reach_each_other_are_both_averaged(nodes: Nodes) -> No
     meet(group)
 
 
-@check
+@slow_check
 def a_stream_that_stalls_is_replaced_by_the_driver_in_the_same_round(nodes: Nodes) -> None:
     group = nodes.group("streams")
     set_hook(agent_at(group, 2), "merging", "sleep 2.5")
@@ -864,7 +864,7 @@ def workers_die_or_stop_behind_an_agent(nodes: Nodes) -> None:
     assert found.late == (4,), found
 
 
-@check
+@slow_check
 def an_interrupt_in_an_exchange_leaves_a_group_that_works(nodes: Nodes) -> None:
     group = nodes.group("streams")
     for point in (*_failpoints.NODE, "averaging"):
@@ -908,7 +908,7 @@ def nodes_with_agents(group: WorkerGroup) -> set[str]:
     return {*group._worker_set.agents._by_node}
 
 
-@check
+@slow_check
 def workers_of_other_nodes_come_and_go_in_the_body_of_as_completed(nodes: Nodes) -> None:
     with WorkerGroup([start_worker(rank, "home") for rank in range(2)]) as group:
         version, used = 0, list[int]()
@@ -1008,7 +1008,7 @@ def nothing_is_left_of_groups_that_are_dropped(nodes: Nodes) -> None:
             one.connect((address.host, address.port))
 
 
-@check
+@slow_check
 def a_node_that_dies_takes_its_agent_and_its_ranks_along(nodes: Nodes) -> None:
     group = nodes.group("streams")
     gone = {one.node_id: one for one in nodes.added}[ray.get(nodes.actors[2].node.remote())]
