@@ -60,7 +60,8 @@ class Fit:
         self.compile: dict[str, Any] = {}
         self.logs = AverageLogs()
         self.more: list[Any] = []
-        self.optimizer: Any = keras.optimizers.Adam(0.01)
+        # It has a slot for each variable, and half of the operations of Adam.
+        self.optimizer: Any = keras.optimizers.SGD(0.01, momentum=0.9)
         self.state: Any = None
         self.data: Any = None
         self.patience = PATIENCE  # seconds, at the start
@@ -161,12 +162,11 @@ def replacement(group: LocalProcessGroup, dead: Fit, **options: Any) -> Fit:
 def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
     pool: ThreadPoolExecutor, swaps: bool
 ) -> None:
-    group, go_on = LocalProcessGroup(3), threading.Event()
-    first, dead, last = fits(group)
+    group, go_on = LocalProcessGroup(2), threading.Event()
+    first, dead = fits(group)
     dead.at[1, 3] = dies(dead)
-    for fit in (first, last):
-        fit.at[2, -1] = lambda: go_on.wait(LIMIT)
-    for fit in (first, dead, last):
+    first.at[2, -1] = lambda: go_on.wait(LIMIT)
+    for fit in (first, dead):
         if swaps:
             swap(fit)
         fit.start(pool)
@@ -176,12 +176,10 @@ def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
     new.start(pool)
     group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     go_on.set()
-    ended = [fit.done.result(LIMIT) for fit in (first, new, last)]
+    ended = [fit.done.result(LIMIT) for fit in (first, new)]
     epochs = [history.epoch for history, _ in ended]
-    assert epochs == [[*range(EPOCHS)], [*range(2, EPOCHS)], [*range(EPOCHS)]]
-    assert [history.history["loss"][-2:] for history, _ in ended[1:]] == [
-        ended[0][0].history["loss"][-2:]
-    ] * 2
+    assert epochs == [[*range(EPOCHS)], [*range(2, EPOCHS)]]
+    assert ended[1][0].history["loss"] == ended[0][0].history["loss"][-2:]
     check_alike([state for _, state in ended])
 
 
@@ -224,8 +222,8 @@ def test_a_replaced_member_keeps_no_weights_that_a_callback_restores(
 def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     pool: ThreadPoolExecutor,
 ) -> None:
-    group, slept = LocalProcessGroup(3), threading.Event()
-    first, late, last = fits(group, "dense")
+    group, slept = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense")
 
     def sleep() -> None:
         number = group.last_call()
@@ -236,16 +234,15 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     first.goes_on_without(2, 4)
     steps: list[int] = []
     late.at[2, 5] = lambda: steps.append(int(late.model.optimizer.iterations))
-    for fit in (first, last):  # they take their time once it has overslept
-        fit.at[2, 16] = lambda: slept.wait(LIMIT)
-        fit.at[2, 18] = lambda: group.wait_until(
-            lambda inside: inside.calls.healings or inside.calls.waiting.recovering
-        )
-    for fit in (first, late, last):
+    first.at[2, 16] = lambda: slept.wait(LIMIT)  # it takes its time once that one has overslept
+    first.at[2, 18] = lambda: group.wait_until(
+        lambda inside: inside.calls.healings or inside.calls.waiting.recovering
+    )
+    for fit in (first, late):
         fit.start(pool)
-    ended = [fit.done.result(LIMIT) for fit in (first, late, last)]
+    ended = [fit.done.result(LIMIT) for fit in (first, late)]
     check_alike([state for _, state in ended])
-    assert [history.epoch for history, _ in ended] == [[*range(EPOCHS)]] * 3
+    assert [history.epoch for history, _ in ended] == [[*range(EPOCHS)]] * 2
     assert steps
     assert steps[0] > 2 * 20 + 5, "healed in the epoch"
 
@@ -256,7 +253,7 @@ def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_o
     group, slept = LocalProcessGroup(2), threading.Event()
     first, late = fits(group, "dense", epochs=4)
     for fit in (first, late):
-        fit.optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+        fit.optimizer = keras.optimizers.SGD(0.01, momentum=0.9, gradient_accumulation_steps=2)
 
     def sleep() -> None:
         number = group.last_call()
@@ -274,6 +271,7 @@ def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_o
     check_alike([fit.done.result(LIMIT)[1] for fit in (first, late)])
 
 
+@pytest.mark.slow
 def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
     pool: ThreadPoolExecutor,
 ) -> None:
@@ -318,7 +316,10 @@ class _Acts(keras.layers.Layer):  # type: ignore[misc]
             return tf.identity(x)
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["sleeps", "dies"])
+@pytest.mark.parametrize(
+    "ends",
+    [pytest.param(False, id="sleeps"), pytest.param(True, id="dies", marks=pytest.mark.slow)],
+)
 def test_the_other_goes_on_without_a_member_in_the_middle_of_a_synchronized_step(
     ends: bool, pool: ThreadPoolExecutor
 ) -> None:
@@ -511,7 +512,7 @@ class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("kind", "comes"),
     [
-        pytest.param(keras.callbacks.EarlyStopping, -1, id="EarlyStopping"),
+        pytest.param(keras.callbacks.EarlyStopping, -1, id="EarlyStopping", marks=pytest.mark.slow),
         pytest.param(Stopping, -1, id="a subclass", marks=pytest.mark.slow),
         pytest.param(Stopping, 3, id="healed at the end"),
     ],
@@ -680,6 +681,7 @@ def test_a_replaced_member_counts_as_the_others_do(
     assert warns == (saves == "the replaced")
 
 
+@pytest.mark.slow
 def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) -> None:
     group, go_on = LocalProcessGroup(2), threading.Event()
     first, dead = fits(group, "dense")
@@ -763,16 +765,16 @@ def test_ways_to_fit(
 def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> None:
     group = LocalProcessGroup(2)
     members = group.join_all()
-    data = np.random.default_rng(0).normal(size=(2, 40, 3)).astype(np.float32)
+    data = np.random.default_rng(0).normal(size=(2, 20, 3)).astype(np.float32)
 
     def train(member: Member, steps: int, dies_at: int = -1) -> list[Any]:
         weights = keras.Variable(np.full(3, 1.0 if dies_at >= 0 else 0.0), dtype="float32")
         optimizer = average_gradients(
-            keras.optimizers.Adam(0.1), member=member, min_results=1, timeout=60.0
+            keras.optimizers.SGD(0.1, momentum=0.9), member=member, min_results=1, timeout=60.0
         )
         optimizer.build([weights])
 
-        @tf.function  # type: ignore[untyped-decorator]
+        @tf.function(autograph=False)  # type: ignore[untyped-decorator]
         def step(x: Any) -> None:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum((weights.value - x) ** 2)
@@ -791,11 +793,11 @@ def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> No
         member.average({"the end": np.zeros(1)}, min_results=1)
         return [np.asarray(one) for one in [weights, *optimizer.variables]]
 
-    survivor = pool.submit(train, members[0], 40)
+    survivor = pool.submit(train, members[0], 20)
     with pytest.raises(KilledError):
-        train(members[1], 40, dies_at=5)
+        train(members[1], 20, dies_at=5)
     new = group.join(1)
-    own = train(new, 40)
+    own = train(new, 20)
     check_alike([own, survivor.result(LIMIT)])
 
 
@@ -826,18 +828,18 @@ def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
                 optimizer.apply([2 * (one.value - float(target))], [one])
         return [np.asarray(one) for k in range(2) for one in [weights[k], *optimizers[k].variables]]
 
-    survivor = pool.submit(train, members[0], 40 if named else 10)
+    survivor = pool.submit(train, members[0], 20 if named else 10)
     with pytest.raises(KilledError):
-        train(members[1], 40, dies_at=5)
+        train(members[1], 20, dies_at=5)
     if not named:
         survivor.result(LIMIT)
     new = group.join(1)
     if named:
-        own = train(new, 40)
+        own = train(new, 20)
         check_alike([own, survivor.result(LIMIT)])
         return
     with pytest.raises(RuntimeError, match="several models of one layout take turns"):
-        train(new, 40)
+        train(new, 20)
 
 
 class Stream(keras.utils.PyDataset):  # type: ignore[misc]
@@ -960,17 +962,17 @@ def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor
     x, y = images("dense")
 
     def loop(member: Member, place: Stream, model: Any, dies_at: int) -> Any:
-        optimizer: Any = keras.optimizers.Adam(0.01)
+        optimizer: Any = keras.optimizers.SGD(0.01, momentum=0.9)
         average_gradients(optimizer, member=member, min_results=1, timeout=PATIENCE, state=place)
         optimizer.build(model.trainable_variables)
         numbers = []
-        while optimizer.iterations < 30:
+        while optimizer.iterations < 15:
             number = place.epochs
             place.epochs += 1
             if number == dies_at:
                 kill(member)
                 raise KilledError
-            if number == 20 and member.rank == 0:  # the other has come
+            if number == 10 and member.rank == 0:  # the other has come
                 group.wait_until(
                     lambda inside: inside.calls.waiting.recovering or inside.calls.healings
                 )
@@ -986,14 +988,14 @@ def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor
     models = [build("dense", 0) for _ in range(3)]
     calls = [
         pool.submit(loop, member, Stream(member.rank, 1), models[member.rank], dies_at)
-        for member, dies_at in zip(members, (-1, 7), strict=True)
+        for member, dies_at in zip(members, (-1, 4), strict=True)
     ]
     with pytest.raises(KilledError):
         calls[1].result(LIMIT)
     group.wait_until(lambda inside: inside.rendezvous.sessions[1].why is not None)
     again = pool.submit(loop, group.join(1), Stream(1, 1), models[2], -1)
     survivor, replaced = calls[0].result(LIMIT), again.result(LIMIT)
-    assert survivor == [(step, step) for step in range(1, 31)]
+    assert survivor == [(step, step) for step in range(1, 16)]
     healed = replaced[0][0]
-    assert 8 <= healed <= 21
-    assert replaced == [(step, step) for step in range(healed, 31)]
+    assert 5 <= healed <= 11
+    assert replaced == [(step, step) for step in range(healed, 16)]
