@@ -53,7 +53,7 @@ def check(together: Callable[..., Any], size: int, *args: Any, bound: float = BO
         ("embedding", "momentum", "tf.function"),
         ("lazy", "accumulated", "fit, several steps"),
         ("dense", "clipped each", "eager"),
-        ("dense", "accumulated", "fit, again"),
+        ("dense", "SGD", "fit, again"),
     ],
     ids="-".join,
 )
@@ -106,6 +106,15 @@ def test_weights_and_logs_are_averaged_without_a_member_that_was_killed(
     assert len(losses) == 3
     assert losses == others
     assert all(map(np.array_equal, weights, alike))
+
+
+def test_without_a_group_to_join_it_says_so() -> None:
+    from flatweights.keras import AverageLogs
+
+    model = build("dense", 0)
+    model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match=r"member: outside of Ray Train expected flatweights"):
+        model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs()])
 
 
 @pytest.mark.slow
