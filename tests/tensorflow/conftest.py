@@ -17,8 +17,8 @@ NOT_OF_OPERATIONS = (
 )
 """Files whose tests find little when operations move the weights."""
 
-OF_REF_VARIABLES = ("test_flat.py", "test_named.py")
-"""Files that try ref variables by default: others move them by the same code."""
+OF_REF_VARIABLES = "test_named.py"
+"""The file that tries ref variables by default: others move them by the same code."""
 
 AS_BUILT = (
     "test_bound_graph.py",
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if build in ("graph", "ref-graph") and item.get_closest_marker("slow") is None:
             case = item.path, item.originalname, build  # type: ignore[attr-defined]
-            is_elsewhere = build == "ref-graph" and item.path.name not in OF_REF_VARIABLES
+            is_elsewhere = build == "ref-graph" and item.path.name != OF_REF_VARIABLES
             if case in seen or is_elsewhere:
                 item.add_marker(pytest.mark.slow)
             seen.add(case)

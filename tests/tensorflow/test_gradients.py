@@ -836,7 +836,7 @@ def test_hundreds_of_calls_hold_no_memory() -> None:
     def step() -> None:
         weights.apply_flat_gradients(optimizer, weights.flatten_gradients(gradients))
 
-    assert least_growth(step, 120) < 9_000  # an array held by each call would be over 100 bytes
+    assert least_growth(step, 200) < 12_000  # an array held by each call would be over 100 bytes
 
 
 # Scaled losses
@@ -1185,7 +1185,9 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.parametrize("file", ["_gradients.py", "_apply.py"])
+@pytest.mark.parametrize(
+    "file", ["_gradients.py", pytest.param("_apply.py", marks=pytest.mark.slow)]
+)
 def test_a_fork_while_another_thread_begins_to_use_gradients_does_not_hang(
     forks: Forks, file: str
 ) -> None:

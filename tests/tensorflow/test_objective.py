@@ -259,7 +259,7 @@ def test_hundreds_of_calls_hold_no_memory() -> None:
     weights, loss = regression()
     fun = weights.value_and_gradient(loss)
     # An array held by each call would be over 100 bytes.
-    assert least_growth(lambda: fun(np.zeros(4)), 120) < 9_000
+    assert least_growth(lambda: fun(np.zeros(4)), 200) < 12_000
 
 
 # Refusals
