@@ -89,6 +89,23 @@ def test_epochs_end_with_the_average_weighted_by_samples() -> None:
         )
 
 
+def test_each_average_counts_the_samples_since_the_last_one() -> None:
+    from flatweights.keras import AverageWeights
+
+    (member,) = LocalProcessGroup(1).join_all()
+    average, counts = member.average_variables, list[float]()
+
+    def noting(variables: Any, weight: float, **options: Any) -> Any:
+        counts.append(weight)
+        return average(variables, weight, **options)
+
+    vars(member)["average_variables"] = noting
+    x, y = (one[: BATCH + 6] for one in images("dense"))
+    averaging = AverageWeights(1, "batch", member=member)
+    compiled(Place()).fit(x, y, BATCH, verbose=0, callbacks=[averaging])
+    assert counts == [BATCH, 6]
+
+
 def weights_of_evaluated(place: Place, unit: str, hooks: tuple[str, ...]) -> Any:
     """Return the weights after a training that a user's callbacks interrupt at these places."""
     import keras
