@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_programs import Place, build, images, in_threads
 from process_groups import LocalProcessGroup
 
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
@@ -155,3 +156,30 @@ def test_gradients_of_other_layers_raise_in_a_loop_of_own(runs_eagerly: bool) ->
     for reply in in_members(step):
         assert "dense/kernel" in reply
         assert "dense_1/kernel" in reply
+
+
+def steps_of_any_size(place: Place, first: str) -> Any:
+    """Trace steps again at other places than the other member does."""
+    member = place.member()
+    model = build("dense", 0)
+    model.compile(average_gradients(keras.optimizers.SGD(0.01), member=member), "mse")
+    x, y = (array[:24] for array in images("dense"))
+    own = 3 + place.rank  # the other one traces a batch of 4 later
+    fit = partial(model.fit, x, y, verbose=0, shuffle=False)
+    if first == "build":
+        model.optimizer.build(model.trainable_variables)
+    if first != "fit":
+        model.train_on_batch(x[:8], y[:8])
+    fit(batch_size=[8, 6][place.rank], steps_per_epoch=3)
+    fit(batch_size=12, callbacks=[AverageLogs(member=member)])
+    model.train_on_batch(x[:own], y[:own])
+    fit(batch_size=8)
+    model.train_on_batch(x[:4], y[:4])
+    return [array.tolist() for array in model.get_weights()]
+
+
+@pytest.mark.parametrize("first", ["build", "fit"])
+def test_names_do_not_depend_on_which_steps_a_member_traces(first: str) -> None:
+    one, other = in_threads(2, steps_of_any_size, first)
+    assert one == other
+    assert not isinstance(one, str), one

@@ -45,24 +45,28 @@ class Exchanges:
         self._tables: dict[tuple[_Key, tuple[bool, ...]], Tables | None] = {}
         self._states: dict[_Key, TensorFlowVariables] = {}
         self._names: dict[int, str] = {}  # of layers' variables
+        self._is_named = False  # whether names are in use
 
-    def know(self, model: Any) -> None:
-        """Name variables by the structure of ``model`` from now on; by their paths, if None."""
-        if self._model() is not model:
+    def know(self, model: Any, *, at_first: bool = False) -> None:
+        """Name variables by the structure of ``model`` from now on; by their paths, if None.
+
+        Members change names at the same calls. So what only some of them do, such as to trace a
+        step again, is to change nothing: ``at_first`` has an effect only before names are in use.
+        """
+        if self._model() is not model and not (at_first and self._is_named):
             self._model = (lambda: None) if model is None else weakref.ref(model)
             self._of_gradients.clear()
             self._tables.clear()
             self._states.clear()
             self._names.clear()
 
-    def of_gradients(self, grads: Sequence[tf.Tensor], variables: Sequence[Any]) -> Exchange:
-        """Return the exchange of dense ``grads`` of ``variables``."""
-        key = _key_of(variables), tuple([grad.dtype for grad in grads])
+    def of_gradients(self, dtypes: Sequence[Any], variables: Sequence[Any]) -> Exchange:
+        """Return the exchange of dense gradients of ``variables``, of these ``dtypes``."""
+        key = _key_of(variables), tuple(dtypes)
         exchange = self._of_gradients.get(key)
         if exchange is None:
             named, slots = self._slots_of(variables)
             names, shapes = [slot.name for slot in slots], [(slot.size,) for slot in slots]
-            dtypes = [grad.dtype.as_numpy_dtype for grad in grads]
             exchange = self._of_gradients[key] = Exchange(names, shapes, dtypes, named)
         return exchange
 
@@ -148,6 +152,7 @@ class Exchanges:
         A step may have only some of the optimizer's variables; these keep the names that they have
         among all.
         """
+        self._is_named = True
         every = {id(one): one for one in variables_of(self._optimizer)}
         every |= {id(one): one for one in variables}
         names = named_variables([*every.values()], self._model())

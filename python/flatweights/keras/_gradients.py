@@ -420,8 +420,10 @@ class Averaging:
         check_synchronized(variables)
         fit = running_fit()
         self._forget_unfinished(fit)
-        if fit is not None:
-            self._exchanges.know(fit.model)
+        if fit is None:
+            self.progress = None  # of a fit that was before
+        else:
+            self._exchanges.know(fit.model, at_first=True)
             if not self._is_started:
                 self._callbacks = fit.callbacks
             self._check_fit(fit)
@@ -437,7 +439,7 @@ class Averaging:
             # If the model is built in this function, its first trace only makes variables.
             if all(inner_variable(variable).is_initialized() for variable in variables):
                 with keras.name_scope(optimizer.name):
-                    optimizer.build(variables)
+                    self._build_alike(variables)
         return list(grads), variables
 
     def _forget_unfinished(self, fit: Fit | None) -> bool:
@@ -473,13 +475,19 @@ class Averaging:
                 "optimizer.build: expected a list of variables, such as model.trainable_variables, "
                 f"got {'nothing' if variables is None else type(variables).__name__}"
             )
-        if not self._optimizer.built:
-            self._make(variables)
         fit = running_fit()
-        if fit is None:  # of a loop of the user's own, perhaps after a fit
+        if fit is not None:
+            self._exchanges.know(fit.model, at_first=True)
+        else:  # for a loop of the user's own, perhaps after a fit
             self._forget_unfinished(fit)
             self.progress = None
             self._exchanges.know(None)  # nor does a member know the model that joins in this loop
+        self._build_alike(variables)
+
+    def _build_alike(self, variables: Sequence[Any]) -> None:
+        """Make the slots, if there are none, and give all members those of rank 0."""
+        if not self._optimizer.built:
+            self._make(variables)
         if tf.executing_eagerly():
             self._start(variables, in_step=False)
 
@@ -532,16 +540,16 @@ class Averaging:
         if not grads:
             return []
         device = device_of([*map(inner_variable, variables)])
+        dtypes = [tf.as_dtype(grad.dtype).as_numpy_dtype for grad in grads]
         tables = None
         if self.rule is None:
             tables = self._exchanges.tables_of(grads, variables, device)
         if tables is not None:
             gather = functools.partial(self._gather_rows, tables)
-            dtypes = [tf.as_dtype(grad.dtype).as_numpy_dtype for grad in grads]
             average = functools.partial(self._exchange_rows, tables, dtypes)
             return tables.average(grads, gather, average, takes_rows(self._optimizer))
         dense = [tf.convert_to_tensor(grad) for grad in grads]
-        compute = functools.partial(self._exchange, self._exchanges.of_gradients(dense, variables))
+        compute = functools.partial(self._exchange_dense, dtypes, variables)
         averages: list[tf.Tensor] = compute_in_python(compute, dense, device)
         return averages
 
@@ -612,7 +620,7 @@ class Averaging:
         """Return a name for the moments of ``layer``, equal in all members."""
         fit = running_fit()
         if fit is not None and averaging_of(fit.model) is self:
-            self._exchanges.know(fit.model)
+            self._exchanges.know(fit.model, at_first=True)
         return f"moments beside {self._exchanges.name_of(layer.variables[0])}"
 
     def _gather_rows(self, tables: Tables, called: CalledTensors) -> None:
@@ -636,6 +644,12 @@ class Averaging:
                 check_in_time(result, tables.what)
             told = [result.weights[rank] for rank in sorted(result.weights)]
             tables.write(called, told, is_among=member.rank not in result.late)
+
+    def _exchange_dense(
+        self, dtypes: Sequence[Any], variables: Sequence[Any], grads: CalledTensors
+    ) -> None:
+        """Average gradients, by the names that are in use now."""
+        self._exchange(self._exchanges.of_gradients(dtypes, variables), grads)
 
     def _exchange_rows(self, tables: Tables, dtypes: Sequence[Any], grads: CalledTensors) -> None:
         """Average gradients, of tables only rows."""
