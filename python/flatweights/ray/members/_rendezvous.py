@@ -224,7 +224,7 @@ class Rendezvous:
     def forget(self, session: Session) -> None:
         """Let go of a member that has left or is dead."""
         del self.present[session.token]
-        if session.state is PeerState.LEFT:
+        if session.has_joined and session.state is PeerState.LEFT:
             self._left.add(session.who)
 
     def close(self) -> None:
