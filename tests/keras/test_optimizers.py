@@ -1,6 +1,7 @@
 """The effects of `average_gradients` on an optimizer, in one process."""
 
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,8 +26,7 @@ from flatweights.keras import (
 from flatweights.ray import Member
 from flatweights.server import FedAvgM
 from flatweights.tensorflow import TensorFlowVariables
-
-# Steps of these tests have `autograph=False`: it would convert the optimizer for seconds.
+from flatweights.tensorflow._python_op import compute_in_python
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_an_overflow_halves_the_scale_and_skips_the_step(member: Member) -> None
     average_gradients(optimizer, member=member)
     variable = keras.Variable([1.0, 2.0])
     optimizer.build([variable])
-    step = tf.function(lambda grad: optimizer.apply([grad], [variable]), autograph=False)
+    step = tf.function(lambda grad: optimizer.apply([grad], [variable]))
     step(tf.constant([np.inf, 0.0]))
     assert np.asarray(variable).tolist() == [1.0, 2.0]
     assert float(optimizer.dynamic_scale) == 4.0
@@ -154,7 +154,7 @@ def test_a_scale_around_it_is_told_to_go_inside(member: Member) -> None:
     outer = keras.optimizers.LossScaleOptimizer(inner)
     variable = keras.Variable([1.0])
     with pytest.raises(RuntimeError, match=r"average_gradients\(keras.optimizers.LossScaleOptim"):
-        tf.function(lambda grad: outer.apply([grad], [variable]), autograph=False)(tf.ones(1))
+        tf.function(lambda grad: outer.apply([grad], [variable]))(tf.ones(1))
 
 
 def test_xla_is_told_how_to_compile(member: Member) -> None:
@@ -239,7 +239,7 @@ def test_variables_without_gradients_are_left_out_of_accumulated_ones(
     def step(first: Any, last: Any) -> None:
         optimizer.apply([first, None, last], variables)
 
-    step = tf.function(step, autograph=False) if in_graph else step
+    step = tf.function(step) if in_graph else step
     step(tf.constant([1.0]), tf.constant([[6.0, 8.0]]))
     assert [np.asarray(one).tolist() for one in variables] == [[1.0], [2.0], [[3.0, 4.0]]]
     step(tf.constant([3.0]), tf.constant([[6.0, 8.0]]))
@@ -285,10 +285,8 @@ def test_updates_in_functions_of_their_own_are_made_in_one_order() -> None:
                 optimizer.build([one])
                 is_late = one is actor and rank == 0
                 step = partial(update, optimizer, one, is_late=is_late)
-                updates.append(tf.function(step, autograph=False))
-            both = tf.function(
-                lambda x: [one(x + 10 * k) for k, one in enumerate(updates)], autograph=False
-            )
+                updates.append(tf.function(step))
+            both = tf.function(lambda x: [one(x + 10 * k) for k, one in enumerate(updates)])
             for _ in range(2):  # the first call of a process may happen to be in order
                 both(tf.constant(float(rank)))
             return [actor.numpy(), critic.numpy()]
@@ -604,3 +602,24 @@ def steps_of_dtypes(place: Place) -> Any:
 
 def test_gradients_may_have_another_dtype_in_each_step() -> None:
     assert in_threads(2, steps_of_dtypes) == [([-4.5] * 2, [-1.5, -3.0, 0.0, 0.0])] * 2
+
+
+def test_autograph_leaves_what_a_step_calls(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Converting that would take seconds."""
+    stacks: list[traceback.StackSummary] = []
+
+    def compute(*args: Any) -> Any:
+        stacks.append(traceback.extract_stack())
+        return compute_in_python(*args)
+
+    monkeypatch.setattr("flatweights.keras._gradients.compute_in_python", compute)
+    weights = keras.Variable(np.zeros(2, np.float32))
+    optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
+    optimizer.build([weights])
+    tf.function(lambda: optimizer.apply([tf.ones(2)], [weights]))()
+    assert weights.numpy().tolist() == [-1.0, -1.0]
+    converted = [frame.name for frame in stacks[0] if "__autograph_generated" in frame.filename]
+    assert converted
+    assert {name.removeprefix("tf__") for name in converted} <= {"<lambda>", "_apply_averages"}

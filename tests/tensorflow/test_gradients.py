@@ -3,8 +3,8 @@
 import gc
 import itertools
 import threading
+import traceback
 import weakref
-from functools import partial
 from typing import Any
 
 import keras
@@ -18,15 +18,12 @@ from tf_forks import Forks
 
 import flatweights as fw
 from flatweights import _core
-from flatweights.tensorflow import TensorFlowVariables
+from flatweights.tensorflow import TensorFlowVariables, _gradients
 
 # The way of moving weights is not tested here: once is enough.
 pytestmark = pytest.mark.parametrize("path", ["bound"], indirect=True)
 
 tf1 = tf.compat.v1
-
-# For all tests but a slow one: autograph converts the functions that are called, for seconds.
-function = partial(tf.function, autograph=False)
 
 
 def concatenated(gradients: Any, dtype: Any = np.float32) -> Any:
@@ -135,7 +132,7 @@ def test_dtypes_are_converted(given: Any, dtype: Any) -> None:
 
 
 def in_function(weights: Any, gradients: Any, **kwargs: Any) -> Any:
-    return function(lambda: weights.flatten_gradients(gradients(), **kwargs))().numpy()
+    return tf.function(lambda: weights.flatten_gradients(gradients(), **kwargs))().numpy()
 
 
 def in_tf1_graph(weights: Any, gradients: Any, **kwargs: Any) -> Any:
@@ -405,7 +402,7 @@ def test_clipping_is_that_of_tensorflow(clip_norm: Any) -> None:
     expected, _ = tf.clip_by_global_norm(gradients, float(clip_norm))
     flat = weights.flatten_gradients(gradients, clip_norm=clip_norm)
     np.testing.assert_allclose(flat, concatenated([*expected[:-1], np.zeros(2)]), rtol=1e-6)
-    inside = function(lambda *g: weights.flatten_gradients([*g, None], clip_norm=clip_norm))
+    inside = tf.function(lambda *g: weights.flatten_gradients([*g, None], clip_norm=clip_norm))
     np.testing.assert_allclose(inside(*gradients[:-1]), flat, rtol=1e-6)
 
 
@@ -423,7 +420,7 @@ def test_clipping_inside_a_function_is_that_outside(dtype: Any, clip_norm: Any, 
     weights = TensorFlowVariables(tf.Variable(tf.zeros(2, dtype)))
     gradient = tf.cast([3 * scale, 4 * scale], dtype)
     flat = weights.flatten_gradients([gradient], clip_norm=clip_norm)
-    inside = function(lambda g: weights.flatten_gradients([g], clip_norm=clip_norm))(gradient)
+    inside = tf.function(lambda g: weights.flatten_gradients([g], clip_norm=clip_norm))(gradient)
     np.testing.assert_array_equal(inside, flat)
     np.testing.assert_array_equal(flat, np.zeros(2) if clip_norm == 0 else gradient)
 
@@ -444,7 +441,7 @@ def test_the_norm_of_float16_does_not_overflow(symbolic: Any) -> None:
     def clip(gradient: Any) -> Any:
         return weights.flatten_gradients([gradient], clip_norm=50)
 
-    flat = (function(clip) if symbolic else clip)(tf.constant([300, 400], tf.float16))
+    flat = (tf.function(clip) if symbolic else clip)(tf.constant([300, 400], tf.float16))
     np.testing.assert_array_equal(flat, np.float16([30, 40]))
 
 
@@ -591,12 +588,11 @@ def test_flattening_in_a_loop_does_not_grow_the_graph() -> None:
         assert abs(np.linalg.norm(flat) - 1) < 1e-6
 
 
-@pytest.mark.parametrize("wrap", [function, pytest.param(tf.function, marks=pytest.mark.slow)])
-def test_inside_a_function_its_own_gradients_become_one_tensor(wrap: Any) -> None:
+def test_inside_a_function_its_own_gradients_become_one_tensor() -> None:
     model = dense_model()
     weights = TensorFlowVariables(model, trainable_only=True)
 
-    @wrap
+    @tf.function
     def inside() -> Any:
         gradients = gradients_of(model)
         return gradients, weights.flatten_gradients(gradients)
@@ -605,21 +601,38 @@ def test_inside_a_function_its_own_gradients_become_one_tensor(wrap: Any) -> Non
     np.testing.assert_array_equal(flat, concatenated(gradients))
 
 
+def test_autograph_leaves_what_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converting that would take seconds."""
+    stacks: list[traceback.StackSummary] = []
+
+    def concat(*args: Any) -> Any:
+        stacks.append(traceback.extract_stack())
+        return buckets_concat(*args)
+
+    buckets_concat = _gradients.concat
+    monkeypatch.setattr(_gradients, "concat", concat)
+    weights = eager_pair()
+    tf.function(lambda w: weights.flatten_gradients([w, None]))(W)
+    converted = [frame.name for frame in stacks[0] if "__autograph_generated" in frame.filename]
+    assert converted
+    assert {name.removeprefix("tf__") for name in converted} <= {"<lambda>", "flatten_gradients"}
+
+
 def test_inside_a_function_values_in_memory_are_refused() -> None:
     weights = eager_pair()
     with pytest.raises(RuntimeError, match=r"inside a tf\.function only its own tensors"):
-        function(lambda: weights.flatten_gradients([W, 0.0]))()
+        tf.function(lambda: weights.flatten_gradients([W, 0.0]))()
 
 
 def test_a_tensor_of_a_graph_fits_no_array() -> None:
     weights = eager_pair()
     out = np.zeros(7, np.float32)
     with pytest.raises(TypeError, match="out: expected None for gradients of a graph"):
-        function(lambda w: weights.flatten_gradients([w, None], out=out))(W)
+        tf.function(lambda w: weights.flatten_gradients([w, None], out=out))(W)
     with pytest.raises(ValueError, match=r"slot 0 'w': expected \(2, 3\), got \(3, 2\)"):
-        function(lambda w: weights.flatten_gradients([w, None]))(W.T)
+        tf.function(lambda w: weights.flatten_gradients([w, None]))(W.T)
     with pytest.raises(TypeError, match=r"slot 0 'w': expected float32, got complex64"):
-        function(lambda w: weights.flatten_gradients([w, None]))(W.astype(np.complex64))
+        tf.function(lambda w: weights.flatten_gradients([w, None]))(W.astype(np.complex64))
 
 
 # Steps
@@ -929,7 +942,7 @@ def test_inside_a_function_steps_are_refused() -> None:
     optimizer = keras.optimizers.SGD(1.0)
     for prepared in (False, True):
         with pytest.raises(RuntimeError, match=r"inside a tf\.function a step would be taken once"):
-            function(lambda: weights.apply_flat_gradients(optimizer, np.zeros(7)))()
+            tf.function(lambda: weights.apply_flat_gradients(optimizer, np.zeros(7)))()
         if not prepared:
             weights.prepare_gradients(optimizer)
 

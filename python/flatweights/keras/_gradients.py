@@ -57,7 +57,12 @@ from flatweights.ray import (
     Variables,
 )
 from flatweights.robust import AnyRule, Rule
-from flatweights.tensorflow._python_op import compute_in_python, device_of, end_copy_on_read
+from flatweights.tensorflow._python_op import (
+    compute_in_python,
+    device_of,
+    end_copy_on_read,
+    unconverted,
+)
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
@@ -362,8 +367,7 @@ class Averaging:
     def _accumulate(self, grads: Any, trainable_variables: Any = None) -> None:
         """Apply gradients that are averaged after they have been accumulated."""
         grads, variables = self._begin(grads, trainable_variables)
-        pairs = zip(grads, variables, strict=True)
-        self._accumulated = [variable for grad, variable in pairs if _is_averaged(grad, variable)]
+        self._accumulated = [variables[i] for i in _averaged(grads, variables)]
         self._apply(grads, None if trainable_variables is None else variables)
 
     def _average_accumulated(self, sums: list[Any]) -> list[Any]:
@@ -387,8 +391,7 @@ class Averaging:
 
     def _apply_averages(self, grads: Any, trainable_variables: Any = None) -> None:
         grads, variables = self._begin(grads, trainable_variables)
-        pairs = enumerate(zip(grads, variables, strict=True))
-        positions = [i for i, pair in pairs if _is_averaged(*pair)]
+        positions = _averaged(grads, variables)
         averages = self._average([grads[i] for i in positions], [variables[i] for i in positions])
         for i, average in zip(positions, averages, strict=True):
             grads[i] = average
@@ -399,6 +402,7 @@ class Averaging:
             if isinstance(average, tf.IndexedSlices):
                 end_copy_on_read(inner_variable(variables[i]))
 
+    @unconverted
     def _begin(self, grads: Any, trainable_variables: Any) -> tuple[list[Any], list[Any]]:
         """Check the context of the call, and build; return the gradients and their variables."""
         graph = checked_graph(
@@ -532,6 +536,7 @@ class Averaging:
             )
         self._is_started = True
 
+    @unconverted
     def _average(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the averages of ``grads``; of a graph inside a `tf.function`.
 
@@ -845,6 +850,11 @@ def _check_known(optimizer: Any, variables: Sequence[Any]) -> None:
         )
 
 
-def _is_averaged(grad: Any, variable: Any) -> bool:
-    """Whether ``grad`` is a gradient: for some variables, Keras passes the next value instead."""
-    return grad is not None and not getattr(variable, "overwrite_with_gradient", False)
+@unconverted
+def _averaged(grads: Sequence[Any], variables: Sequence[Any]) -> list[int]:
+    """Return the positions of gradients; for some variables, Keras passes the next value."""
+    return [
+        i
+        for i, (grad, variable) in enumerate(zip(grads, variables, strict=True))
+        if grad is not None and not getattr(variable, "overwrite_with_gradient", False)
+    ]

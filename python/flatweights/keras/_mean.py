@@ -8,8 +8,10 @@ import tensorflow as tf
 
 from flatweights.keras._gradients import averaging_of, averaging_of_optimizer
 from flatweights.keras._hooks import running_fit
+from flatweights.tensorflow._python_op import unconverted
 
 
+@unconverted
 def mean_over_members(tensor: Any, optimizer: Any = None, *, name: str = "tensor") -> tf.Tensor:
     """Return the mean of ``tensor`` over all members, within a step of `average_gradients`.
 

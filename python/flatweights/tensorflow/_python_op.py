@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -17,12 +17,23 @@ from flatweights.tensorflow._order import CALL
 from flatweights.tensorflow.library._load import load_library
 
 Compute = Callable[[_core.CalledTensors], None]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 HOST = "CPU:0"
 
 # Attributes of a graph: the calls that it keeps alive, and the operation of the last one, since
 # TensorFlow keeps no order in the gradient of a function that is called eagerly.
 _CALLS, _LAST = "_flatweights_calls", "_flatweights_last_call"
+
+
+def unconverted(function: Function) -> Function:
+    """Return ``function``, so that AutoGraph leaves it, and what it calls, as they are.
+
+    They have no conditions on tensors. Rewriting them would take seconds when a user's function is
+    first traced.
+    """
+    left: Function = tf.autograph.experimental.do_not_convert(function)
+    return left
 
 
 def device_of(variables: Sequence[Any]) -> str:
@@ -38,6 +49,7 @@ def device_of(variables: Sequence[Any]) -> str:
     return HOST
 
 
+@unconverted
 def end_copy_on_read(variable: tf.Variable) -> None:
     """Have TensorFlow no longer copy all of a variable of the host at each read.
 
@@ -49,7 +61,7 @@ def end_copy_on_read(variable: tf.Variable) -> None:
         library.end_copy_on_read(variable.handle)
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@unconverted
 def compute_in_python(
     compute: Compute, tensors: Sequence[tf.Tensor], device: str = HOST
 ) -> list[tf.Tensor]:

@@ -35,6 +35,7 @@ from flatweights.tensorflow._gradients import Gradients
 from flatweights.tensorflow._kinds import is_seed
 from flatweights.tensorflow._mover import ADD, LERP, Mover, Update
 from flatweights.tensorflow._objective import Objective
+from flatweights.tensorflow._python_op import unconverted
 from flatweights.tensorflow._session import SessionOperations
 from flatweights.tensorflow.library._load import load_library
 
@@ -809,6 +810,14 @@ class TensorFlowVariables:
             RuntimeError: If the gradients' graph is finalized; inside a `tf.function`, if they
                 are not its own tensors.
         """
+        flatten = self._flatten_gradients
+        if not tf.executing_eagerly():
+            flatten = unconverted(flatten)
+        return flatten(grads, dtype, out, clip_norm)
+
+    def _flatten_gradients(
+        self, grads: Any, dtype: Any, out: NDArray[Any] | None, clip_norm: float | None
+    ) -> Any:
         target = self._dtype if dtype is None else read_dtype(dtype, "dtype")
         if not (is_floating(target) or is_integer(target) or target.kind == "c"):
             raise TypeError(f"dtype: expected one of numbers, got {target}")
