@@ -623,3 +623,21 @@ def test_autograph_leaves_what_a_step_calls(
     converted = [frame.name for frame in stacks[0] if "__autograph_generated" in frame.filename]
     assert converted
     assert {name.removeprefix("tf__") for name in converted} <= {"<lambda>", "_apply_averages"}
+
+
+def steps_after_an_error(place: Place, value: float) -> Any:
+    weights = keras.Variable(np.zeros(2, np.float32), name="w")
+    member = place.member()
+    optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member, nonfinite="raise")
+    optimizer.build([weights])
+    with pytest.raises(ValueError, match="rank 1, slot 0 'w': holds NaN"):
+        optimizer.apply([tf.fill([2], [1.0, np.nan][place.rank])], [weights])
+    weights.assign(tf.fill([2], value * place.rank))  # each has a checkpoint of its own
+    optimizer.apply([tf.ones(2)], [weights])
+    return weights.numpy().tolist()
+
+
+def test_after_an_error_members_are_compared_again() -> None:
+    assert in_threads(2, steps_after_an_error, 0.0) == [[-1.0, -1.0]] * 2
+    for reply in in_threads(2, steps_after_an_error, 7.0):
+        assert "expected the variables and the optimizer's slots of rank 0 in all" in reply

@@ -254,7 +254,7 @@ CHANGES = (
         "python/flatweights/keras/_gradients.py",
         "            self._is_started = False  # all members start again in the next fit\n",
         "",
-        ("tests/keras/test_callbacks.py", "tests/keras/"),
+        ("tests/keras/test_optimizers.py", "tests/keras/"),
     ),
     Change(
         "python/flatweights/keras/_member_handle.py",
