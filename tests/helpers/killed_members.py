@@ -23,7 +23,7 @@ import numpy as np
 from process_groups import LocalProcessGroup
 
 import flatweights as fw
-from flatweights.ray import MemberError
+from flatweights.ray import MemberDiedError, MemberError
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.members._client import ChannelClient, Identity
 from flatweights.ray.members._member import Member
@@ -191,7 +191,7 @@ class Run:
         group = self.group.group
         for session in [*group.rendezvous.present.values()]:
             if session.rank == rank and session.channel is None:  # it had not connected
-                group.queue.post(group.lose, session.token, None)
+                group.queue.post(group.lose, session.token, MemberDiedError("killed"))
         self.start(rank)
 
     def stop(self, rank: int, seconds: float) -> None:

@@ -183,3 +183,34 @@ def test_names_do_not_depend_on_which_steps_a_member_traces(first: str) -> None:
     one, other = in_threads(2, steps_of_any_size, first)
     assert one == other
     assert not isinstance(one, str), one
+
+
+def own_steps(place: Place) -> Any:
+    """Trace a step before a fit and, in one member only, after it."""
+    member = place.member()
+    layers = keras.layers
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,), dtype="int32")
+    model = keras.Sequential([inputs, layers.Embedding(8, 2), layers.Dense(2)])
+    optimizer = average_gradients(keras.optimizers.SGD(0.1), member=member, sparse=True)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - 1.0) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    x = tf.reshape(tf.range(24), [8, 3]) % 8
+    step(x[:4])
+    model.compile(optimizer, "mse")
+    targets = tf.ones([8, 3, 2])
+    model.fit(x, targets, 4, verbose=0, shuffle=False, callbacks=[AverageLogs(member=member)])
+    step(x[: 4 + place.rank])
+    return [array.tolist() for array in model.get_weights()]
+
+
+def test_rows_have_the_names_that_are_in_use() -> None:
+    one, other = in_threads(2, own_steps)
+    assert one == other
+    assert not isinstance(one, str), one

@@ -625,6 +625,13 @@ def test_autograph_leaves_what_a_step_calls(
     assert {name.removeprefix("tf__") for name in converted} <= {"<lambda>", "_apply_averages"}
 
 
+def test_a_gradient_may_be_a_number(member: Member) -> None:
+    weights = keras.Variable(1.0)
+    optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
+    optimizer.apply([0.5], [weights])
+    assert float(weights.numpy()) == 0.5
+
+
 def steps_after_an_error(place: Place, value: float) -> Any:
     weights = keras.Variable(np.zeros(2, np.float32), name="w")
     member = place.member()

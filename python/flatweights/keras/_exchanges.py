@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -39,7 +38,8 @@ class Exchanges:
         self.is_far = False
         self._optimizer = optimizer
         self._sparse = sparse
-        self._model: Callable[[], Any] = lambda: None
+        # Not weakly: whether it is there must not depend on when garbage is collected.
+        self._model: Any = None
         self._of_gradients: dict[tuple[_Key, tuple[Any, ...]], Exchange] = {}
         self._of_tensors: dict[tuple[Any, ...], Exchange] = {}
         self._tables: dict[tuple[_Key, tuple[bool, ...]], Tables | None] = {}
@@ -50,15 +50,16 @@ class Exchanges:
     def know(self, model: Any, *, at_first: bool = False) -> None:
         """Name variables by the structure of ``model`` from now on; by their paths, if None.
 
-        Members change names at the same calls. So what only some of them do, such as to trace a
-        step again, is to change nothing: ``at_first`` has an effect only before names are in use.
+        Members change names at the same calls. To trace a step again, which only some of them may
+        do, changes none: with ``at_first``, this has an effect only before names are in use.
         """
-        if self._model() is not model and not (at_first and self._is_named):
-            self._model = (lambda: None) if model is None else weakref.ref(model)
+        if self._model is not model and not (at_first and self._is_named):
+            self._model = model
             self._of_gradients.clear()
-            self._tables.clear()
             self._states.clear()
             self._names.clear()
+            for tables in filter(None, self._tables.values()):  # steps that were traced have them
+                tables.rename([slot.name for slot in self._slots_of(tables.variables)[1]])
 
     def of_gradients(self, dtypes: Sequence[Any], variables: Sequence[Any]) -> Exchange:
         """Return the exchange of dense gradients of ``variables``, of these ``dtypes``."""
@@ -155,7 +156,7 @@ class Exchanges:
         self._is_named = True
         every = {id(one): one for one in variables_of(self._optimizer)}
         every |= {id(one): one for one in variables}
-        names = named_variables([*every.values()], self._model())
+        names = named_variables([*every.values()], self._model)
         by_id = dict(zip(every, names, strict=True))
         return {by_id[id(one)]: one for one in variables}
 

@@ -545,15 +545,16 @@ class Averaging:
         if not grads:
             return []
         device = device_of([*map(inner_variable, variables)])
-        dtypes = [tf.as_dtype(grad.dtype).as_numpy_dtype for grad in grads]
         tables = None
         if self.rule is None:
             tables = self._exchanges.tables_of(grads, variables, device)
         if tables is not None:
             gather = functools.partial(self._gather_rows, tables)
+            dtypes = [tf.as_dtype(grad.dtype).as_numpy_dtype for grad in grads]
             average = functools.partial(self._exchange_rows, tables, dtypes)
             return tables.average(grads, gather, average, takes_rows(self._optimizer))
         dense = [tf.convert_to_tensor(grad) for grad in grads]
+        dtypes = [grad.dtype.as_numpy_dtype for grad in dense]
         compute = functools.partial(self._exchange_dense, dtypes, variables)
         averages: list[tf.Tensor] = compute_in_python(compute, dense, device)
         return averages

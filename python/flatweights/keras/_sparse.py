@@ -181,6 +181,12 @@ class Tables:
         self._own: list[NDArray[np.int64]] = []
         self._exchanges: dict[tuple[tuple[int, ...], tuple[Any, ...]], SparseExchange] = {}
 
+    def rename(self, names: Sequence[str]) -> None:
+        """Give all variables other names."""
+        self.names = names
+        self._tables = {i: table._replace(name=names[i]) for i, table in self._tables.items()}
+        self._exchanges.clear()
+
     @property
     def what(self) -> str:
         """What the first call gathers."""

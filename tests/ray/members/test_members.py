@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ import flatweights as fw
 from flatweights import robust
 from flatweights.ray import Member, MemberDiedError, MemberError, NotInTrainError, WorkerError, join
 from flatweights.ray.members._coordinator import Coordinator
+from flatweights.ray.members._platform import PLATFORM
 from flatweights.ray.members._train import train_worker
 from flatweights.ray.support import _failpoints
 
@@ -660,6 +662,22 @@ def test_who_has_left_waits_for_the_next_group_of_the_name(puppets: Puppets) -> 
     ray.get([again, pair[1].join.remote(name, rank=1, **terms)])
     calls = [one.run.remote(mean_with, 100.0 * rank) for rank, one in enumerate(pair)]
     assert ray.get(calls) == [(50.0, (0, 1))] * 2
+
+
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+def who() -> str:
+    return PLATFORM.who()
+
+
+@BY_ONE_WAY
+def test_a_task_is_another_process_than_the_one_before_it(puppets: Puppets) -> None:
+    """Ray gives both one process; the second may take the rank of a member that has died."""
+    one, other = ray.get(who.remote()), ray.get(who.remote())
+    assert one != other
+    assert re.fullmatch(r"process \d+ on .* \(task [0-9a-f]+\)", one)
+    (puppet,) = puppets.idle(1)
+    in_actor = [puppet.run.remote(lambda member: PLATFORM.who()) for _ in range(2)]
+    assert len({*ray.get(in_actor)}) == 1
 
 
 @ray.remote(num_cpus=0, max_retries=1)  # type: ignore[untyped-decorator]

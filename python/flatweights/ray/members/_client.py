@@ -516,7 +516,7 @@ def enter(
 def _who_is_missing(
     coordinator: ray.actor.ActorHandle, token: bytes, own: int | None, platform: MemberPlatform
 ) -> str:
-    """Return a clause about the ranks for which a process waits, without its own."""
+    """Return a clause about the ranks that have yet to join, or to leave the last process group."""
     try:
         ranks, are_to_leave = platform.get(coordinator.awaited_by.remote(token), _ABSENT)
     except ray.exceptions.RayError as error:

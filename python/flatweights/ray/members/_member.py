@@ -101,7 +101,8 @@ def join(
 
     Args:
         name: The name of the process group, local to the Ray job. If None, ``"default"``. A process
-            that has left a group of this name waits for its end, unless it has a ``min_size``.
+            that has left a group of this name waits for its end, unless it has a ``min_size`` below
+            ``size``.
         rank: The rank of this member, below ``size``; the lowest free rank, if None.
         size: The number of members; with ``min_size``, the largest number.
         min_size: The number of members with which the process group opens once ``grace`` is over;

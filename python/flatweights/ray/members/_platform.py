@@ -101,8 +101,14 @@ class MemberPlatform(GroupPlatform):
         return secrets.token_bytes(_TOKEN), self.who()
 
     def who(self) -> str:
-        """Return the name of this process in errors."""
-        return f"process {os.getpid()} on {socket.gethostname()}"
+        """Return the name of this process in errors.
+
+        Ray gives the process of a task to later tasks, so that of the task is part of the name.
+        """
+        process, task = f"process {os.getpid()} on {socket.gethostname()}", self.task()
+        if task is None or ray.get_runtime_context().get_actor_id() is not None:
+            return process
+        return f"{process} (task {task})"
 
     def task(self) -> str | None:
         """Return the id of this Ray task, which its retries have, too; None in a driver."""

@@ -4,7 +4,7 @@ A rank is free once its old process has left or died. The process group opens wh
 ready, or enough of them, and the grace is over. A process that is coming in counts as a member; if
 it gives up or dies, the process group forgets it. A process that has left comes for the next
 process group of this name, and waits for the end of this one, unless members come and go
-(``min_size``).
+(``min_size`` below ``size``).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Rendezvous:
         self.is_open = False
         self._entries: list[Entry] = []  # processes that wait for a rank
         self._entered = 0  # the number of sessions so far
-        self._left: set[str] = set()  # processes that have left
+        self._left: set[str] = set()  # processes that have left, unless members come and go
         self._grace: Deadline | None = None  # runs from the first member that is ready
         self._watched: set[str] = set()  # the tokens of agents
         # Reports of deaths that agents may still correct, and until when.
@@ -224,7 +224,7 @@ class Rendezvous:
     def forget(self, session: Session) -> None:
         """Let go of a member that has left or is dead."""
         del self.present[session.token]
-        if session.has_joined and session.state is PeerState.LEFT:
+        if session.state is PeerState.LEFT and self._config.min_size == self._config.size:
             self._left.add(session.who)
 
     def close(self) -> None:
@@ -242,6 +242,9 @@ class Rendezvous:
         Raises:
             ValueError: If it cannot get a join reply.
         """
+        for session in [*self.present.values()]:
+            if session.who == entry.who:
+                self._hear(session)  # it may just have left
         if self._has_left(entry):
             return None
         self._config.check_same(entry.config)
@@ -278,11 +281,8 @@ class Rendezvous:
         return JoinReply(rank, session.number, None, agent.handle)
 
     def _has_left(self, entry: Entry) -> bool:
-        """Whether the process was a member, and has left: the others' calls are not its next ones.
-
-        Where members come and go, it may come back.
-        """
-        return entry.who in self._left and self._config.min_size == self._config.size
+        """Whether the process has left: it begins another training, and the others do not yet."""
+        return entry.who in self._left
 
     def _patience_of(self, entry: Entry) -> float:
         """Return until when a process waits for the end of one that has the rank it wants."""
@@ -296,11 +296,16 @@ class Rendezvous:
     def _is_free(self, rank: int) -> bool:
         """Whether no live process has ``rank``."""
         session = self.sessions.get(rank)
-        if session is not None and session.is_present and session.channel is not None:
-            session.channel.receive()  # it may just have died
+        if session is not None and session.is_present:
+            self._hear(session)  # it may just have died
+        return session is None or not session.is_present
+
+    def _hear(self, session: Session) -> None:
+        """Take what a member has sent, or its end, if that has come."""
+        if session.channel is not None:
+            session.channel.receive()
             if session.poll():
                 self._on_event(session)
-        return session is None or not session.is_present
 
     def _lose_all(self, agent: AgentClient, why: str) -> None:
         """Count the members of a dead agent's node as dead; its process may still have to end."""
