@@ -632,6 +632,14 @@ def test_a_gradient_may_be_a_number(member: Member) -> None:
     assert float(weights.numpy()) == 0.5
 
 
+def test_the_end_of_a_loop_may_be_told_twice(member: Member) -> None:
+    weights = keras.Variable(1.0)
+    optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
+    optimizer.apply([0.5], [weights])
+    for _ in range(2):
+        optimizer.finalize_variable_values([weights])
+
+
 def steps_after_an_error(place: Place, value: float) -> Any:
     weights = keras.Variable(np.zeros(2, np.float32), name="w")
     member = place.member()

@@ -248,7 +248,7 @@ CHANGES = (
         "python/flatweights/keras/_gradients.py",
         "        self._steps_before = steps\n",
         "",
-        ("tests/keras/test_callbacks.py", "tests/keras/test_optimizers.py", "tests/keras/"),
+        ("tests/keras/test_optimizers.py", "tests/keras/"),
     ),
     Change(
         "python/flatweights/keras/_gradients.py",
