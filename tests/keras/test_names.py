@@ -178,7 +178,7 @@ def steps_of_any_size(place: Place, first: str) -> Any:
     return [array.tolist() for array in model.get_weights()]
 
 
-@pytest.mark.parametrize("first", ["build", "fit"])
+@pytest.mark.parametrize("first", ["fit", pytest.param("build", marks=pytest.mark.slow)])
 def test_names_do_not_depend_on_which_steps_a_member_traces(first: str) -> None:
     one, other = in_threads(2, steps_of_any_size, first)
     assert one == other
