@@ -654,7 +654,7 @@ def test_who_has_left_waits_for_the_next_group_of_the_name(puppets: Puppets) -> 
     assert ray.get(calls) == [(5.0, (0, 1))] * 2
     ray.get(pair[0].leave.remote())
     with pytest.raises(TimeoutError, match=r"ranks 1 have not left the process group of this name"):
-        ray.get(pair[0].join.remote(name, rank=0, size=2, timeout=0.5))
+        ray.get(pair[0].join.remote(name, rank=0, size=2, timeout=3.0))
     again = pair[0].join.remote(name, rank=0, **terms)
     assert ray.wait([again], timeout=0.5) == ([], [again])
     assert ray.get(pair[1].run.remote(mean_with, 20.0)) == (20.0, (1,))
