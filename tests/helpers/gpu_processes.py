@@ -1,6 +1,5 @@
 """Processes that use a GPU without TensorFlow, by NVIDIA's driver or by its stand-in."""
 
-import atexit
 import ctypes
 import fcntl
 import functools
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from reference import clean_environment
-from tf_forks import Forks
+from tf_forks import shared_forks
 
 REPOSITORY = Path(__file__).parents[2]
 STAND_IN = REPOSITORY / "tests" / "cpp" / "stand_in_cuda.cpp"
@@ -125,13 +124,6 @@ def random_bytes(nbytes: int, seed: int) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
-@functools.cache
-def _forks() -> Forks:
-    forks = Forks("ml_dtypes", "importlib.metadata", "pytest", "ray")
-    atexit.register(forks.stop)
-    return forks
-
-
 class GPUProcess:
     """A process that uses a GPU and runs pieces of programs, one after the other.
 
@@ -154,7 +146,8 @@ class GPUProcess:
                 "import gpu_processes\n"
                 f"gpu_processes._serve({listener.getsockname()!r}, {library!r})"
             )
-            self.process = _forks().start(program, environment=clean_environment(**env))
+            forks = shared_forks("ml_dtypes", "importlib.metadata", "pytest", "ray")
+            self.process = forks.start(program, environment=clean_environment(**env))
             self._here, _ = listener.accept()
         self.descriptors: list[int] = []
 

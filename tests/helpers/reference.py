@@ -1,6 +1,5 @@
 """Oracles and helpers that the tests share; nothing here calls flatweights."""
 
-import atexit
 import functools
 import gc
 import inspect
@@ -17,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tf_forks import Forks
+from tf_forks import Forks, shared_forks
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 REAL = tuple(np.dtype(t) for t in (np.float16, BFLOAT16, np.float32, np.float64))
@@ -304,12 +303,9 @@ def run_python(code: str, env: Mapping[str, str] | None = None) -> str:
     return done.stdout
 
 
-@functools.cache
 def numpy_forks() -> Forks:
-    """Processes that have imported what flatweights imports; they end with this one."""
-    forks = Forks("ml_dtypes", "importlib.metadata", "pickle", "threading")
-    atexit.register(forks.stop)
-    return forks
+    """Processes that have imported what flatweights imports."""
+    return shared_forks("ml_dtypes", "importlib.metadata", "pickle", "threading")
 
 
 def clean_environment(**extra: str) -> dict[str, str]:

@@ -3,6 +3,8 @@
 That is TensorFlow, unless other modules are named.
 """
 
+import atexit
+import functools
 import os
 import pickle
 import signal
@@ -137,3 +139,11 @@ class Forks:
     def stop(self) -> None:
         self._here.close()
         self._process.wait(60)
+
+
+@functools.cache
+def shared_forks(*modules: str) -> Forks:
+    """Return those that have imported ``modules``, for all tests; they end with this process."""
+    forks = Forks(*modules)
+    atexit.register(forks.stop)
+    return forks

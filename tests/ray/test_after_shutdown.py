@@ -79,6 +79,15 @@ import numpy as np
 from flatweights.ray import Publisher, Subscriber, WorkerGroup
 from ray_workers import PlainWorker
 
+def check(*calls):
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            assert "an earlier session of Ray" in str(error), error
+        else:
+            raise AssertionError("no error")
+
 options = dict(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 ray.init(**options)
 group = WorkerGroup.create(PlainWorker, 1)
@@ -96,13 +105,7 @@ assert subscriber.update()
 publisher.publish()
 assert idle.update()
 ray.init(**options)
-for call in (subscriber.update, reader.read):
-    try:
-        call()
-    except RuntimeError as error:
-        assert "an earlier session of Ray" in str(error), error
-    else:
-        raise AssertionError("weights of an earlier session")
+check(subscriber.update, reader.read)
 end = time.monotonic() + 60
 while time.monotonic() < end:  # nothing is new, but its thread looks around every second
     try:
@@ -110,14 +113,8 @@ while time.monotonic() < end:  # nothing is new, but its thread looks around eve
     except RuntimeError:
         break
     time.sleep(0.05)
-for call in (group.average, lambda: group.add(1), lambda: group.remove(0),
-             publisher.publish, subscriber.update, idle.read):
-    try:
-        call()
-    except RuntimeError as error:
-        assert "an earlier session of Ray" in str(error), error
-    else:
-        raise AssertionError("no error")
+check(group.average, lambda: group.add(1), lambda: group.remove(0),
+      publisher.publish, subscriber.update, idle.read)
 group.shutdown()
 print("no error")
 """

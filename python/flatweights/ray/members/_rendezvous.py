@@ -124,6 +124,7 @@ class Rendezvous:
         self._has_begun = False  # whether any process has arrived
         self.is_open = False
         self._entries: list[Entry] = []  # processes that wait for a rank
+        self._of_next: list[Entry] = []  # processes that have left, and wait for the end
         self._entered = 0  # the number of sessions so far
         self._left: set[str] = set()  # processes that have left, unless members come and go
         self._grace: Deadline | None = None  # runs from the first member that is ready
@@ -157,7 +158,7 @@ class Rendezvous:
 
     def awaited_by(self, token: bytes) -> tuple[list[int], bool]:
         """Return the ranks for which a process waits, and whether it waits for them to leave."""
-        if any(entry.token == token and self._has_left(entry) for entry in self._entries):
+        if any(entry.token == token for entry in self._of_next):
             return [*self.peers.ranks()], True
         return self.absent(), False
 
@@ -174,7 +175,7 @@ class Rendezvous:
 
     def ends(self) -> list[float]:
         """Return the times, by `time.monotonic`, at which something is due here."""
-        ends = [self._patience_of(one) for one in self._entries if not self._has_left(one)]
+        ends = [self._patience_of(entry) for entry in self._entries]
         ends += [end for end, _ in self._reports.values()]
         if not self.sessions:
             ends.append(_clock.now() + _GRACE)
@@ -204,6 +205,9 @@ class Rendezvous:
         now = _clock.now()
         entries, self._entries = self._entries, []
         for entry in entries:
+            if self._has_left(entry):
+                self._of_next.append(entry)
+                continue
             try:
                 join_reply = self._reply_to(entry, now)
             except ValueError as error:
@@ -217,9 +221,10 @@ class Rendezvous:
     def drop(self, token: bytes, why: Exception) -> None:
         """Drop a process that no longer wants to be a member."""
         self._has_begun = True  # it may have given up before it entered
-        for entry in [entry for entry in self._entries if entry.token == token]:
-            self._entries.remove(entry)
-            entry.end(why)
+        for waiting in (self._entries, self._of_next):
+            for entry in [entry for entry in waiting if entry.token == token]:
+                waiting.remove(entry)
+                entry.end(why)
 
     def forget(self, session: Session) -> None:
         """Let go of a member that has left or is dead."""
@@ -229,7 +234,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Refuse those that wait."""
-        for entry in self._entries:
+        for entry in (*self._entries, *self._of_next):
             entry.end(RuntimeError("the process group has ended"))
 
     def open_for(self, ready: int) -> None:
@@ -242,11 +247,6 @@ class Rendezvous:
         Raises:
             ValueError: If it cannot get a join reply.
         """
-        for session in [*self.present.values()]:
-            if session.who == entry.who:
-                self._hear(session)  # it may just have left
-        if self._has_left(entry):
-            return None
         self._config.check_same(entry.config)
         if entry.rank is not None and not 0 <= entry.rank < self._config.size:
             raise ValueError(f"rank: expected 0 to {self._config.size - 1}, got {entry.rank}")
@@ -282,6 +282,9 @@ class Rendezvous:
 
     def _has_left(self, entry: Entry) -> bool:
         """Whether the process has left: it begins another training, and the others do not yet."""
+        for session in [*self.present.values()]:
+            if session.who == entry.who:
+                self._hear(session)  # its leave may have come
         return entry.who in self._left
 
     def _patience_of(self, entry: Entry) -> float:
