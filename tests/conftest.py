@@ -99,17 +99,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Make half of the processes begin with the files of Ray, and the others with the rest.
 
-    Tests of Ray wait while others compute, so both run at the same time. And half of the processes
-    need no Ray, or only for a short time at the end.
+    Tests of Ray wait while others compute, so both run at the same time. To start Ray takes a
+    process longer than most files, so only one more than half of them ever do.
     """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Halves(LoadFileScheduling):  # type: ignore[misc]
-        def _assign_work_unit(self, node: Any) -> None:
+        def _takes_ray(self, node: Any, count: int) -> bool:
+            """Whether the process is one of ``count`` that have Ray, or may become one."""
             with_ray = [n for n, files in self.assigned_work.items() if any(map(_uses_ray, files))]
-            takes_ray = node in with_ray or len(with_ray) < len(self.nodes) // 2
+            return node in with_ray or len(with_ray) < count
+
+        def _reschedule(self, node: Any) -> None:
+            may_take_ray = self._takes_ray(node, self.numnodes // 2 + 1)
+            is_left = may_take_ray or not all(map(_uses_ray, self.workqueue))
+            if not is_left and not node.shutting_down:
+                node.shutdown()
+            super()._reschedule(node)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            takes_ray = self._takes_ray(node, self.numnodes // 2)
             for file in self.workqueue:
                 if _uses_ray(file) == takes_ray:
                     self.workqueue.move_to_end(file, last=False)

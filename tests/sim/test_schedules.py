@@ -17,7 +17,7 @@ from tests.sim.schedules import schedule_of, transcript_of, without_collector
 
 import flatweights
 
-SCHEDULES = {"members": 400, "nodes": 80, "group": 200, "asynchronous": 100, "fit": 50}
+SCHEDULES = {"members": 240, "nodes": 50, "group": 120, "asynchronous": 60, "fit": 30}
 BLOCKS = [
     pytest.param(
         protocol,
@@ -26,7 +26,7 @@ BLOCKS = [
         marks=pytest.mark.slow if k else [],
     )
     for protocol, count in SCHEDULES.items()
-    for k in range(10)
+    for k in range(16)
 ]
 FOUND = {
     "group": (5840,),
