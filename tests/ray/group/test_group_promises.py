@@ -1,6 +1,7 @@
 """The promises of a group under all faults: names of ranks, one version, no call twice."""
 
 import gc
+import itertools
 import os
 import pickle
 import re
@@ -38,6 +39,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]  # mostly over channel
 
 LARGE = 80_000  # elements; in 16 bits, too, beyond what travels by value
 
+HOW = ("broadcast", "step", "average")
+SUBSETS = {("plain", "a call of others", "average"), ("wire", "a publication", "broadcast")}
+"""The cases of subsets that differ most."""
+
 
 class TwoArgumentsError(Exception):
     """Does not unpickle."""
@@ -52,8 +57,17 @@ class Told(PlainWorker):
     def __init__(self, rank: int = 0, size: int = 5) -> None:
         super().__init__(rank, size)
         self.model = FlatWeights({"w": np.ones(size, np.float32), "n": np.int64(0)})
+        self.fails_half_way = False
+
+    def fail_half_way(self) -> None:
+        """Set only a part of the next weights."""
+        self.fails_half_way = True
 
     def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
+        fails, self.fails_half_way = self.fails_half_way, False
+        if fails:
+            self.model["w"] = new_weights["w"]
+            raise OSError("half-way")
         if new_weights["w"][0] > 50:
             raise ValueError("too large")
         super().set_weights(new_weights)
@@ -196,39 +210,21 @@ def test_weights_that_all_refused_are_sent_to_nobody(
     assert len({*bits(group)}) == 1
 
 
-class HalfWay(PlainWorker):
-    """Sets only a part of the weights when told to."""
-
-    fails = False
-
-    def fail(self) -> None:
-        self.fails = True
-
-    def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
-        fails, self.fails = self.fails, False
-        if fails:
-            self.model["w"] = new_weights["w"]
-            raise OSError("half-way")
-        super().set_weights(new_weights)
-
-
-def test_weights_that_all_have_set_in_part_are_replaced_by_those_before(lend: Lend) -> None:
-    group = lend(HalfWay, 2)
-    group.broadcast(weights_of(1.0))
+def test_weights_that_all_have_set_in_part_are_replaced_by_those_before(group: WorkerGroup) -> None:
     before = bits(group)
-    for how in ("broadcast", "step", "average"):
-        group.step("fail")
-        with pytest.raises(WorkerError, match=r"rank 0: .*half-way\nrank 1: .*half-way"):
-            send(group, how, weights_of(2.0))
-        assert group.healthy_actor_ids() == [0, 1]
+    for how in HOW:
+        group.step("fail_half_way")
+        with pytest.raises(WorkerError, match=r"(rank [012]: .*half-way\n?){3}"):
+            send(group, how, start_of(2.0))
+        assert group.healthy_actor_ids() == [0, 1, 2]
         assert bits(group) == before
     other = WorkerGroup(list(group.actors().values()), initial=None)
-    other.step("fail")
+    other.step("fail_half_way")
     with pytest.raises(WorkerError, match="half-way"):
-        other.broadcast(weights_of(2.0))
+        other.broadcast(start_of(2.0))
     with pytest.raises(WorkerError, match="may have set only some"):
         group.average("get_weights")
-    assert group.broadcast(weights_of(1.0)) == [0, 1]
+    assert group.broadcast(start_of(1.0)) == [0, 1, 2]
     assert bits(group) == before
 
 
@@ -328,9 +324,13 @@ def test_refused_weights_that_changed_nothing_cost_no_training() -> None:
             assert has_left_weights(arrived) == is_unchanged
 
 
-@pytest.mark.parametrize("how", ["broadcast", "step", "average"])
-@pytest.mark.parametrize("missed", ["a call of others", "a publication"])
-@pytest.mark.parametrize("size", ["wire", "plain"])
+@pytest.mark.parametrize(
+    ("size", "missed", "how"),
+    [
+        pytest.param(*case, marks=() if case in SUBSETS else pytest.mark.slow)
+        for case in itertools.product(("wire", "plain"), ("a call of others", "a publication"), HOW)
+    ],
+)
 def test_a_subset_changes_the_latest_weights_of_ranks_that_missed_these_too(
     three: WorkerGroup, wired: WorkerGroup, size: str, missed: str, how: str
 ) -> None:
@@ -348,8 +348,15 @@ def test_a_subset_changes_the_latest_weights_of_ranks_that_missed_these_too(
         assert set(weights["w"]) == {2.0}
 
 
-@pytest.mark.parametrize("how", ["broadcast", "step", "average"])
-@pytest.mark.parametrize("size", ["wire", "plain"])
+@pytest.mark.parametrize(
+    ("size", "how"),
+    [
+        ("wire", "average"),
+        pytest.param("wire", "step", marks=pytest.mark.slow),
+        pytest.param("plain", "step", marks=pytest.mark.slow),
+        ("plain", "broadcast"),
+    ],
+)
 def test_where_no_worker_is_healthy_weights_bring_those_back_that_take_them(
     three: WorkerGroup, wired: WorkerGroup, size: str, how: str
 ) -> None:
@@ -638,16 +645,22 @@ def test_a_worker_takes_the_weights_that_a_call_brings_and_no_others() -> None:
     assert worker.calls == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"max_concurrency": 4}], ids=["in turn", "at once"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="in turn", marks=pytest.mark.slow),
+        pytest.param({"max_concurrency": 4}, id="at once"),
+    ],
+)
 def test_after_an_interrupt_weights_are_sent_once_the_call_has_ended(
     way: str, lend: Lend, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """If workers run several calls at a time, they would train on weights that were sent early."""
-    group = lend(Told, 3, max_restarts=-1, **options)
+    group = lend(Told, 2, max_restarts=-1, **options)
     group.broadcast(start_of(1.0))
 
     def interrupt(*arguments: Any) -> Any:
-        for rank in range(3):
+        for rank in range(2):
             wait_for(tmp_path / f"{rank} began")
         raise KeyboardInterrupt
 
@@ -659,7 +672,7 @@ def test_after_an_interrupt_weights_are_sent_once_the_call_has_ended(
     timer.start()
     (found,) = group.run(1, "train")
     timer.join()
-    expected = fw.average([trained(start_of(1.0), rank) for rank in range(3)])
+    expected = fw.average([trained(start_of(1.0), rank) for rank in range(2)])
     assert same_bits(found.weights.buffer, expected.buffer)
     assert set(bits(group)) == {expected.buffer.tobytes()}
 
@@ -747,7 +760,7 @@ def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(
     assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
 
 
-@pytest.mark.parametrize("timeout", [1e16, 1e308, 10**400, np.float32(1e30)])
+@pytest.mark.parametrize("timeout", [1e16, 10**400])
 def test_a_timeout_may_be_longer_than_clocks_count(group: WorkerGroup, timeout: Any) -> None:
     group.broadcast(start_of(2.0), timeout=timeout)
     assert group.step("ping", timeout=timeout) == dict.fromkeys(range(3), "pong")
@@ -763,12 +776,12 @@ def test_texts_of_errors_are_cut_where_they_are_shown(
     group: WorkerGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(WorkerError) as caught:
-        group.average("raise_text", 1, 3_000_000)
+        group.average("raise_text", 1, 300_000)
     assert len(str(caught.value)) < 4000
     assert str(caught.value).startswith("rank 1: OSError: xxx")
-    assert str(caught.value).endswith("... [3,000,003 characters] ... " + "x" * 497 + "end")
+    assert str(caught.value).endswith("... [300,003 characters] ... " + "x" * 497 + "end")
     with caplog.at_level("INFO", logger="flatweights"):
-        found = group.average("raise_text", 1, 3_000_000, min_results=2)
+        found = group.average("raise_text", 1, 300_000, min_results=2)
     assert len(found.record()["failed"]["1"]) < 4000
     assert "rank 1: OSError: xxx" in caplog.text
     assert len(caplog.text) < 10_000

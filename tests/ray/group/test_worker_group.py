@@ -34,6 +34,7 @@ from flatweights.server import FedAvgM
 pytestmark = pytest.mark.ray
 
 SMALL, LARGE = 5, 40_000  # elements; beyond 100 KiB weights lie in shared memory
+SIZES = [pytest.param(SMALL, id="inline", marks=pytest.mark.slow), pytest.param(LARGE, id="shared")]
 
 Make = Callable[..., WorkerGroup]
 
@@ -215,7 +216,8 @@ def senders() -> dict[str, Callable[[FlatWeights], Any]]:
     }
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
+@pytest.mark.starts_actors
+@pytest.mark.parametrize("size", SIZES)
 def test_broadcast_takes_any_kind_of_weights(group: WorkerGroup, size: int) -> None:
     for k, (name, send) in enumerate(senders().items()):
         start = weights_of(float(k), size)
@@ -223,7 +225,7 @@ def test_broadcast_takes_any_kind_of_weights(group: WorkerGroup, size: int) -> N
         assert_all_have(group, start)
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
+@pytest.mark.parametrize("size", SIZES)
 def test_a_call_brings_any_kind_of_weights(group: WorkerGroup, size: int) -> None:
     for k, send in enumerate(senders().values()):
         start = weights_of(float(k), size)
@@ -268,7 +270,7 @@ def twice(start: FlatWeights, rank: int) -> FlatWeights:
     return trained(trained(start, rank), rank)
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
+@pytest.mark.parametrize("size", SIZES)
 def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int, tmp_path: Path) -> None:
     group = make(2, size)
     mine = weights_of(1.0, size)
@@ -352,6 +354,7 @@ def test_what_nobody_took_yet_does_not_follow_the_caller(make: Make, tmp_path: P
         assert_same(found, weights_of(1.0, LARGE))
 
 
+@pytest.mark.starts_actors
 @pytest.mark.parametrize("max_inflight", [2, 3], ids=["streamed", "fused"])
 def test_average_is_in_the_ranks_of_the_group(group: WorkerGroup, max_inflight: int) -> None:
     group = WorkerGroup(list(group.actors().values()), max_inflight=max_inflight)
@@ -373,6 +376,7 @@ def test_average_is_in_the_ranks_of_the_group(group: WorkerGroup, max_inflight: 
         group.average("get_weights", weights=lambda result: result["samples"])
 
 
+@pytest.mark.slow
 def test_weights_and_ranks_belong_together_when_some_are_gone(make: Make) -> None:
     group = make(4, max_inflight=2)
     start = weights_of(1.0)
@@ -408,6 +412,7 @@ def ask_for_ever(actor: Any) -> None:
         ray.get(actor.ping.remote(), timeout=300)
 
 
+@pytest.mark.starts_actors
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -444,6 +449,7 @@ def test_a_method_that_raises_leaves_its_actor_healthy(group: WorkerGroup) -> No
         group.step("no_such_method")
 
 
+@pytest.mark.starts_actors
 def test_another_layout_or_nan_leaves_actors_healthy(group: WorkerGroup) -> None:
     group.broadcast(weights_of(1.0))
     out = weights_of(7.0)
@@ -461,7 +467,7 @@ def test_another_layout_or_nan_leaves_actors_healthy(group: WorkerGroup) -> None
 @pytest.mark.parametrize(
     ("action", "restarts", "size"),
     [
-        ("die before", 0, LARGE),
+        pytest.param("die before", 0, LARGE, marks=pytest.mark.slow),
         pytest.param("die before", -1, SMALL, marks=pytest.mark.slow),
         pytest.param("die during", 0, SMALL, marks=pytest.mark.slow),
         ("die during", -1, LARGE),
@@ -523,6 +529,7 @@ def assert_restarted(error: Exception) -> None:
         assert "restarted since" in str(error)
 
 
+@pytest.mark.slow
 def test_a_retried_call_never_answers_with_lost_weights(make: Make, tmp_path: Path) -> None:
     """The restarted actor has its first weights."""
     group = make(3, max_task_retries=-1)
@@ -552,6 +559,7 @@ def test_a_restart_between_rounds_is_noticed(make: Make) -> None:
     assert step == {1: 1, 2: 1}
 
 
+@pytest.mark.slow
 def test_before_any_broadcast_a_restarted_worker_does_not_come_back(
     make: Make, tmp_path: Path
 ) -> None:
@@ -598,6 +606,7 @@ def test_a_late_answer_is_never_averaged(group: WorkerGroup, tmp_path: Path) -> 
     assert_same(group.average("train").weights, mean_of(found.weights, range(3)))
 
 
+@pytest.mark.starts_actors
 @pytest.mark.parametrize(("need", "remedy"), [(3, "$"), (None, "\npass min_results=2 to average")])
 def test_too_few_in_time_is_an_error_and_they_are_late_all_the_same(
     group: WorkerGroup, tmp_path: Path, need: int | None, remedy: str
@@ -615,6 +624,7 @@ def test_too_few_in_time_is_an_error_and_they_are_late_all_the_same(
     assert restored(group) == [1]
 
 
+@pytest.mark.starts_actors
 def test_late_ranks_are_noted_whatever_else_is_wrong(group: WorkerGroup, tmp_path: Path) -> None:
     group.broadcast(weights_of(1.0))
     group.step("ping")
@@ -625,6 +635,7 @@ def test_late_ranks_are_noted_whatever_else_is_wrong(group: WorkerGroup, tmp_pat
     assert restored(group) == [1]
 
 
+@pytest.mark.starts_actors
 def test_a_late_step_is_left_out(group: WorkerGroup, tmp_path: Path) -> None:
     start = weights_of(1.0)
     group.broadcast(start)
@@ -647,8 +658,8 @@ class Choosy(PlainWorker):
         super().set_weights(new_weights)
 
 
-def test_weights_that_nobody_takes_change_nothing(way: str) -> None:
-    group = WorkerGroup.create(Choosy, 2, arguments=lambda rank: (rank,), num_cpus=0)
+def test_weights_that_nobody_takes_change_nothing(way: str, lend: Lend) -> None:
+    group = lend(Choosy, 2)
     start = weights_of(1.0)
     group.broadcast(start)
     with pytest.raises(WorkerError, match=r"rank 0: ValueError: negative\nrank 1: ValueError"):
@@ -680,9 +691,9 @@ def test_weights_that_nobody_takes_change_nothing(way: str) -> None:
     assert group.step("how_often", broadcast=start) == {0: 2}
     assert group.restore() == [1]
     assert group.step("how_often") == {0: 2, 1: 1}
-    group.shutdown()
 
 
+@pytest.mark.slow
 def test_broadcast_leaves_out_who_died(make: Make) -> None:
     group = make(3)
     group.step("ping")
@@ -711,6 +722,7 @@ def test_all_dead_is_an_error_that_names_all(make: Make) -> None:
             call()
 
 
+@pytest.mark.slow
 def test_the_log_says_who_is_left_out_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     group = make(2)
     group.broadcast(weights_of(1.0))
@@ -757,6 +769,7 @@ def test_run_goes_on_with_who_comes_back(make: Make, tmp_path: Path) -> None:
     assert used[-1] == (0, 1, 2)
 
 
+@pytest.mark.starts_actors
 def test_run_after_a_broken_round_begins_with_the_latest_weights(group: WorkerGroup) -> None:
     """In a round that fails, workers go on training; the next run does not begin from there."""
     start = weights_of(1.0)
@@ -778,6 +791,7 @@ def test_run_after_a_broken_round_and_a_broadcast_begins_with_what_workers_have(
     assert_same(next(group.run(1, "get_weights")).weights, mean_of(start, range(3)))
 
 
+@pytest.mark.starts_actors
 def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
     group: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -806,6 +820,7 @@ def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
     assert ends == sorted({*ends}), "the time to send begins once the late ranks were waited for"
 
 
+@pytest.mark.starts_actors
 @pytest.mark.parametrize("method", [None, 3])
 def test_a_method_without_a_name_is_refused(group: WorkerGroup, method: Any) -> None:
     calls: list[Callable[[], Any]] = [
@@ -820,6 +835,7 @@ def test_a_method_without_a_name_is_refused(group: WorkerGroup, method: Any) -> 
     assert_all_have(group, start)
 
 
+@pytest.mark.starts_actors
 def test_a_vector_goes_round_too(group: WorkerGroup) -> None:
     start = weights_of(1.0)
     group.broadcast(start)
@@ -878,6 +894,7 @@ def test_a_group_that_is_dropped_takes_its_processes_along() -> None:
     assert alive == []
 
 
+@pytest.mark.starts_actors
 def test_a_fork_of_the_driver_has_no_part_in_the_group(group: WorkerGroup) -> None:
     """Its calls would wait for ever, and its commands would be among those of its parent."""
     found = group.average("train")
@@ -943,8 +960,8 @@ class Empty(FlatWorker):
 
 
 def test_weights_without_bytes_travel_like_others() -> None:
-    group = WorkerGroup.create(Empty, 2, num_cpus=0)
+    group = WorkerGroup.create(Empty, 1, num_cpus=0)
     for _ in range(4):
-        assert group.broadcast(FlatWeights({"w": np.zeros((0, 4), np.float32)})) == [0, 1]
-    assert [result.used for result in group.run(3, "get_weights")] == [(0, 1)] * 3
+        assert group.broadcast(FlatWeights({"w": np.zeros((0, 4), np.float32)})) == [0]
+    assert [result.used for result in group.run(3, "get_weights")] == [(0,)] * 3
     group.shutdown()
