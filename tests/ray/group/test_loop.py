@@ -29,7 +29,7 @@ call_of.count = 0  # type: ignore[attr-defined]
 
 
 def test_the_oldest_call_that_has_answered_is_next() -> None:
-    for seed in range(2000):
+    for seed in range(500):
         chance, loop = random.Random(seed), Loop[Record](None)
         size, slow, now, waited = chance.randint(1, 5), chance.randint(0, 4), 0.0, 0.0
         most = 0

@@ -48,7 +48,10 @@ def test_restore_waits_for_restarts_and_not_for_the_dead(lend: Lend) -> None:
     assert group.restore(timeout=None) == [2], "Ray has given up rank 1: nobody waits for it"
 
 
-@pytest.mark.parametrize("how", ["average", "step", "broadcast"])
+@pytest.mark.parametrize(
+    "how",
+    ["average", *(pytest.param(one, marks=pytest.mark.slow) for one in ("step", "broadcast"))],
+)
 def test_weights_that_are_sent_bring_a_late_rank_back(lend: Lend, tmp_path: Path, how: str) -> None:
     group = lend(PlainWorker, 3)
     group.broadcast(weights_of(1.0))
@@ -109,9 +112,8 @@ class Gated(PlainWorker):
             wait_for(Path(gate))
 
 
-@pytest.mark.parametrize(
-    "late", [(1,), pytest.param((0, 1), marks=pytest.mark.slow)], ids=["one", "all"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [(1,), (0, 1)], ids=["one", "all"])
 def test_a_late_rank_that_dies_is_brought_back_by_weights(
     lend: Lend, tmp_path: Path, late: tuple[int, ...]
 ) -> None:

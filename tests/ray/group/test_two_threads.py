@@ -161,6 +161,7 @@ def test_a_publication_by_another_thread_is_refused_within_a_round(
     assert group.average("get_weights").weights["w"].tolist() == [1.0] * 5
 
 
+@pytest.mark.slow
 def test_the_function_of_the_arguments_may_call_the_group(lend: Lend) -> None:
     group = lend(PlainWorker, 3)
     latest = {"w": np.full(5, 7.0), "n": np.int64(0)}
@@ -183,7 +184,7 @@ def test_the_function_of_the_arguments_may_call_the_group(lend: Lend) -> None:
         assert [*group.actors()] == [0, 1][: 2 - number]
 
 
-@pytest.mark.parametrize("name", ["weights", "rule"])
+@pytest.mark.parametrize("name", [pytest.param("weights", marks=pytest.mark.slow), "rule"])
 def test_functions_of_results_cannot_call_the_group(lend: Lend, name: str) -> None:
     """The results that they get are those of a call that is not over."""
     group = lend(PlainWorker, 3)

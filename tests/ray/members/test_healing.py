@@ -594,11 +594,11 @@ class InParts(Training):
 @pytest.mark.parametrize(
     "order",
     [
-        "training first",
-        "first training second",
+        pytest.param("training first", marks=pytest.mark.slow),
+        pytest.param("first training second", marks=pytest.mark.slow),
         "second half first training",
         "first",
-        "half training",
+        pytest.param("half training", marks=pytest.mark.slow),
     ],
 )
 def test_a_state_in_parts_heals_all_of_them(order: str, pool: Any) -> None:
@@ -607,7 +607,7 @@ def test_a_state_in_parts_heals_all_of_them(order: str, pool: Any) -> None:
     for training in trainings:
         training.weights[:] = 1.0
         training.half.weights[:] = 2.0
-    for _ in range(4):
+    for _ in range(2):
         for victim in (1, 2):
             together(pool, trainings)
             kill(trainings[victim].member)
@@ -631,7 +631,7 @@ def test_a_state_in_parts_heals_all_of_them(order: str, pool: Any) -> None:
                 assert not is_part or one.drawn == other.drawn, name
     # Saved once by the first call, and then for each of its two healings of a round.
     assert [one.saves for one in trainings[0].places] == [
-        9 * (name in order) for name in ("first", "second")
+        5 * (name in order) for name in ("first", "second")
     ]
 
 

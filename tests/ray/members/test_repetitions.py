@@ -101,8 +101,10 @@ def weight_of(rank: int, step: int) -> float:
     return 1.0 if step % 3 else 1.0 + rank
 
 
-@pytest.mark.parametrize("options", [{}, {"timeout": 30.0, "min_results": 2}])
-@pytest.mark.parametrize("is_in_place", [False, True])
+@pytest.mark.parametrize(
+    ("options", "is_in_place"),
+    [({"timeout": 30.0, "min_results": 2}, False), ({}, True)],
+)
 def test_series_of_calls_have_the_bits_of_an_average(
     threads: ThreadPoolExecutor, options: dict[str, Any], is_in_place: bool
 ) -> None:
@@ -187,10 +189,10 @@ def test_many_small_kinds_of_calls_share_segments(threads: ThreadPoolExecutor) -
 
     def act(member: Member) -> None:
         kinds = [Held(**{f"of {size}": np.zeros(size)}) for size in sizes]
-        average_in_turns(member, kinds, 8)
+        average_in_turns(member, kinds, 5)
 
     all_of(threads, group.members, act)
-    assert group.made >= 5 * 48
+    assert group.made >= 2 * 48
 
 
 def test_models_with_nan_break_a_series_off(threads: ThreadPoolExecutor) -> None:
@@ -640,10 +642,10 @@ def test_a_step_may_repeat_more_than_a_hundred_kinds(threads: ThreadPoolExecutor
 
     def act(member: Member) -> None:
         kinds = [Held(**{f"layer {k}": np.zeros(8)}) for k in range(110)]
-        average_in_turns(member, kinds, 6)
+        average_in_turns(member, kinds, 4)
 
     all_of(threads, group.members, act)
-    assert group.made >= 3 * 110
+    assert group.made >= 110
 
 
 def test_a_call_is_late_by_the_timeout_of_a_member_that_has_asked() -> None:

@@ -575,7 +575,7 @@ def test_small_responses_of_many_kinds_of_call_are_kept(threads: ThreadPoolExecu
     finish(local, first, late)
 
 
-@pytest.mark.parametrize("size", [1, LARGE])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), LARGE])
 def test_a_broadcast_at_the_start_is_kept_whatever_calls_follow(
     size: int, threads: ThreadPoolExecutor
 ) -> None:

@@ -114,7 +114,9 @@ def test_messages_before_the_socket_and_with_references_keep_their_places(pair: 
     assert 20 < pair.through_ray[0] < 30
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+)
 def test_each_message_arrives_once_though_the_socket_breaks(seed: int) -> None:
     pair, rng = Pair(seed), random.Random(seed)
     pair.connect()
@@ -223,7 +225,13 @@ def test_what_is_not_confirmed_in_time_is_sent_again(
     silent.close()
 
 
-@pytest.mark.parametrize("senders", [(0,), (0, 1)], ids=["one direction", "both directions"])
+@pytest.mark.parametrize(
+    "senders",
+    [
+        pytest.param((0,), id="one direction", marks=pytest.mark.slow),
+        pytest.param((0, 1), id="both directions"),
+    ],
+)
 def test_messages_that_no_socket_takes_at_once(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, senders: tuple[int, ...]
 ) -> None:

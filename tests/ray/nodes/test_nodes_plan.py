@@ -122,7 +122,7 @@ def averaged(plan: Plan, models: Sequence[Any]) -> bytes:
     return out.tobytes()
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(exchanges())
 def test_shards_are_the_documented_average(exchange: Any) -> None:
     groups, weights, sums, models = exchange

@@ -181,7 +181,7 @@ def test_nothing_is_lost_over_many_exchanges(rng: np.random.Generator) -> None:
     ends = [End() for _ in range(3)]
     groups = [[0, 3, 4], [1], [2, 5]]
     exact, got, largest = np.zeros(1_003), np.zeros(1_003), 0.0
-    for number in range(1, 301):
+    for number in range(1, 101):
         sent = {rank: encoded(model_of(rng, rank)) for rank in range(6)}
         plan = plan_of(number, groups, dict.fromkeys(range(6), 1.0), sent)
         got += exchanged(ends, plan, sent).widen()["a"]
@@ -190,7 +190,7 @@ def test_nothing_is_lost_over_many_exchanges(rng: np.random.Generator) -> None:
         largest = max(largest, float(np.abs(got - exact).max()))
     assert largest < 3 * 2**-9 * 4
     # Without feedback, errors would add up as in a random walk.
-    assert np.abs(exact).max() > 20
+    assert np.abs(exact).max() > 10
 
 
 def test_an_attempt_that_failed_leaves_no_trace(rng: np.random.Generator) -> None:
@@ -269,7 +269,9 @@ def test_an_average_that_does_not_fit_is_an_error(rng: np.random.Generator) -> N
         ends[0].merge(plan, 0, parts, plan.template.layout.new_buffer())
 
 
-@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "wire_dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
 def test_streams_and_blocks_do_not_change_the_bits(
     wire_dtype: WireDType, rng: np.random.Generator
 ) -> None:

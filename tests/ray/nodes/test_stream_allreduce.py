@@ -27,7 +27,7 @@ GROUPS = (
     ((1, 3, 5), (0, 2), (4,)),
     ((0, 1, 2), (3, 4, 5)),
 )
-FEW_LARGE = ((GROUPS[0], "float32"), (GROUPS[3], "float64"))  # the others are slow
+FEW_LARGE = ((GROUPS[3], "float64"),)  # the others are slow
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from flatweights.ray.nodes._connections import StreamError, set_up
 from flatweights.ray.nodes._streams import Streams
 
 
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(st.integers(2, 5), st.integers(1, 3), st.data())
 def test_each_node_receives_what_the_others_send(
     size: int, swaps: int, draw: st.DataObject
