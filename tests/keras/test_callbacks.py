@@ -16,7 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from keras_programs import BATCH, Place, build, images, in_threads, outcome
+from keras_programs import (
+    BATCH,
+    Place,
+    build,
+    images,
+    in_threads,
+    outcome,
+    seed_initializers,
+)
 from process_groups import LocalProcessGroup, kill
 
 import flatweights as fw
@@ -968,7 +976,7 @@ def test_logs_that_sample_weights_or_masks_weight_are_those_of_all_samples() -> 
     weight = rng.exponential(size=(60, 5)) * np.linspace(0.01, 1, 60)[:, None]
 
     def model() -> Any:
-        keras.utils.set_random_seed(3)
+        seed_initializers(3)
         layers = [keras.layers.Embedding(3, 4, mask_zero=True), keras.layers.Dense(1, "sigmoid")]
         made = keras.Sequential([keras.Input((5,)), *layers])
         metrics = {"metrics": ["binary_accuracy"], "weighted_metrics": ["mse", "binary_accuracy"]}
@@ -1009,7 +1017,7 @@ def test_losses_of_several_outputs_are_weighted_by_samples() -> None:
     parts = [slice(0, 20), slice(20, 56)]
 
     def model() -> Any:
-        keras.utils.set_random_seed(3)
+        seed_initializers(3)
         begin = keras.Input((3,))
         outputs = [keras.layers.Dense(1, name=name)(begin) for name in "ab"]
         made = keras.Model(begin, outputs)
