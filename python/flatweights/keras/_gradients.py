@@ -350,7 +350,7 @@ class Averaging:
                 self._check_fit(fit)
                 for one in anew:
                     if one._optimizer.built:
-                        one._start(variables_of(one._optimizer), in_step=True)
+                        one._start_in_step()
             try:
                 return function(iterator)
             except tf.errors.OpError:
@@ -433,17 +433,15 @@ class Averaging:
             self._check_fit(fit)
         if graph is not None:
             _check_known(optimizer, variables)
-        if graph is None:
-            if not optimizer.built:
-                with keras.name_scope(optimizer.name):
-                    self._make(variables)
-            self._start(variables, in_step=True)
-            return list(grads), variables
         with tf.init_scope():
             # If the model is built in this function, its first trace only makes variables.
-            if all(inner_variable(variable).is_initialized() for variable in variables):
-                with keras.name_scope(optimizer.name):
-                    self._build_alike(variables)
+            values = map(inner_variable, variables)
+            if graph is None or all(value.is_initialized() for value in values):
+                if not optimizer.built:
+                    with keras.name_scope(optimizer.name):
+                        self._make(variables)
+                if tf.executing_eagerly():
+                    self._start(variables_of(optimizer), in_step=graph is None)
         return list(grads), variables
 
     def _forget_unfinished(self, fit: Fit | None) -> bool:
@@ -486,14 +484,18 @@ class Averaging:
             self._forget_unfinished(fit)
             self.progress = None
             self._exchanges.know(None)  # nor does a member know the model that joins in this loop
-        self._build_alike(variables)
-
-    def _build_alike(self, variables: Sequence[Any]) -> None:
-        """Make the slots, if there are none, and give all members those of rank 0."""
         if not self._optimizer.built:
             self._make(variables)
         if tf.executing_eagerly():
             self._start(variables, in_step=False)
+
+    def _start_in_step(self) -> None:
+        """Start before the first call of a step, whichever that is.
+
+        A member that traces the step again starts meanwhile, the others at their first exchange. So
+        what they compare depends on the optimizer alone.
+        """
+        self._start(variables_of(self._optimizer), in_step=True)
 
     def _start(self, variables: Sequence[Any], in_step: bool, epoch: int | None = None) -> None:
         """Give all members the variables and slots of rank 0, unless they have them.
@@ -597,10 +599,12 @@ class Averaging:
         It sends no state: members are healed with the gradients, since their variables must not
         change before that. A member that is to be healed meets the others there.
         """
-        progress, is_whole = self.progress, self.handle.min_results is None
-        if (progress is not None and progress.is_apart) or (
-            not is_whole and self.handle.take().lacks_state
-        ):
+        is_whole = self.handle.min_results is None
+        is_apart = self.progress is not None and self.progress.is_apart
+        if self._optimizer.built and not is_apart:
+            with self._step():
+                self._start_in_step()
+        if is_apart or (not is_whole and self.handle.take().lacks_state):
             exchange.pass_on(tensors)
             return
         with self._step(), exchange.of(tensors):
@@ -641,7 +645,7 @@ class Averaging:
             tables.write(called, [tables.read(called)], is_among=True)
             return
         with self._step():
-            self._start(tables.variables, in_step=True)
+            self._start_in_step()
             member, terms = self.handle.take(), self.handle.terms
             if member.lacks_state:
                 terms["timeout"] = None  # as in all calls in which it waits for the others
@@ -668,7 +672,7 @@ class Averaging:
             exchange.pass_on(grads)
             return
         with self._step(), exchange.of(grads):
-            self._start(exchange.variables, in_step=True)
+            self._start_in_step()
             result: Round | None
             if progress is not None:
                 result = progress.average(functools.partial(self._call, exchange), in_step=True)
