@@ -68,7 +68,7 @@ class Worker(FlatWorker):
         return values(self.model)
 
 
-@pytest.mark.parametrize("wire", [None, "bfloat16"])
+@pytest.mark.parametrize("wire", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_workers_of_a_group_average_what_is_not_at_home(wire: Any) -> None:
     with WorkerGroup.create(
         Worker, 2, arguments=lambda rank: (rank,), num_cpus=0, wire_dtype=wire

@@ -36,7 +36,7 @@ class Worker(FlatWorker):
         return seeds, float(self.model.layers[-1].kernel.numpy()[0, 0])
 
 
-@pytest.mark.parametrize("wire", [None, "bfloat16"])
+@pytest.mark.parametrize("wire", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_workers_of_a_group_keep_their_seeds(wire: Any) -> None:
     with WorkerGroup.create(
         Worker, 2, arguments=lambda rank: (rank,), num_cpus=0, wire_dtype=wire

@@ -16,6 +16,8 @@ from flatweights.ray.support._failpoints import DRIVER, WORKER
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="channels are Linux's")
 
 ACTIONS = ("die", "stop", "sleep")
+FEW = ("called", "gathered", "sending", "waiting")
+"""Points at which a process of the default run stops or sleeps, too."""
 
 
 @pytest.fixture
@@ -65,8 +67,14 @@ def come_to_wait(driver: Driver, worker: WorkerProcess) -> None:
                     worker.post(driver.command("get", 2.0), driver.channels)
 
 
-@pytest.mark.parametrize("action", ["die", "stop", pytest.param("sleep", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("point", WORKER)
+@pytest.mark.parametrize(
+    ("point", "action"),
+    [
+        pytest.param(point, action, marks=() if is_few else pytest.mark.slow)
+        for point in WORKER
+        for action, is_few in (("die", True), ("stop", point in FEW), ("sleep", False))
+    ],
+)
 def test_a_worker_fails_at_a_point(driver: Driver, point: str, action: str) -> None:
     first, second = driver.workers
     driver.values("get", 1.0)
@@ -120,8 +128,14 @@ def test_a_worker_fails_between_the_halves_of_a_set(driver: Driver, action: str)
     assert all((w["w"] == 5.0).all() for w in driver.values("get"))
 
 
-@pytest.mark.parametrize("action", ["die", pytest.param("stop", marks=pytest.mark.slow), "sleep"])
-@pytest.mark.parametrize("point", DRIVER)
+@pytest.mark.parametrize(
+    ("point", "action"),
+    [
+        pytest.param(point, action, marks=() if is_few else pytest.mark.slow)
+        for point in DRIVER
+        for action, is_few in (("die", True), ("stop", False), ("sleep", point in FEW))
+    ],
+)
 def test_a_driver_fails_at_a_point(point: str, action: str) -> None:
     """A driver that dies leaves no process and no file; one that goes on has lost nothing."""
     shared = set(Path("/dev/shm").glob("flatweights*"))

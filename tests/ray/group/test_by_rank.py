@@ -16,7 +16,7 @@ import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import WorkerError, WorkerGroup
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]  # mostly over channels
 
 
 class Adding(PlainWorker):
@@ -184,7 +184,6 @@ class Holder:
 # A group ends with its block.
 
 
-@pytest.mark.starts_actors
 def test_a_group_ends_with_its_block(way: str) -> None:
     processes: list[psutil.Process] = []
 
@@ -193,16 +192,15 @@ def test_a_group_ends_with_its_block(way: str) -> None:
             processes.extend(map(psutil.Process, group.step("pid").values()))
             raise LookupError("in the block")
 
-    group = WorkerGroup.create(PlainWorker, 2, num_cpus=0)
+    group = WorkerGroup.create(PlainWorker, 1, num_cpus=0)
     with pytest.raises(LookupError, match="in the block"):
         use(group)
     _, alive = psutil.wait_procs(processes, timeout=60)
-    assert (len(processes), alive) == (2, [])
+    assert (len(processes), alive) == (1, [])
     with pytest.raises(RuntimeError, match="the group was shut down"):
         group.step("pid")
 
 
-@pytest.mark.starts_actors
 def test_a_group_that_cannot_be_made_leaves_no_actor(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,8 +212,8 @@ def test_a_group_that_cannot_be_made_leaves_no_actor(
 
     monkeypatch.setattr("flatweights.ray._group.WorkerSet", fail)
     with pytest.raises(LookupError, match="not made"):
-        WorkerGroup.create(PlainWorker, 2, num_cpus=0)
-    assert len(started) == 2
+        WorkerGroup.create(PlainWorker, 1, num_cpus=0)
+    assert len(started) == 1
     for actor in started:
         wait_until_dead(actor)
 

@@ -292,14 +292,19 @@ def test_ray_is_given_all_counts(
     }
 
 
-def draw_a_bar() -> None:
-    with rounds_bar(2) as show:
-        show(Round(None, (0, 1), {}))
-        show(Round(None, (0,), {}, late=[1]))
-
-
-def test_the_bar_is_drawn_on_a_terminal() -> None:
-    shown = run_on_a_terminal(draw_a_bar)
+def test_the_bar_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, its_end = pty.openpty()
+    with os.fdopen(its_end, "w") as output, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", output)
+        patched.setenv("TERM", "xterm")
+        with rounds_bar(2) as show:
+            show(Round(None, (0, 1), {}))
+            show(Round(None, (0,), {}, late=[1]))
+        output.flush()
+        shown = ""
+        while "without 1" not in shown:
+            shown += os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
     assert "2/2" in shown
     assert "1 of 2 ranks, without 1" in shown
 
@@ -319,6 +324,7 @@ def test_a_record_is_what_json_gives_back(group: WorkerGroup) -> None:
         assert 0 <= sum(steps.values()) <= whole
 
 
+@pytest.mark.starts_actors
 def test_a_round_by_hand_has_no_number(group: WorkerGroup) -> None:
     found = group.average("train")
     assert again(found.record()) == found.record()
@@ -370,6 +376,7 @@ def test_the_log_has_a_line_for_each_round(
     assert found.groups() == ("3 of 3 ranks", f"960 kB in, 960 kB out{by}")
 
 
+@pytest.mark.starts_actors
 def test_the_log_warns_of_ranks_that_are_skipped(
     group: WorkerGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -414,6 +421,7 @@ def test_the_log_warns_of_late_references(
     assert line.endswith("), 320 kB")
 
 
+@pytest.mark.starts_actors
 def test_nothing_is_drawn_without_a_terminal(
     group: WorkerGroup, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -433,6 +441,7 @@ def test_a_saved_notebook_has_the_last_state_of_the_bar(monkeypatch: pytest.Monk
     assert "1 of 2 ranks, without 1; 2, 3 joined; 4 left" in shown[-1]
 
 
+@pytest.mark.starts_actors
 def test_an_error_of_the_metrics_does_not_break_a_round(
     group: WorkerGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

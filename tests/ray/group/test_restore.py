@@ -138,6 +138,7 @@ def test_a_late_rank_that_dies_is_brought_back_by_weights(
         assert_same(weights, weights_of(2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call", ["run", *(pytest.param(c, marks=pytest.mark.slow) for c in ("restore", "as_completed"))]
 )
@@ -202,10 +203,10 @@ def test_rounds_ask_a_dead_rank_ever_less_often(
         return by_ray(call)
 
     monkeypatch.setattr(worker, "call", counted)
-    rounds, end = 0, time.monotonic() + 1.0
+    rounds, end = 0, time.monotonic() + 0.4
     while rounds < 100 or time.monotonic() < end:
         rounds += sum(1 for _ in group.run(10, "get_weights", min_results=1))
-    seconds = time.monotonic() - end + 1.0
+    seconds = time.monotonic() - end + 0.4
     assert calls <= 6 + seconds, f"{rounds} rounds"  # after 0, 0.05, 0.15, 0.35, 0.75, 1.55, 2.55 s
     assert 0 < calls < rounds / 5
     before = calls

@@ -150,6 +150,7 @@ def check_training(folder: Path, seed: int, faults: int) -> None:
     assert {*Path("/dev/shm").glob("*flatweights*")} <= shared
 
 
+@pytest.mark.slow
 def test_each_step_is_that_of_the_oracle_though_members_are_killed(tmp_path: Path) -> None:
     check_training(tmp_path, 0, 3)
 

@@ -303,7 +303,7 @@ def averages_have_the_bits_that_are_documented(nodes: Nodes) -> None:
             assert len(links) == len({PLACES[rank] for rank in ranks} | {"home"}), links
 
 
-@check
+@slow_check
 def sums_of_float32_are_the_average_of_averages(nodes: Nodes) -> None:
     group = nodes.new_group("streams", reduce_dtype="float32")
     meet_anyhow(group)
@@ -447,7 +447,7 @@ def small_models_go_through_the_driver(nodes: Nodes) -> None:
         nodes.new_group("objects")
 
 
-@check
+@slow_check
 def a_late_rank_takes_no_more_than_the_time_of_the_round(nodes: Nodes) -> None:
     for rank in (3, 0):
         for timeout in (0.5, 2.0, 6.0, 20.0):  # on a slow machine, others may be late, too
@@ -584,7 +584,7 @@ def faults_with_16_bits_lose_roundings_at_most(nodes: Nodes) -> None:
     assert_agree(group, exact)
 
 
-@check
+@slow_check
 def gradients_of_16_bits_are_averaged_with_feedback(nodes: Nodes) -> None:
     group = nodes.new_group("streams", wire_dtype="bfloat16")
     exact = got = np.zeros(SIZE)

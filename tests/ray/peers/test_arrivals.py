@@ -237,8 +237,19 @@ def failing_calls() -> dict[str, tuple[type[Exception], dict[str, Any], list[Any
     }
 
 
-@pytest.mark.parametrize("max_inflight", [2, 4], ids=["streamed", "fused"])
-@pytest.mark.parametrize("case", failing_calls())
+@pytest.mark.parametrize(
+    ("case", "max_inflight"),
+    [
+        pytest.param(
+            case,
+            max_inflight,
+            id=f"{case}-{way}",
+            marks=pytest.mark.slow if way == "fused" and case not in ("late", "nonfinite") else (),
+        )
+        for case in failing_calls()
+        for way, max_inflight in (("streamed", 2), ("fused", 4))
+    ],
+)
 def test_errors_hold_no_result(
     desk: Any, counted: type[Counted], case: str, max_inflight: int
 ) -> None:
@@ -492,8 +503,9 @@ def test_skip_with_nobody_left_names_all(desk: Any, max_inflight: int) -> None:
         average(refs, nonfinite="skip", max_inflight=max_inflight)
 
 
-@BOTH
-@pytest.mark.parametrize("nonfinite", ["raise", "skip", "propagate"])
+@pytest.mark.parametrize(
+    ("nonfinite", "max_inflight"), [("raise", 1), ("skip", 2), ("propagate", 8), ("raise", 8)]
+)
 def test_a_sum_out_of_range_is_nobodys_fault(desk: Any, max_inflight: int, nonfinite: Any) -> None:
     values = [np.array([1.5e308, 1.0])] * 3
     refs = ask(desk, values, range(3))
@@ -543,8 +555,14 @@ def other_layouts() -> dict[str, tuple[Any, Any, type[Exception], str]]:
     }
 
 
-@BOTH
-@pytest.mark.parametrize("case", other_layouts())
+@pytest.mark.parametrize(
+    ("case", "max_inflight"),
+    [
+        pytest.param(case, most, marks=pytest.mark.slow if most == 2 and case != "digest" else ())
+        for case in other_layouts()
+        for most in (2, 8)
+    ],
+)
 def test_another_layout_is_refused_naming_both(desk: Any, case: str, max_inflight: int) -> None:
     expected, other, error, message = other_layouts()[case]
     values = [ValueError("boom"), expected, expected, other, expected]

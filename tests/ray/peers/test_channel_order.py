@@ -63,6 +63,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "with a reference": lambda handle, value: handle.keep.remote(value, ray.put(value)),
     "by another group": lambda handle, value: other_group(handle).step("keep", value),
 }
+FEW = ("on the handle", "without a result", "a generator", "by another group")
 
 
 def other_group(handle: Any) -> WorkerGroup:
@@ -70,7 +71,9 @@ def other_group(handle: Any) -> WorkerGroup:
     return WorkerGroup([handle], initial=None)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [way if way in FEW else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
 def test_a_group_call_comes_after_the_raw_calls_before_it(group: WorkerGroup, way: str) -> None:
     for k in range(ROUNDS):
         for rank, handle in group.actors().items():
@@ -90,7 +93,7 @@ def test_a_command_waits_for_the_call_of_a_round_that_was_broken_off(lend: Lend)
     """That call is still queued when the round ends, since the other rank has raised."""
     group = lend(PlainWorker, 2)
     start = weights_of(3.0)
-    for _ in range(3):
+    for _ in range(2):
         group.broadcast(start)
         while set(group.average("train").transports.values()) != {"shm"}:
             pass

@@ -180,7 +180,7 @@ def test_a_publisher_goes_on_after_an_interrupt(name: str, event: str) -> None:
         assert np.array_equal(weights["w"], read["w"])
 
 
-@pytest.mark.parametrize("is_main", [True, False])
+@pytest.mark.parametrize("is_main", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_call_that_raises_a_timeout_error_is_not_waited_for(
     started: list[Any], is_main: bool
 ) -> None:
@@ -668,14 +668,14 @@ def test_a_learner_that_is_killed_publishes_again(started: list[Any], way: str) 
 
 
 @pytest.fixture
-def relays(started: list[Any]) -> list[Any]:
-    """Relays as of three nodes; there is no publisher yet."""
+def relays(started: list[Any], request: pytest.FixtureRequest) -> list[Any]:
+    """Relays as of three nodes, or as many as a test wants; there is no publisher yet."""
 
     def be_of(node: int, _: Any) -> None:
         _transports.this_node = lambda: f"node {node}"  # type: ignore[attr-defined]
 
     actor: Any = ray.remote(num_cpus=0, max_concurrency=8)(_transports.Relay)
-    started += (made := [actor.remote("tree") for _ in range(3)])
+    started += (made := [actor.remote("tree") for _ in range(getattr(request, "param", 3))])
     ray.get([one.__ray_call__.remote(functools.partial(be_of, k)) for k, one in enumerate(made)])
     return made
 
@@ -720,6 +720,7 @@ def test_a_relay_passes_weights_on_until_it_is_lost(relays: list[Any]) -> None:
             assert [read(one, version) for one in left] == [4.0] * 2
 
 
+@pytest.mark.parametrize("relays", [1], indirect=True)
 def test_a_relay_without_memory_leaves_its_node_to_the_store_and_tries_again(
     relays: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -759,6 +760,7 @@ def test_a_relay_without_memory_leaves_its_node_to_the_store_and_tries_again(
         found.close()
 
 
+@pytest.mark.parametrize("relays", [1], indirect=True)
 def test_a_relay_says_why_a_publisher_cannot_be_read(
     relays: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
