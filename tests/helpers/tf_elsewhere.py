@@ -65,12 +65,13 @@ def make_history() -> None:
     from tf_kinds import KINDS
 
     keras.utils.set_random_seed(1)
-    for name in ("keras_nested", "tf_keras_nested"):
+    for name in ("keras_functional", "tf_keras_sequential"):
         KINDS[name]()
     for _ in range(9):  # the next names have two digits
         keras.Variable(0.0), keras.random.SeedGenerator(), keras.optimizers.Adam()
-        keras.layers.Dense(1), keras.layers.Conv2D(1, 1), keras.layers.LSTM(1)
-        tf_keras.layers.Dense(1), tf_keras.optimizers.Adam(), tf_keras.layers.LSTM(1)
+        keras.Sequential(), keras.layers.Dense(1), keras.layers.Conv2D(1, 1), keras.layers.LSTM(1)
+        tf_keras.Sequential(), tf_keras.layers.Dense(1), tf_keras.layers.LSTM(1)
+        tf_keras.optimizers.Adam()
 
 
 _given: list[Any] = []

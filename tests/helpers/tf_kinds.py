@@ -239,10 +239,8 @@ def keras_variables() -> Any:
 
 def keras_trained(optimizer: Any) -> Any:
     model = keras.Sequential([keras.Input((4,)), Block(3), keras.layers.Dense(2)])
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(model(numbers(4, 4), training=True) ** 2)
     variables = model.trainable_variables
-    optimizer.apply(tape.gradient(loss, variables), variables)
+    optimizer.apply([numbers(*v.shape) for v in variables], variables)
     return [model, optimizer], [*model.variables, *optimizer.variables]
 
 

@@ -1,5 +1,6 @@
 """TensorFlow with two logical CPUs, and one set of variables built in either mode."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,24 +72,49 @@ def build_eager(values: Mapping[str, np.ndarray], **kwargs: Any) -> Model:
     )
 
 
-def build_graph(values: Mapping[str, np.ndarray], *, use_resource: bool = True) -> Model:
-    graph = tf.Graph()
-    with graph.as_default():
-        variables = {
-            name: tf1.Variable(value, name=name, use_resource=use_resource)
-            for name, value in values.items()
-        }
-        feeds = {name: tf1.placeholder(v.dtype.base_dtype) for name, v in variables.items()}
-        assignments = {
-            name: tf1.assign(v, tf.reshape(feeds[name], v.shape)) for name, v in variables.items()
-        }
-        initializer = tf1.global_variables_initializer()
-    session = tf1.Session(graph=graph)
-    session.run(initializer)
+class _Graph:
+    """A graph with variables of given shapes and dtypes, and an assignment to each."""
+
+    def __init__(
+        self, parts: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...], use_resource: bool
+    ) -> None:
+        self.graph = tf.Graph()
+        with self.graph.as_default():
+            self.variables = {
+                name: tf1.Variable(np.zeros(shape, dtype), name=name, use_resource=use_resource)
+                for name, shape, dtype in parts
+            }
+            self.feeds = {
+                name: tf1.placeholder(v.dtype.base_dtype, v.shape)
+                for name, v in self.variables.items()
+            }
+            self.assignments = {
+                name: tf1.assign(v, self.feeds[name]).op for name, v in self.variables.items()
+            }
+
+
+# To build a graph takes longer than most tests of it.
+_shared_graph = functools.lru_cache(maxsize=4)(_Graph)
+
+
+def build_graph(
+    values: Mapping[str, np.ndarray], *, use_resource: bool = True, is_shared: bool = True
+) -> Model:
+    """Variables in a session of their own, by default of a graph that other models have, too."""
+    arrays = {name: np.asarray(value) for name, value in values.items()}
+    parts = tuple((name, array.shape, array.dtype) for name, array in arrays.items())
+    of = (_shared_graph if is_shared else _Graph)(parts, use_resource)
+    session = tf1.Session(graph=of.graph)
+
+    def write(name: str, value: Any) -> None:
+        feed = of.feeds[name]
+        session.run(of.assignments[name], {feed: np.reshape(value, feed.shape)})
+
+    session.run(list(of.assignments.values()), {of.feeds[n]: a for n, a in arrays.items()})
     return Model(
-        TensorFlowVariables(list(variables.values()), session),
-        lambda: session.run(variables),
-        lambda name, value: session.run(assignments[name].op, {feeds[name]: value}),
+        TensorFlowVariables(list(of.variables.values()), session),
+        lambda: session.run(of.variables),
+        write,
     )
 
 

@@ -20,14 +20,15 @@ NOT_OF_OPERATIONS = (
 OF_REF_VARIABLES = "test_named.py"
 """The file that tries ref variables by default: others move them by the same code."""
 
-AS_BUILT = (
-    "test_bound_graph.py",
-    "test_canonical_names.py",
-    "test_checkpoint.py",
-    "test_flat.py",
-    "test_named.py",
+OPTIMIZED = (
+    "test_copy_on_write.py",
+    "test_eager.py",
+    "test_python_op.py",
+    "test_share.py",
+    "test_share_programs.py",
+    "test_stress.py",
 )
-"""Files with small graphs, to optimize which takes longer than to run them."""
+"""Files with graphs that an optimizer may change; to optimize those of others takes longest."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -64,8 +65,8 @@ def _quick_collections() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _graphs_as_built(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let the files of `AS_BUILT` run graphs without TensorFlow's optimizer of graphs."""
-    options = {"disable_meta_optimizer": request.path.name in AS_BUILT}
+    """Let other files than those of `OPTIMIZED` run graphs without TensorFlow's optimizer."""
+    options = {"disable_meta_optimizer": request.path.name not in OPTIMIZED}
     tf.config.optimizer.set_experimental_options(options)
     yield
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})

@@ -1,5 +1,6 @@
 """flatten_gradients and apply_flat_gradients, against loops over the variables."""
 
+import functools
 import gc
 import itertools
 import threading
@@ -44,6 +45,13 @@ def dense_model(seed: Any = 0, **kwargs: Any) -> Any:
     )
 
 
+def normalised_model(**kwargs: Any) -> Any:
+    """A smaller model, with variables that are not trained."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.BatchNormalization(**kwargs), keras.layers.Dense(2, **kwargs)]
+    return keras.Sequential([keras.Input((4,)), *layers])
+
+
 def gradients_of(model: Any, inputs: Any = None) -> Any:
     x = (
         np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
@@ -55,6 +63,13 @@ def gradients_of(model: Any, inputs: Any = None) -> Any:
     return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
 
+@functools.cache
+def given() -> Any:
+    """A model and gradients, for tests that change neither."""
+    model = dense_model()
+    return model, gradients_of(model)
+
+
 def random_gradients(variables: Any, seed: Any = 1, scale: Any = 1.0) -> Any:
     rng = np.random.default_rng(seed)
     return [(scale * rng.normal(size=v.shape)).astype(np.float32) for v in variables]
@@ -64,18 +79,16 @@ def random_gradients(variables: Any, seed: Any = 1, scale: Any = 1.0) -> Any:
 
 
 def test_a_gradient_for_each_trainable_variable() -> None:
-    model = dense_model()
+    model, gradients = given()
     weights = TensorFlowVariables(model, trainable_only=True)
-    gradients = gradients_of(model)
     flat = weights.flatten_gradients(gradients)
     np.testing.assert_array_equal(flat, concatenated(gradients), strict=True)
     assert np.abs(flat).max() > 0
 
 
 def test_what_is_not_trainable_gets_zeros_at_its_own_place() -> None:
-    model = dense_model()
+    model, gradients = given()
     weights = TensorFlowVariables(model)
-    gradients = gradients_of(model)
     by_variable = {id(v): g for v, g in zip(model.trainable_variables, gradients, strict=True)}
     expected = np.concatenate(
         [
@@ -91,9 +104,8 @@ def test_what_is_not_trainable_gets_zeros_at_its_own_place() -> None:
 
 
 def test_pairs_in_any_order_and_names() -> None:
-    model = dense_model()
+    model, gradients = given()
     weights = TensorFlowVariables(model)
-    gradients = gradients_of(model)
     expected = weights.flatten_gradients(gradients)
     pairs = list(zip(gradients, model.trainable_variables, strict=True))
     shuffled = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))]
@@ -132,7 +144,8 @@ def test_dtypes_are_converted(given: Any, dtype: Any) -> None:
 
 
 def in_function(weights: Any, gradients: Any, **kwargs: Any) -> Any:
-    return tf.function(lambda: weights.flatten_gradients(gradients(), **kwargs))().numpy()
+    flatten = tf.function(lambda: weights.flatten_gradients(gradients(), **kwargs), autograph=False)
+    return flatten().numpy()
 
 
 def in_tf1_graph(weights: Any, gradients: Any, **kwargs: Any) -> Any:
@@ -396,13 +409,15 @@ def test_averages_read_bfloat16_tensors_without_axes() -> None:
     "clip_norm", [0.01, 1e6, *(pytest.param(norm, marks=pytest.mark.slow) for norm in (0, 1))]
 )
 def test_clipping_is_that_of_tensorflow(clip_norm: Any) -> None:
-    model = dense_model()
+    model, gradients = given()
     weights = TensorFlowVariables(model, trainable_only=True)
-    gradients = [*gradients_of(model)[:-1], None]
+    gradients = [*gradients[:-1], None]
     expected, _ = tf.clip_by_global_norm(gradients, float(clip_norm))
     flat = weights.flatten_gradients(gradients, clip_norm=clip_norm)
     np.testing.assert_allclose(flat, concatenated([*expected[:-1], np.zeros(2)]), rtol=1e-6)
-    inside = tf.function(lambda *g: weights.flatten_gradients([*g, None], clip_norm=clip_norm))
+    inside = tf.function(
+        lambda *g: weights.flatten_gradients([*g, None], clip_norm=clip_norm), autograph=False
+    )
     np.testing.assert_allclose(inside(*gradients[:-1]), flat, rtol=1e-6)
 
 
@@ -420,8 +435,10 @@ def test_clipping_inside_a_function_is_that_outside(dtype: Any, clip_norm: Any, 
     weights = TensorFlowVariables(tf.Variable(tf.zeros(2, dtype)))
     gradient = tf.cast([3 * scale, 4 * scale], dtype)
     flat = weights.flatten_gradients([gradient], clip_norm=clip_norm)
-    inside = tf.function(lambda g: weights.flatten_gradients([g], clip_norm=clip_norm))(gradient)
-    np.testing.assert_array_equal(inside, flat)
+    inside = tf.function(
+        lambda g: weights.flatten_gradients([g], clip_norm=clip_norm), autograph=False
+    )
+    np.testing.assert_array_equal(inside(gradient), flat)
     np.testing.assert_array_equal(flat, np.zeros(2) if clip_norm == 0 else gradient)
 
 
@@ -441,7 +458,9 @@ def test_the_norm_of_float16_does_not_overflow(symbolic: Any) -> None:
     def clip(gradient: Any) -> Any:
         return weights.flatten_gradients([gradient], clip_norm=50)
 
-    flat = (tf.function(clip) if symbolic else clip)(tf.constant([300, 400], tf.float16))
+    flat = (tf.function(clip, autograph=False) if symbolic else clip)(
+        tf.constant([300, 400], tf.float16)
+    )
     np.testing.assert_array_equal(flat, np.float16([30, 40]))
 
 
@@ -582,17 +601,17 @@ def test_flattening_in_a_loop_does_not_grow_the_graph() -> None:
         session.run(tf1.global_variables_initializer())
         weights.flatten_gradients(pairs, clip_norm=1.0)
         before = len(graph.get_operations())
-        for _ in range(50):
+        for _ in range(5):
             flat = session.run(weights.flatten_gradients(pairs, clip_norm=1.0), {x: X})
         assert len(graph.get_operations()) == before
         assert abs(np.linalg.norm(flat) - 1) < 1e-6
 
 
 def test_inside_a_function_its_own_gradients_become_one_tensor() -> None:
-    model = dense_model()
+    model, _ = given()
     weights = TensorFlowVariables(model, trainable_only=True)
 
-    @tf.function
+    @functools.partial(tf.function, autograph=False)
     def inside() -> Any:
         gradients = gradients_of(model)
         return gradients, weights.flatten_gradients(gradients)
@@ -621,18 +640,22 @@ def test_autograph_leaves_what_it_calls(monkeypatch: pytest.MonkeyPatch) -> None
 def test_inside_a_function_values_in_memory_are_refused() -> None:
     weights = eager_pair()
     with pytest.raises(RuntimeError, match=r"inside a tf\.function only its own tensors"):
-        tf.function(lambda: weights.flatten_gradients([W, 0.0]))()
+        tf.function(lambda: weights.flatten_gradients([W, 0.0]), autograph=False)()
 
 
 def test_a_tensor_of_a_graph_fits_no_array() -> None:
     weights = eager_pair()
     out = np.zeros(7, np.float32)
+
+    def flatten(w: Any, **options: Any) -> None:
+        tf.function(lambda w: weights.flatten_gradients([w, None], **options), autograph=False)(w)
+
     with pytest.raises(TypeError, match="out: expected None for gradients of a graph"):
-        tf.function(lambda w: weights.flatten_gradients([w, None], out=out))(W)
+        flatten(W, out=out)
     with pytest.raises(ValueError, match=r"slot 0 'w': expected \(2, 3\), got \(3, 2\)"):
-        tf.function(lambda w: weights.flatten_gradients([w, None]))(W.T)
+        flatten(W.T)
     with pytest.raises(TypeError, match=r"slot 0 'w': expected float32, got complex64"):
-        tf.function(lambda w: weights.flatten_gradients([w, None]))(W.astype(np.complex64))
+        flatten(W.astype(np.complex64))
 
 
 # Steps
@@ -650,8 +673,9 @@ KERAS_3 = {
     ["adamw", "clipping", *(pytest.param(n, marks=pytest.mark.slow) for n in ("sgd", "adam"))],
 )
 def test_keras_optimizers_take_the_steps_of_apply_gradients(name: Any) -> None:
-    model, twin = dense_model(), dense_model()
+    model, twin = normalised_model(), normalised_model()
     weights = TensorFlowVariables(model)
+    before = weights.get_flat()
     optimizer, reference = KERAS_3[name](), KERAS_3[name]()
     for seed in range(3):
         gradients = random_gradients(model.trainable_variables, seed)
@@ -659,7 +683,7 @@ def test_keras_optimizers_take_the_steps_of_apply_gradients(name: Any) -> None:
         pairs = zip(map(tf.constant, gradients), twin.trainable_variables, strict=True)
         reference.apply_gradients(pairs)
     expected = TensorFlowVariables(twin).get_flat()
-    assert np.abs(expected - TensorFlowVariables(dense_model()).get_flat()).max() > 0.01
+    assert np.abs(expected - before).max() > 0.01
     np.testing.assert_allclose(weights.get_flat(), expected, rtol=1e-5, atol=1e-6)
     assert int(optimizer.iterations) == 3
 
@@ -680,7 +704,7 @@ def test_other_optimizers_take_the_steps_of_apply_gradients(name: Any) -> None:
     variables, twins = ([tf.Variable([1.0, 2.0]), tf.Variable([[3.0]])] for _ in range(2))
     weights = TensorFlowVariables(variables)
     optimizer, reference = make(), make()
-    for seed in range(5):
+    for seed in range(3):
         gradients = random_gradients(variables, seed)
         weights.apply_flat_gradients(optimizer, weights.flatten_gradients(gradients))
         reference.apply_gradients(list(zip(map(tf.constant, gradients), twins, strict=True)))
@@ -699,7 +723,7 @@ def test_what_is_not_trainable_is_left_out() -> None:
     for name in frozen:  # not even read
         slot = weights.layout[name]
         flat[slot.start : slot.start + slot.size] = np.nan
-    weights.apply_flat_gradients(keras.optimizers.AdamW(0.1), flat)
+    weights.apply_flat_gradients(keras.optimizers.SGD(0.1, weight_decay=0.1), flat)
     for name, value in weights.get_weights().items():
         assert (np.array_equal(value, before[name])) == (name in frozen)
 
@@ -787,7 +811,10 @@ def test_within_a_graphs_context_eager_variables_take_steps() -> None:
 
 def test_an_optimizer_is_let_go() -> None:
     weights = eager_pair()
-    for make in (lambda: keras.optimizers.Adam(0.1), lambda: tf1.train.AdamOptimizer(0.1)):
+    for make in (
+        lambda: keras.optimizers.SGD(0.1),
+        lambda: tf1.train.GradientDescentOptimizer(0.1),
+    ):
         optimizer = make()
         weights.apply_flat_gradients(optimizer, np.ones(7))
         gone = weakref.ref(optimizer)
@@ -849,7 +876,7 @@ def test_hundreds_of_calls_hold_no_memory() -> None:
     def step() -> None:
         weights.apply_flat_gradients(optimizer, weights.flatten_gradients(gradients))
 
-    assert least_growth(step, 200) < 12_000  # an array held by each call would be over 100 bytes
+    assert least_growth(step, 100) < 6_000  # an array held by each call would be over 100 bytes
 
 
 # Scaled losses
@@ -890,11 +917,10 @@ def test_tf_keras_loss_scale_takes_gradients_that_are_unscaled(legacy: Any) -> N
 
 
 def test_a_model_of_mixed_precision() -> None:
-    model = dense_model(dtype="mixed_float16")
-    twin = dense_model(dtype="mixed_float16")
+    model, twin = (normalised_model(dtype="mixed_float16") for _ in range(2))
     weights = TensorFlowVariables(model)
     optimizer, reference = (
-        keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)) for _ in range(2)
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9)) for _ in range(2)
     )
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     for one, apply in (
@@ -940,9 +966,13 @@ def test_a_model_that_is_not_trained_takes_no_steps() -> None:
 def test_inside_a_function_steps_are_refused() -> None:
     weights = eager_pair()
     optimizer = keras.optimizers.SGD(1.0)
+
+    def step() -> None:
+        weights.apply_flat_gradients(optimizer, np.zeros(7))
+
     for prepared in (False, True):
         with pytest.raises(RuntimeError, match=r"inside a tf\.function a step would be taken once"):
-            tf.function(lambda: weights.apply_flat_gradients(optimizer, np.zeros(7)))()
+            tf.function(step, autograph=False)()
         if not prepared:
             weights.prepare_gradients(optimizer)
 
@@ -978,7 +1008,7 @@ def test_graph_optimizers_take_the_steps_of_apply_gradients(name: Any, use_resou
             gradient = weights.flatten_gradients(pairs)
             if ours:
                 session.run(tf1.global_variables_initializer())
-                for _ in range(5):  # the first makes slots, and initializes them
+                for _ in range(3):  # the first makes slots, and initializes them
                     flat = session.run(gradient, {x: X})
                     weights.apply_flat_gradients(optimizer, flat)
             else:
@@ -988,7 +1018,7 @@ def test_graph_optimizers_take_the_steps_of_apply_gradients(name: Any, use_resou
                 ]
                 train = optimizer.apply_gradients(dense)
                 session.run(tf1.global_variables_initializer())
-                for _ in range(5):
+                for _ in range(3):
                     session.run(train, {x: X})
             flats.append(weights.get_flat())
     np.testing.assert_allclose(flats[0], flats[1], rtol=1e-5)
@@ -1019,7 +1049,7 @@ def test_a_graph_is_fed_through_one_placeholder_and_does_not_grow() -> None:
         weights.apply_flat_gradients(optimizer, np.ones(8))
         assert len(placeholders()) - before == 2, "one for each dtype"
         before = len(graph.get_operations())
-        for _ in range(50):
+        for _ in range(5):
             weights.apply_flat_gradients(optimizer, np.ones(8, np.float32))
         assert len(graph.get_operations()) == before
 

@@ -216,11 +216,11 @@ def test_a_finalized_graph_is_refused_at_construction_and_works_after(graph: Any
 
 
 def test_no_call_adds_to_the_graph() -> None:
-    model = build_graph(mixed_values())
+    model = build_graph(mixed_values(), is_shared=False)
     weights = model.weights
     graph = weights.sess.graph
     before = len(graph.get_operations())
-    for _ in range(50):
+    for _ in range(5):
         weights.set_flat(weights.get_flat())
         weights.set_weights(weights.get_weights())
         weights.set_weights({"single": np.zeros(4)})

@@ -80,7 +80,7 @@ PROGRAMS = {
     "eager_model_and_optimizers": """
         for kind in (tf.keras.optimizers.Adam, tf.keras.optimizers.legacy.Adam):
             model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(3)])
-            model.compile(kind(0.1), "mse")
+            model.compile(kind(0.1), "mse", run_eagerly=True)
             model.fit(np.ones((4, 4)), np.ones((4, 3)), verbose=0)
             weights = TensorFlowVariables([model, model.optimizer])
             assert "optimizer/dense/kernel/" in "".join(weights.variables), list(weights.variables)

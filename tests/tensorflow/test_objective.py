@@ -98,7 +98,7 @@ def test_the_path_is_that_of_a_loop_over_the_variables() -> None:
     theirs, their_loss = regression(tf.float32)
     variables = list(theirs.variables.values())
 
-    @tf.function  # type: ignore[untyped-decorator]
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def step() -> Any:
         with tf.GradientTape() as tape:
             value = their_loss()
@@ -176,7 +176,8 @@ def test_a_loss_may_be_a_function_already_and_branch_on_tensors() -> None:
             value = -w[0]
         return value
 
-    for one in (loss, tf.function(loss), tf.function(lambda: w[0] ** 2, jit_compile=True)):
+    compiled = tf.function(lambda: w[0] ** 2, autograph=False, jit_compile=True)
+    for one in (loss, tf.function(loss), compiled):
         fun = weights.value_and_gradient(one)
         assert fun([3.0]) == (9, [6])  # type: ignore[comparison-overlap]
     assert weights.value_and_gradient(loss)([-3.0]) == (3, [-1])  # type: ignore[comparison-overlap]
@@ -259,7 +260,7 @@ def test_hundreds_of_calls_hold_no_memory() -> None:
     weights, loss = regression()
     fun = weights.value_and_gradient(loss)
     # An array held by each call would be over 100 bytes.
-    assert least_growth(lambda: fun(np.zeros(4)), 200) < 12_000
+    assert least_growth(lambda: fun(np.zeros(4)), 100) < 6_000
 
 
 # Refusals

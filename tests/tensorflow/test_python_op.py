@@ -51,7 +51,7 @@ def test_tensors_of_any_shape_and_dtype_are_computed(compiled: bool) -> None:
     values = [tf.cast(rng.normal(size=shape), d) for shape in [(), (0,), (3, 4)] for d in DTYPES]
     before = [np.copy(value.numpy()) for value in values]
     compute = in_arrays(reverse, values)
-    step = tf.function(lambda *tensors: compute_in_python(compute, tensors))
+    step = tf.function(lambda *tensors: compute_in_python(compute, tensors), autograph=False)
     results = step(*values) if compiled else compute_in_python(compute, values)
     for result, value, kept in zip(results, values, before, strict=True):
         assert result.dtype == value.dtype
@@ -233,7 +233,7 @@ def test_calls_of_the_gradient_of_a_function_are_made_in_one_order(compiled: boo
                 y = loss(x)
             return tape.gradient(y, x)
 
-        (tf.function(gradient) if compiled else gradient)(tf.ones(2))
+        (tf.function(gradient, autograph=False) if compiled else gradient)(tf.ones(2))
         return ordered.made
 
     assert made("one") == made("other") != []
@@ -280,7 +280,10 @@ def meet(called):
     layout.packed_views(buffer)[0][:] += 1
     called.scatter(layout.core, buffer)
 
-steps = [tf.function(lambda x: 2 * compute_in_python(meet, [2 * x])[0]) for _ in range(4)]
+def call(x):
+    return 2 * compute_in_python(meet, [2 * x])[0]
+
+steps = [tf.function(call, autograph=False) for _ in range(4)]
 for step in steps:
     step.get_concrete_function(tf.zeros(2))
 with ThreadPoolExecutor(4) as threads:

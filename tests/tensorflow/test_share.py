@@ -413,7 +413,7 @@ def test_the_memory_is_let_go_when_the_variable_changes(
 @only_bound
 def test_a_training_step_lets_the_memory_go(path: Any) -> None:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
-    model.compile(keras.optimizers.Adam(0.1), "mse", run_eagerly=False)
+    model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=False, jit_compile=False)
     weights = TensorFlowVariables(model)
     shared = frozen_weights(weights.get_weights())
     before, alive = shared.buffer.tobytes(), weakref.ref(shared.buffer.base)

@@ -43,7 +43,7 @@ SELDOM = {
     *("keras_nested", "keras_recurrent", "keras_variables", "keras_optimizer_alone"),
     *("keras_actor_and_critic", "keras_model_and_optimizer", "tf_keras_nested"),
     *("tf_keras_recurrent", "tf_keras_model_and_optimizer", "mixture"),
-    "tf_keras_model_and_legacy_optimizer",
+    *("tf_keras_model_and_legacy_optimizer", "tf_keras_stateful", "tf_keras_lookups"),
 }
 
 
@@ -68,7 +68,14 @@ def test_every_variable_is_found_once_got_and_set(name: Any) -> None:
         np.testing.assert_array_equal(value(inner(variable)), got[key], strict=True)
 
 
-@pytest.mark.parametrize("name", ["keras_nested", "tf_keras_nested", "tf_keras_subclassed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "keras_nested",
+        pytest.param("tf_keras_nested", marks=pytest.mark.slow),
+        "tf_keras_subclassed",
+    ],
+)
 def test_a_model_has_its_own_order(name: Any) -> None:
     output, variables = KINDS[name]()
     found = TensorFlowVariables(output).variables.values()
@@ -413,12 +420,13 @@ def test_attributes_that_cannot_be_read_hold_nothing(tmp_path: Path) -> None:
 
 
 def test_objects_and_lists_may_be_nested_more_deeply_than_calls() -> None:
-    w = tf.Variable(1.0)
-    node, nest = types.SimpleNamespace(w=w), [w]
-    for _ in range(1_200):
+    w, b = tf.Variable(1.0), tf.Variable(2.0)
+    node, nest = types.SimpleNamespace(w=w), [b]
+    for _ in range(1_100):
         node, nest = types.SimpleNamespace(next=node), [nest]
-    for holder in (*holders(node), *holders(types.SimpleNamespace(nest=nest))):
-        assert any(v is w for v in TensorFlowVariables(holder).variables.values())
+    for holder in holders(types.SimpleNamespace(node=node, nest=nest)):
+        found = {id(v) for v in TensorFlowVariables(holder).variables.values()}
+        assert {id(w), id(b)} <= found
 
 
 def test_the_state_of_seeds_is_state() -> None:
@@ -512,7 +520,7 @@ def test_a_loaded_saved_model_of_a_compiled_tf_keras_model_has_its_optimizer(
 ) -> None:
     model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(2,))])
     model.compile("adam", "mse", run_eagerly=True)
-    model.fit(numbers(4, 2), numbers(4, 1), verbose=0)
+    model.optimizer.build(model.trainable_variables)
     tf.saved_model.save(model, str(tmp_path))
     loaded = tf.saved_model.load(str(tmp_path))
     weights = TensorFlowVariables(loaded)
@@ -770,8 +778,8 @@ def test_a_monitored_session_with_a_finalized_graph(graph: Any, tmp_path: Path) 
 def test_a_network_of_many_operations_is_searched(graph: Any) -> None:
     w = tf1.get_variable("w", [])
     x = w * 2.0
-    for _ in range(1_200):  # deeper than Python's recursion
-        x = tf.identity(x)
+    for _ in range(1_100):  # deeper than Python's recursion
+        x = tf.raw_ops.Identity(input=x)
     assert list(TensorFlowVariables(x).variables) == ["w"]
 
 
