@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_programs import in_threads, outcome
+from keras_programs import in_threads, outcome, seed_initializers
 from process_groups import LocalProcessGroup
 
 from flatweights.keras import average_gradients
@@ -42,7 +42,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def model_of(*, normalized: bool = False) -> Any:
-    keras.utils.set_random_seed(3)
+    seed_initializers(3)
     layers = [keras.Input((3,)), keras.layers.Dense(5, "tanh")]
     if normalized:
         layers.append(keras.layers.BatchNormalization(synchronized=True))
@@ -58,30 +58,32 @@ def data_of(rank: int) -> tuple[Any, Any]:
 _making = threading.Lock()
 
 
-def fit(place: Any, callback: Callable[[int, int], None], normalized: bool) -> Any:
+def fit_twice(
+    place: Any, callback: Callable[[int, int], None], normalized: bool, between: threading.Barrier
+) -> list[Any]:
+    """Return the weights after each of two trainings from one start; they have one trace."""
     with _making:
         model = model_of(normalized=normalized)
     optimizer = average_gradients(keras.optimizers.SGD(0.01, momentum=0.9), member=place.member())
     model.compile(optimizer, "mse", jit_compile=False)
-
-    class Calls(keras.callbacks.Callback):  # type: ignore[misc]
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            callback(place.rank, batch)
-
-    model.fit(*data_of(place.rank), batch_size=4, verbose=0, callbacks=[Calls()])
-    return model.get_weights()
+    optimizer.build(model.trainable_variables)
+    variables = [*model.variables, *optimizer.variables]
+    start, weights = [one.numpy() for one in variables], []
+    calls = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: callback(place.rank, batch)
+    )
+    for callbacks in ([calls], []):
+        for one, value in zip(variables, start, strict=True):
+            one.assign(value)
+        options = {"shuffle": False, "verbose": 0, "callbacks": callbacks}
+        model.fit(*data_of(place.rank), batch_size=4, **options)
+        weights.append(model.get_weights())
+        between.wait()
+    return weights
 
 
 def nothing(rank: int, batch: int) -> None:
     pass
-
-
-def trained(callback: Callable[[int, int], None] = nothing, *, normalized: bool = False) -> Any:
-    """The weights after a training, which all members have."""
-    first, second = in_threads(SIZE, fit, callback, normalized)
-    assert not isinstance(first, str), first
-    assert all(map(np.array_equal, first, second))
-    return first
 
 
 def pause(rank: int, batch: int) -> None:
@@ -103,13 +105,23 @@ def test_they_have_the_bits_of_steps_in_python(
     callback: Callable[[int, int], None],
     normalized: bool,
 ) -> None:
-    weights = trained(callback, normalized=normalized)
-    assert len(entered) == (3 if normalized else 1)  # moments and their gradient, and all gradients
-    assert max(entered.values()) <= SIZE * FEW
-    entered.clear()
-    monkeypatch.setattr(_failpoints, "hook", lambda point: None)  # its points are in Python
-    assert all(map(np.array_equal, trained(normalized=normalized), weights))
-    assert min(entered.values()) == SIZE * STEPS
+    counts: list[Counter[str]] = []
+
+    def go_to_python() -> None:
+        counts.append(entered.copy())
+        entered.clear()
+        monkeypatch.setattr(_failpoints, "hook", lambda point: None)  # its points are in Python
+
+    between = threading.Barrier(SIZE, go_to_python, 600)
+    replies = in_threads(SIZE, fit_twice, callback, normalized, between)
+    assert not any(isinstance(reply, str) for reply in replies), replies
+    for reply in replies:
+        for weights in reply:
+            assert all(map(np.array_equal, weights, replies[0][0]))
+    own, in_python = counts
+    assert len(own) == (3 if normalized else 1)  # moments and their gradient, and all gradients
+    assert max(own.values()) <= SIZE * FEW
+    assert min(in_python.values()) == SIZE * STEPS
 
 
 class Loop:
