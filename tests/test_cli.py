@@ -261,7 +261,7 @@ def test_reader_that_left_is_no_traceback() -> None:
 # If output is not buffered, argparse drops text that it cannot write.
 @pytest.mark.parametrize(
     ("command", "unbuffered"),
-    [("info", ""), ("examples", "1"), ("--help", "")],
+    [("info", ""), ("examples", "1"), pytest.param("--help", "", marks=pytest.mark.slow)],
 )
 def test_output_that_cannot_be_written_is_told(
     command: str, unbuffered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

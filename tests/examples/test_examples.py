@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference import clean_environment, run_python
+from reference import clean_environment, numpy_forks, run_python
 
 from flatweights import examples
 from flatweights.demo._results import print_rows
@@ -181,14 +181,11 @@ def test_a_cluster_that_has_ended_is_told_before_ray_waits_for_it(tmp_path: Path
     file.parent.mkdir()
 
     def errors(**environment: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", "from flatweights.examples import run; run(lambda: None)"],
-            env=clean_environment(RAY_TMPDIR=str(tmp_path), **environment),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=True,
+        done = numpy_forks().run(
+            "from flatweights.examples import run\nrun(lambda: None)",
+            environment=clean_environment(RAY_TMPDIR=str(tmp_path), **environment),
         )
+        assert done.returncode == 0
         return done.stderr
 
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -46,8 +46,8 @@ def outcome(body: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("print('said')", (0, "said\n", "")),
-        ("sys.exit(3)", (3, "", "")),
+        pytest.param("print('said')", (0, "said\n", ""), marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", (3, "", ""), marks=pytest.mark.slow),
         ("sys.exit('what to do')", (1, "", "what to do\n")),
         ("os.kill(os.getpid(), 9)", (137, "", "ended by SIGKILL; if memory was short, use")),
     ],
@@ -88,7 +88,14 @@ def test_processes_do_not_outlive_the_program() -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.parametrize("received", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "received",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_ends_all_with_one_line(received: signal.Signals) -> None:
     # Holding the GIL, as some of Ray's and TensorFlow's C++ does.
     with supervised(STARTS + "ctypes.PyDLL(None).sleep(600)") as process:

@@ -33,7 +33,19 @@ def test_plain_and_flat_workers_learn_the_same_from_their_parts() -> None:
         np.testing.assert_allclose(own, expected, rtol=1e-2, atol=1e-3)
 
 
-def test_a_player_returns_a_clipped_gradient_and_counts_its_steps() -> None:
+@pytest.fixture
+def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of TensorFlow run as they are: to trace them takes longer than so few steps."""
+    import tensorflow as tf
+
+    monkeypatch.setattr(tf, "function", lambda function, **_: function)
+
+
+@pytest.mark.usefixtures("eagerly")
+def test_a_player_returns_a_clipped_gradient_and_counts_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cartpole_async, "STEPS", 16)
     worker = cartpole_async.Worker(0, 0)
     sizes = [np.prod(one.shape) for one in worker.get_weights().values()]
     rounds = cartpole_async.ENVIRONMENTS * cartpole_async.STEPS
