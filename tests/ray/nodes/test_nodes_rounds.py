@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import ray
 from certificates import make_authority, make_certificate, tls_environment
+from node_members import check_members
 from numpy.typing import NDArray
 from ray_cluster import LEAN, MISSED_SOON, start_lean_cluster
 from ray_programs import program
@@ -1006,6 +1007,11 @@ def nothing_is_left_of_groups_that_are_dropped(nodes: Nodes) -> None:
     for address in addresses:
         with pytest.raises(ConnectionRefusedError), socket.socket() as one:
             one.connect((address.host, address.port))
+
+
+@check
+def members_exchange_large_weights_and_outlive_agents(nodes: Nodes) -> None:
+    check_members("home", "a", "b")
 
 
 @slow_check
