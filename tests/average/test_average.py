@@ -272,7 +272,7 @@ def test_nonfinite_values_are_found_in_every_place(
     averaged_dtype: np.dtype[Any], value: float, part: float, use_threads: Callable[[int], None]
 ) -> None:
     use_threads(2)
-    for size in (1, 2, BLOCK + 1, *([2_200_000] if value == np.inf else [])):  # takes longest
+    for size in (1, 2, BLOCK + 1, *([300_000] if value == np.inf else [])):  # takes longest
         source = np.ones(size, averaged_dtype)
         fw.average([source], nonfinite="raise", out=np.empty_like(source))
         bad = complex(1, value) if averaged_dtype.kind == "c" else value
@@ -467,8 +467,8 @@ def test_models_without_parts(kind: str) -> None:
     assert arrays_of(fw.average([KINDS[kind]({})] * 2, nonfinite="raise")) == []
 
 
-def test_65000_parts(rng: np.random.Generator) -> None:
-    models = [list(random_array(rng, (65_000, 2), np.dtype(np.float32))) for _ in range(2)]
+def test_20000_parts(rng: np.random.Generator) -> None:
+    models = [list(random_array(rng, (20_000, 2), np.dtype(np.float32))) for _ in range(2)]
     expected = fw.average([np.concatenate(model) for model in models])
     assert np.array_equal(np.concatenate(fw.average(models)), expected)
     fw.average(models, out=models[1], nonfinite="raise")
@@ -613,7 +613,7 @@ def test_bits_do_not_depend_on_threads(
     weights: list[float] | None, use_threads: Callable[[int], None], rng: np.random.Generator
 ) -> None:
     # The borders between threads cut parts of several dtypes anywhere.
-    sizes = {"float32": 900_001, "float16": 700_003, "float64": 500_009, "complex64": 300_007}
+    sizes = {"float32": 300_001, "float16": 200_003, "float64": 150_009, "complex64": 100_007}
     models = [[random_array(rng, n, np.dtype(t)) for t, n in sizes.items()] for _ in range(3)]
     results = []
     for threads in (1, 2, 3, 4):

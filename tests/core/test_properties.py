@@ -63,8 +63,11 @@ def in_c_order(array: np.ndarray) -> np.ndarray:
     return array.copy(order="C")  # type: ignore[no-any-return]
 
 
+few = settings(max_examples=30)  # all that NumPy, JSON and pickles hold is slow to make
+
+
 @given(models_of_one_dtype())
-def test_unflatten_undoes_flatten(model: Any) -> None:
+def test_unflatten_and_unflatten_into_undo_flatten(model: Any) -> None:
     flat = fw.flatten(model)
     views = fw.unflatten(flat, Layout.of(model))
     assert type(views) is type(model)
@@ -72,11 +75,6 @@ def test_unflatten_undoes_flatten(model: Any) -> None:
         assert list(views) == list(model)
     for part, view in zip(parts_of(model), parts_of(views), strict=True):
         assert same_bits(in_c_order(part.astype(flat.dtype)), view)
-
-
-@given(models_of_one_dtype())
-def test_unflatten_into_undoes_flatten(model: Any) -> None:
-    flat = fw.flatten(model)
     targets = [np.zeros(part.shape, flat.dtype) for part in parts_of(model)]
     fw.unflatten_into(targets, flat)
     for part, target in zip(parts_of(model), targets, strict=True):
@@ -84,6 +82,7 @@ def test_unflatten_into_undoes_flatten(model: Any) -> None:
     assert same_bits(fw.flatten(targets), flat)
 
 
+@few
 @given(st.lists(st.sampled_from(numpy_dtypes).flatmap(arrays), min_size=1, max_size=5))
 def test_flatten_converts_as_concatenate_does(model: list[np.ndarray]) -> None:
     with np.errstate(all="ignore"):
@@ -93,6 +92,7 @@ def test_flatten_converts_as_concatenate_does(model: list[np.ndarray]) -> None:
     np.testing.assert_array_equal(flat, expected)
 
 
+@few
 @given(models, st.integers(2, pickle.HIGHEST_PROTOCOL))
 def test_flat_weights_hold_and_pickle_any_model(model: Any, protocol: int) -> None:
     w = FlatWeights(model)
@@ -111,6 +111,7 @@ def test_flat_weights_hold_and_pickle_any_model(model: Any, protocol: int) -> No
             assert same_bits(in_c_order(part), view)
 
 
+@few
 @given(models)
 def test_layouts_survive_json_and_pickles(model: Any) -> None:
     layout = Layout.of(model)
@@ -123,6 +124,7 @@ def test_layouts_survive_json_and_pickles(model: Any) -> None:
         assert other.slots == layout.slots
 
 
+@few
 @given(models)
 def test_slots_are_aligned_and_apart(model: Any) -> None:
     layout = Layout.of(model)
@@ -162,7 +164,7 @@ def is_same_but_for_named(layout: Layout, other: Layout) -> bool:
     return other.slots == layout.slots and other.digest == layout.digest
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data(), models)
 def test_changed_json_raises_or_means_the_same(data: st.DataObject, model: Any) -> None:
     layout = Layout.of(model)
@@ -183,6 +185,7 @@ def test_changed_json_raises_or_means_the_same(data: st.DataObject, model: Any) 
     assert is_same_but_for_named(layout, other)
 
 
+@few
 @given(st.data(), models)
 def test_changed_text_raises_or_means_the_same(data: st.DataObject, model: Any) -> None:
     layout = Layout.of(model)
@@ -205,6 +208,7 @@ def test_any_text_raises(text: Any) -> None:
     raise AssertionError(f"read a layout from {text!r}")
 
 
+@few
 @given(st.data(), models)
 def test_flipped_bits_of_a_pickled_layout_raise(data: st.DataObject, model: Any) -> None:
     layout = Layout.of(model)

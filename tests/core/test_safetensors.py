@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from reference import (
@@ -143,6 +143,7 @@ def test_each_dtype_comes_back(dtype: np.dtype[Any], path: Path) -> None:
     assert_parts(FlatWeights.load(path), parts)
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(names, arrays(), max_size=6))
 def test_any_weights_come_back(tmp_path_factory: Any, parts: dict[str, np.ndarray]) -> None:
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
@@ -152,6 +153,7 @@ def test_any_weights_come_back(tmp_path_factory: Any, parts: dict[str, np.ndarra
     assert_parts(loaded, parts)
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(names, arrays(PLAIN), max_size=6))
 def test_the_library_reads_what_is_saved(tmp_path_factory: Any, parts: dict[str, Any]) -> None:
     path = tmp_path_factory.getbasetemp() / "library.safetensors"
@@ -184,6 +186,7 @@ def test_bfloat16_and_float8_have_their_own_name_in_the_file(dtype: Any, path: P
     )
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(names, arrays(PLAIN), max_size=6), st.integers(0, 9))
 def test_files_of_other_programs_are_read(
     tmp_path_factory: Any, parts: dict[str, np.ndarray], padding: int
@@ -258,7 +261,8 @@ def test_a_changed_byte_anywhere_is_refused_or_changes_nothing(
     harmless = []
     with path.open("r+b", buffering=0) as file:
         for i, byte in enumerate(content):
-            for other in {byte ^ 1 << i % 8, ord("\n")} - {byte}:
+            space = {ord("\n")} if i < 8 + size else set()  # only text may have some more
+            for other in {byte ^ 1 << i % 8, *space} - {byte}:
                 os.pwrite(file.fileno(), bytes([other]), i)
                 try:
                     loaded = FlatWeights.load(path)
@@ -673,12 +677,12 @@ def test_any_number_of_threads_may_save_and_load_one_file(path: Path) -> None:
     def save(value: float) -> None:
         mine = FlatWeights({f"w{i}": np.full(5000, value) for i in range(3)})
         start.wait()
-        for _ in range(10):
+        for _ in range(5):
             mine.save(path)
 
     def load() -> None:
         start.wait()
-        for _ in range(40):
+        for _ in range(20):
             loaded = FlatWeights.load(path)  # never refused, never mixed
             if len({float(x) for array in loaded.values() for x in array}) != 1:
                 failures.append(loaded)

@@ -81,7 +81,7 @@ def calls_that_move_bytes() -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", calls_that_move_bytes())
 def test_python_goes_on_while_bytes_move(
     name: str, threads: int, counter: Counter, use_threads: Callable[[int], None]
@@ -113,7 +113,7 @@ def test_calls_at_the_same_time_do_not_meet(
     threads: int, use_threads: Callable[[int], None], rng: np.random.Generator
 ) -> None:
     use_threads(threads)
-    sources = [random_array(rng, 1_100_000, np.dtype(np.float32)) for _ in range(3)]
+    sources = [random_array(rng, 400_000, np.dtype(np.float32)) for _ in range(3)]
     expected = fw.average(sources, [1, 2, 3])
     flat = fw.flatten(sources)
 

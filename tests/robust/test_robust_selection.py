@@ -46,8 +46,8 @@ def test_distances_are_those_of_wider_numbers(
     dtype: np.dtype[Any], rng: np.random.Generator
 ) -> None:
     tolerance = 1e-14 if dtype.itemsize == 8 else 2e-7
-    for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17):
-        for size in (0, 1, 15, 16, 17, 511, 512, 513, 5000):
+    for count in (1, 2, 3, 4, 5, 8, 9, 17):
+        for size in (0, 1, 15, 16, 17, 511, 513, 1500):
             sources = [random_array(rng, size, dtype) for _ in range(count)]
             got = robust.distances(sources)
             assert got.shape == (count, count)
@@ -123,7 +123,9 @@ def test_distances_do_not_depend_on_alignment(
 # Krum.
 
 
-@pytest.mark.parametrize("spread", [1.0, 1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize(
+    "spread", [1.0, 1e-6, *(pytest.param(s, marks=pytest.mark.slow) for s in (1e-2, 1e-4))]
+)
 def test_krum_orders_as_float64_does(spread: float, rng: np.random.Generator) -> None:
     for count in (3, 5, 8, 16, 33, 64):
         byzantine = (count - 3) // 2
@@ -227,7 +229,7 @@ def slope(sources: Vectors, center: NDArray[np.float64]) -> float:
 
 
 def test_the_sum_of_distances_falls_in_no_direction(rng: np.random.Generator) -> None:
-    for _ in range(200):
+    for _ in range(80):
         size, count = rng.integers(1, 4), rng.integers(3, 9)
         sources = list(rng.normal(size=(count, size)) * 10.0 ** rng.integers(0, 3, (count, 1)))
         center = robust.geometric_median(sources, smoothing=1e-12)
@@ -237,7 +239,7 @@ def test_the_sum_of_distances_falls_in_no_direction(rng: np.random.Generator) ->
         assert slope(sources, center) <= 1e-7
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e7, 1e150, 1e-150])
+@pytest.mark.parametrize("scale", [1.0, pytest.param(1e7, marks=pytest.mark.slow), 1e150, 1e-150])
 @pytest.mark.parametrize("smoothing", [1e-6, 1e-13, 1e-308, 5e-324])
 @pytest.mark.parametrize("height", [0.01, 0.5])
 def test_a_source_at_the_mean_of_all_is_left_if_it_is_not_the_median(

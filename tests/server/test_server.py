@@ -213,7 +213,7 @@ def test_models_of_mixed_dtypes_follow_the_papers(name: str, rng: np.random.Gene
 
 
 @OF_SOME_KINDS
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_any_layout_follows_the_papers(name: str, data: st.DataObject) -> None:
     dtypes = st.sampled_from((*AVERAGED, np.dtype(np.int32), np.dtype(bool)))
@@ -297,13 +297,13 @@ def test_models_without_momentum_are_the_average_too(rng: np.random.Generator) -
 def test_steps_too_small_for_16_bits_add_up(dtype: np.dtype[Any]) -> None:
     one, two = np.ones(3, dtype), np.full(3, 2, dtype)
     smoothed = server.ExponentialMovingAverage(one, decay=1 - 2.0**-13)
-    for _ in range(2000):
-        smoothed.step(two)
-    assert smoothed.weights.astype(float) == pytest.approx(2 - (1 - 2.0**-13) ** 2000, rel=2.0**-8)
-    descent = server.GradientDescent(one, learning_rate=2.0**-13)
     for _ in range(1000):
+        smoothed.step(two)
+    assert smoothed.weights.astype(float) == pytest.approx(2 - (1 - 2.0**-13) ** 1000, rel=2.0**-8)
+    descent = server.GradientDescent(one, learning_rate=2.0**-13)
+    for _ in range(500):
         descent.step(two)
-    assert descent.weights.astype(float) == pytest.approx(1 - 2000 / 2**13, rel=2.0**-8)
+    assert descent.weights.astype(float) == pytest.approx(1 - 1000 / 2**13, rel=2.0**-8)
 
 
 def test_a_decay_that_grows_gives_the_mean_of_the_iterates(rng: np.random.Generator) -> None:
@@ -876,11 +876,10 @@ def test_an_interrupted_step_is_done_or_the_optimizer_refuses_to_be_used(name: s
             seen.add(optimizer.state.buffer.tobytes())
             continue
         refused += 1
-        for call in calls:
-            with pytest.raises(RuntimeError, match="a step was interrupted"):
-                call(optimizer)
+        with pytest.raises(RuntimeError, match="a step was interrupted"):
+            calls[refused % len(calls)](optimizer)
     assert seen == {before, after}
-    assert refused > 0
+    assert refused >= len(calls)
 
 
 class Remembering(server.ServerOptimizer[Any]):

@@ -797,7 +797,8 @@ def test_the_core_refuses_sources_that_overlap_the_result() -> None:
 def test_widened_averages_have_the_bits_of_those_of_widened_models(
     count: int, dtype: Any, to: Any, rng: np.random.Generator
 ) -> None:
-    for size in (1, 15, 32, 33, 1025, 5000, 40_000_003 // (16 * count) if to == np.float32 else 0):
+    # The last one is for several threads.
+    for size in (1, 15, 32, 33, 1025, 5000, 4_000_003 // (16 * count) if to == np.float32 else 0):
         halves = [rng.normal(size=size).astype(dtype) for _ in range(count)]
         if size > 40:
             halves[-1][size // 2 : size // 2 + 3] = [np.nan, np.inf, -np.inf]
@@ -884,10 +885,12 @@ def test_an_interrupted_broadcast_has_changed_weights_and_version_or_neither() -
         return driver, lambda: driver.encode(one_of_each(2))
 
     seen = set()
-    for driver in each_interruption(make):
+    for k, driver in enumerate(each_interruption(make)):
         models = driver.reference, driver.weights
         values = {float(v) for m in models for part in m.values() for v in part.ravel()}
         seen.add((driver.version, *values))
+        if k % 4:
+            continue
         # Workers that missed an interrupted message raise, and a snapshot brings them back.
         worker = DeltaEncoder(driver.snapshot())
         assert same_bits(worker.receive(driver.encode(one_of_each(3)))["b"], np.full(2, 3.0))
