@@ -155,7 +155,7 @@ def test_every_kind_of_eager_variable_is_bound(path: Any, build: Any) -> None:
 
 
 def step_of(function: Any) -> Any:
-    compiled = tf.function(function, jit_compile=True)
+    compiled = tf.function(function, autograph=False, jit_compile=True)
     return lambda v: compiled(v)
 
 
@@ -167,7 +167,7 @@ UPDATES = {
     "scatter_update": lambda v: v.scatter_update(tf.IndexedSlices(v[4] + 1, 4)),
     "scatter_add": lambda v: v.scatter_add(tf.IndexedSlices([1.0, 2.0], [1, 5])),
     "scatter_nd_add": lambda v: v.scatter_nd_add([[0], [3]], [1.0, 2.0]),
-    "function": tf.function(lambda v: v.assign_add(tf.ones(6))),
+    "function": tf.function(lambda v: v.assign_add(tf.ones(6)), autograph=False),
     "xla": step_of(lambda v: v.assign_add(tf.ones(6))),
     "sgd": lambda v: tf.raw_ops.ResourceApplyGradientDescent(
         var=v.handle, alpha=0.5, delta=tf.ones(6)
@@ -203,7 +203,7 @@ def keras_training(jit_compile: Any) -> Any:
     optimizer = keras.optimizers.Adam(0.1)
     optimizer.build(variables)
 
-    @tf.function(jit_compile=jit_compile)  # type: ignore[untyped-decorator]
+    @tf.function(autograph=False, jit_compile=jit_compile)  # type: ignore[untyped-decorator]
     def step() -> None:
         optimizer.apply([tf.sin(v.value) for v in variables], variables)
 

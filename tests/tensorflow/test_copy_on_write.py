@@ -87,7 +87,7 @@ def hold_running_iterator(v: Any) -> Any:
 
 def hold_capture(v: Any) -> Any:
     tensor = v.read_value()
-    function = tf.function(lambda: tensor * 1)
+    function = tf.function(lambda: tensor * 1, autograph=False)
     return lambda: function().numpy()
 
 

@@ -69,7 +69,7 @@ def test_a_break_that_changes_the_weights_fails(
 
 
 def test_the_digits_are_fitted(capsys: pytest.CaptureFixture[str]) -> None:
-    curves = digits_lbfgs.main(["--layers=3"])
+    curves = digits_lbfgs.main(["--layers=2"])
     _, fit = read_table(capsys.readouterr().out)
     assert fit[0] == "one process"
     assert int(fit[1]) > 50
@@ -81,5 +81,5 @@ def test_the_digits_are_fitted(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_bad_fit_fails(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"accuracy below 0\.95: it needs more --iterations"):
-        digits_lbfgs.main(["--layers=2", "--iterations=1"])
+        digits_lbfgs.main(["--layers=1", "--iterations=1"])
     assert "one process" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Tensors that Python functions compute, with the op library and without it."""
 
+import functools
 import gc
 import threading
 import weakref
@@ -131,12 +132,14 @@ def in_loop(step: Any) -> Any:
     return loop
 
 
+function = functools.partial(tf.function, autograph=False)  # to convert code takes longest
+
 WRAPPED: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda step: step,
-    "function": tf.function,
-    "function in a function": lambda step: tf.function(lambda x: tf.function(step)(x)),
+    "function": function,
+    "function in a function": lambda step: function(lambda x: function(step)(x)),
     "loop": in_loop,
-    "function in a loop": lambda step: in_loop(tf.function(step)),
+    "function in a loop": lambda step: in_loop(function(step)),
     "map": lambda step: lambda x: tf.map_fn(step, x[tf.newaxis]),
     "condition": lambda step: lambda x: tf.cond(x[0] > 0, lambda: step(x), lambda: x),
     "case": lambda step: (
@@ -170,7 +173,7 @@ def test_calls_are_made_in_the_order_of_the_program(first: str, second: str) -> 
 
 def test_functions_that_were_traced_before_call_in_order() -> None:
     ordered = Ordered()
-    first, second = tf.function(ordered.first), tf.function(ordered.second)
+    first, second = function(ordered.first), function(ordered.second)
     for one in (second, first):
         one.get_concrete_function(tf.TensorSpec([2]))
     tf.function(lambda x: (first(x), second(x)), autograph=False)(tf.ones(2))
@@ -189,9 +192,7 @@ def test_calls_are_made_in_order_beside_other_operations_with_state() -> None:
             )
 
         steps = (
-            [of_user, tf.function(ordered.second)]
-            if is_first
-            else [tf.function(ordered.first), of_user]
+            [of_user, function(ordered.second)] if is_first else [function(ordered.first), of_user]
         )
         tf.function(lambda x, steps=steps: [one(x) for one in steps] and x, autograph=False)(
             tf.ones(2)
@@ -246,11 +247,11 @@ def test_a_module_with_a_function_that_calls_python_is_saved(tmp_path: Path) -> 
             self.ordered = Ordered()
             self.weights = tf.Variable([1.0, 2.0])
 
-        @tf.function(input_signature=[tf.TensorSpec([2])])  # type: ignore[untyped-decorator]
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([2])])  # type: ignore[untyped-decorator]
         def train(self, x: tf.Tensor) -> tf.Tensor:
             return self.weights.assign_add(self.ordered.call("first", x))
 
-        @tf.function(input_signature=[tf.TensorSpec([2])])  # type: ignore[untyped-decorator]
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([2])])  # type: ignore[untyped-decorator]
         def predict(self, x: tf.Tensor) -> tf.Tensor:
             return self.weights * x
 
@@ -312,16 +313,16 @@ def test_an_error_without_a_text_is_an_error_too() -> None:
         raise MuteError
 
     with pytest.raises(tf.errors.OpError, match=r"an error without a text|MuteError"):
-        tf.function(lambda x: compute_in_python(fail, [x]))(tf.zeros(2))
+        function(lambda x: compute_in_python(fail, [x]))(tf.zeros(2))
 
 
 def test_what_it_raises_is_told() -> None:
     def fail(called: CalledTensors) -> None:
         raise LookupError("no such thing")
 
-    function = tf.function(lambda x: compute_in_python(fail, [x]))
+    step = function(lambda x: compute_in_python(fail, [x]))
     with pytest.raises(tf.errors.OpError, match="LookupError: no such thing"):
-        function(tf.zeros(2))
+        step(tf.zeros(2))
     with pytest.raises(LookupError, match="no such thing"):
         compute_in_python(fail, [tf.zeros(2)])
 
@@ -332,7 +333,7 @@ def test_a_graph_keeps_its_function_and_nothing_else_does(path: str) -> None:
 
         def __init__(self) -> None:
             self.seven = in_arrays(self.write, [tf.zeros(1)])
-            self.function = tf.function(lambda x: compute_in_python(self.seven, [x]))
+            self.function = function(lambda x: compute_in_python(self.seven, [x]))
 
         def write(self, inputs: Arrays, outputs: Arrays) -> None:
             outputs[0][:] = 7
@@ -352,7 +353,7 @@ def test_a_graph_without_its_function_says_so(path: str) -> None:
     if path == "ops":
         pytest.skip("TensorFlow keeps functions of its own op")
     compute = in_arrays(reverse, [tf.zeros(1)])
-    step = tf.function(lambda x: compute_in_python(compute, [x]))
+    step = function(lambda x: compute_in_python(compute, [x]))
     concrete = step.get_concrete_function(tf.zeros(1))
     delattr(concrete.graph, _python_op._CALLS)
     gc.collect()
@@ -380,7 +381,7 @@ def test_tensors_that_are_kept_cannot_be_used_any_more(path: str) -> None:
         pytest.skip("without the op library they are arrays")
     layout = Layout.of([np.empty(2, np.float32)])
     kept: list[CalledTensors] = []
-    tf.function(lambda x: compute_in_python(kept.append, [x]))(tf.zeros(2))
+    function(lambda x: compute_in_python(kept.append, [x]))(tf.zeros(2))
     with pytest.raises(RuntimeError, match="belong to TensorFlow again"):
         kept[0].gather_into(layout.core, layout.new_buffer())
 
@@ -408,6 +409,6 @@ def test_sizes_are_those_of_the_call(compiled: bool) -> None:
 def test_tensors_are_passed_on() -> None:
     x = tf.constant([1.0, 2.0])
     layout = Layout.of([np.empty(2, np.float32)])
-    step = tf.function(lambda x: compute_in_python(lambda one: one.pass_on(layout.core), [x])[0])
+    step = function(lambda x: compute_in_python(lambda one: one.pass_on(layout.core), [x])[0])
     assert step(x).numpy().tolist() == [1, 2]
     assert (step(x) + x).numpy().tolist() == [2, 4]

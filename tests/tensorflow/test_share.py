@@ -336,7 +336,7 @@ def test_a_slice_that_a_function_used_keeps_nothing(path: Any) -> None:
     v = tf.Variable(tf.zeros((2, 16)))
     weights = TensorFlowVariables(v)
 
-    @tf.function
+    @tf.function(autograph=False)
     def step() -> Any:
         old = v[:1]
         v.assign_add(tf.ones((2, 16)))
@@ -390,7 +390,7 @@ RELEASES = {
     "add_flat": lambda v, w: w.add_flat(np.ones(32, np.float32)),
     "lerp_flat": lambda v, w: w.lerp_flat(np.ones(32, np.float32), 0.5),
     "scatter": lambda v, w: v.scatter_nd_update([[0]], [1.0]),
-    "function": lambda v, w: tf.function(lambda: v.assign_add(tf.ones(32)))(),
+    "function": lambda v, w: tf.function(lambda: v.assign_add(tf.ones(32)), autograph=False)(),
 }
 
 
@@ -459,7 +459,7 @@ def test_the_memory_is_let_go_when_the_session_is_closed(path: Any) -> None:
 def test_many_rounds_keep_nothing(path: Any) -> None:
     variables = [tf.Variable(tf.zeros(64)) for _ in range(8)]
     weights = TensorFlowVariables(variables)
-    step = tf.function(lambda: assign_adds(variables))
+    step = tf.function(lambda: assign_adds(variables), autograph=False)
     alive = []
     for k in range(100):
         flat = frozen(np.full(512, k, np.float32))
@@ -506,7 +506,7 @@ def test_a_piece_that_outlives_the_value_is_not_computed_in_place(piece: Any) ->
     flat = frozen(np.ones(64 * 64, np.float32))
     weights = TensorFlowVariables(v)
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(change: Any) -> Any:
         old = piece(v)
         v.assign_sub(change)
@@ -559,7 +559,7 @@ def test_pieces_in_one_thread_beside_sets_in_another() -> None:
     weights.set_flat(memory[0], share=True)
     stop, seen = threading.Event(), []
 
-    @tf.function
+    @tf.function(autograph=False)
     def compute() -> Any:
         piece = v[:32]
         with tf.control_dependencies([piece]):
@@ -586,7 +586,7 @@ def test_pieces_in_one_thread_beside_sets_in_another() -> None:
 
 def tf_function(jit: Any) -> Any:
     def update(variables: Any) -> None:
-        @tf.function(jit_compile=jit)
+        @tf.function(autograph=False, jit_compile=jit)
         def run() -> None:
             for v in variables:
                 v.assign(v * 2 + 1)

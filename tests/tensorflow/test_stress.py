@@ -188,12 +188,12 @@ def test_no_variable_is_torn(crew: Any, variables: Any, path: Any) -> None:
     gradients = [tf.ones(v.shape) for v in dense.values()]
     sparse, assigned = constants(), constants()
 
-    @tf.function  # type: ignore[untyped-decorator]
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def add_one() -> None:
         for v in variables.values():
             v.assign_add(tf.ones_like(v))
 
-    @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
+    @tf.function(autograph=False, jit_compile=True)  # type: ignore[untyped-decorator]
     def compiled() -> None:
         for v in dense.values():
             v.assign(v + 2)
