@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -93,6 +94,17 @@ def hold(address: Any, pipe: Connection) -> None:
     pipe.send(news[0])
     pipe.recv()
     pipe.send(int(news[2].view(np.int64).max()))
+
+
+def publish_and_die(folder: str, pipe: Connection) -> None:
+    """Die while this process has a publication, and a view of it."""
+    os.chdir(folder)
+    server = PublicationServer(8 * NUMBERS)
+    publish(server, 1)
+    reading = PublicationConnection(server.address, time.monotonic() + 60)
+    held = read(reading)
+    pipe.send(held is not None)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _start_server() -> None:

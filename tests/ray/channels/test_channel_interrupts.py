@@ -53,8 +53,15 @@ def leave_mailboxes(group: WorkerGroup) -> None:
 
 
 @pytest.mark.parametrize("point", _failpoints.DRIVER)
-@pytest.mark.parametrize("is_hot", [True, False], ids=["in a loop", "after a pause"])
-@pytest.mark.parametrize("calls", [2, 1], ids=["two calls", "one call"])
+@pytest.mark.parametrize(
+    ("calls", "is_hot"),
+    [
+        pytest.param(2, True, id="two calls in a loop"),
+        pytest.param(2, False, id="two calls after a pause", marks=pytest.mark.slow),
+        pytest.param(1, True, id="one call in a loop", marks=pytest.mark.slow),
+        pytest.param(1, False, id="one call after a pause"),
+    ],
+)
 def test_an_interrupt_at_any_point_loses_nothing(
     group: WorkerGroup, point: str, is_hot: bool, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

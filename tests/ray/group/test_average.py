@@ -89,8 +89,9 @@ KINDS: dict[str, Callable[[np.random.Generator, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("weights", [None, [1, 5, 2.5]], ids=["equal", "weighted"])
-@pytest.mark.parametrize("size", [3, LARGE], ids=["inline", "shared"])
+@pytest.mark.parametrize(
+    ("size", "weights"), [(3, [1, 5, 2.5]), (LARGE, None)], ids=["inline", "shared"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_average_is_that_of_the_values(
     ranks: list[Any], rng: np.random.Generator, kind: str, size: int, weights: list[float] | None

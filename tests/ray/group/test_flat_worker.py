@@ -223,7 +223,11 @@ def test_a_worker_whose_constructor_does_not_call_that_of_its_base_says_so() -> 
     ("cls", "message"),
     [
         (UnbuiltWorker, r"NotImplementedError: UnbuiltWorker must define build\(\)"),
-        (EmptyHandedWorker, r"TypeError: EmptyHandedWorker\.build\(\) returned None"),
+        pytest.param(
+            EmptyHandedWorker,
+            r"TypeError: EmptyHandedWorker\.build\(\) returned None",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["no build", "no model"],
 )

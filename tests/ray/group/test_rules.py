@@ -74,6 +74,7 @@ def test_a_rule_writes_out_only_if_enough_ranks_are_left(rule: AnyRule) -> None:
     assert [*found.failed] == [2, 5]
 
 
+@pytest.mark.starts_actors
 def test_run_sends_what_the_rule_gives(group: WorkerGroup) -> None:
     expected = weights_of(1.0)
     for found in group.run(3, "train", rule=robust.Median()):
@@ -82,6 +83,7 @@ def test_run_sends_what_the_rule_gives(group: WorkerGroup) -> None:
     assert all(same_bits(w["w"], expected["w"]) for w in group.step("get_weights").values())
 
 
+@pytest.mark.starts_actors
 def test_each_round_clips_around_the_center_that_it_is_given(group: WorkerGroup) -> None:
     for value in (1.0, 100.0):
         start = weights_of(value)
@@ -103,6 +105,7 @@ def test_no_rule_is_kept_after_its_round(group: WorkerGroup) -> None:
     assert known() is None
 
 
+@pytest.mark.starts_actors
 def test_a_rank_with_nan_fails_and_one_left_out_by_the_rule_does_not(group: WorkerGroup) -> None:
     poisoned: dict[str, Any] = {"plan": {1: "nan"}}
     with pytest.raises(ValueError, match="rank 1, slot 0 'w': holds NaN or infinity"):
@@ -122,6 +125,7 @@ def test_a_rank_with_nan_fails_and_one_left_out_by_the_rule_does_not(group: Work
         group.average("act", **poisoned, rule=robust.Median(), nonfinite="skip", min_results=5)
 
 
+@pytest.mark.starts_actors
 def test_any_function_is_a_rule(group: WorkerGroup) -> None:
     def second(models: list[FlatWeights]) -> FlatWeights:
         return models[1]
@@ -150,6 +154,7 @@ def test_plain_references_of_large_results(rng: np.random.Generator) -> None:
     assert same_bits(weighted.weights, robust.geometric_median(vectors, weights))
 
 
+@pytest.mark.starts_actors
 def test_wrong_rules_are_refused_before_anybody_works(group: WorkerGroup) -> None:
     before = group.step("how_often")
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [

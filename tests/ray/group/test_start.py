@@ -334,14 +334,14 @@ def test_subsets_of_one_shape_add_up_although_no_names_are_known(
         group.publish(send({name: np.full(5, value)}))
     for weights in in_all(group):
         assert_same(weights, twins(5.0, 4.0))
-    for names in ("ab", "ba", "aabb"):
+    for names in ("ba", "aabb"):
         group = fresh()
         published = {"a": -1.0, "b": -2.0}
-        loop = group.as_completed("train", updates=12)
+        loop = group.as_completed("train", updates=8)
         for value, (name, _) in enumerate(zip(names, loop, strict=False)):
             published[name] = float(value)
             group.publish(send({name: np.full(5, published[name])}))
-        assert [found.number for found in loop][-1] == 12
+        assert [found.number for found in loop][-1] == 8
         for weights in in_all(group):
             assert_same(weights, twins(published["a"], published["b"]))
 

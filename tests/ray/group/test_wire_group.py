@@ -62,7 +62,7 @@ def bits(group: WorkerGroup) -> list[bytes]:
 def test_rounds_give_what_float32_gives_with_half_the_bytes(
     make: Make, wire: str, size: int
 ) -> None:
-    plain = make(size=size)
+    plain = make(2, size=size)
     start = FlatWeights({"w": np.linspace(1, 2, size, dtype=np.float32), "n": np.int64(0)})
     plain.broadcast(start)
     in_full = [(found.weights["w"].copy(), found.nbytes) for found in plain.run(4, "train")]
@@ -143,6 +143,6 @@ def test_gradients_travel_with_feedback(make: Make) -> None:
 
 def test_wire_dtype_and_vectors_are_checked(make: Make) -> None:
     with pytest.raises(ValueError, match="wire_dtype: expected"):
-        make(wire_dtype="float32")
+        make(1, wire_dtype="float32")
     with pytest.raises(TypeError, match="by name"):
-        make(wire_dtype="bfloat16").broadcast(np.zeros(6))
+        make(1, wire_dtype="bfloat16").broadcast(np.zeros(6))

@@ -545,18 +545,18 @@ def test_a_retried_call_never_answers_with_lost_weights(make: Make, tmp_path: Pa
 
 
 def test_a_restart_between_rounds_is_noticed(make: Make) -> None:
-    group = make(3, max_task_retries=-1)
+    group = make(2, max_task_retries=-1)
     start = weights_of(1.0)
     group.broadcast(start)
     process = psutil.Process(group.step("pid")[0])
     kill(group, 0, no_restart=False)
     process.wait(60)
-    found = group.average("train", min_results=2)
-    assert found.used == (1, 2)
+    found = group.average("train", min_results=1)
+    assert found.used == (1,)
     assert np.max(found.weights["w"]) < POISON
-    assert_same(found.weights, mean_of(start, [1, 2]))
+    assert_same(found.weights, mean_of(start, [1]))
     step = group.step("how_often")
-    assert step == {1: 1, 2: 1}
+    assert step == {1: 1}
 
 
 @pytest.mark.slow
