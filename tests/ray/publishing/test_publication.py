@@ -44,7 +44,6 @@ from flatweights.ray.publishing._publication_server import (
 )
 
 _readings: list[PublicationConnection] = []  # of one test
-HELPERS = Path(__file__).parents[2] / "helpers"
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="such memory is Linux's")
 
