@@ -393,7 +393,7 @@ def test_memory_of_deleted_variables_is_released() -> None:
 @bound_alone
 def test_constructing_many_times_leaks_nothing(path: Any) -> None:
     variables = [tf.Variable(np.zeros(3, np.float32)) for _ in range(2)]
-    repeats = 300
+    repeats = 150
     assert not grows(allocated, lambda: bound(variables).get_flat(), repeats, limit=repeats)
 
 

@@ -41,6 +41,9 @@ def model(of: Any = keras) -> Any:
     return made
 
 
+shared_model = functools.cache(model)  # for tests that leave its values as they were
+
+
 def values(made: Any) -> dict[str, Any]:
     """Every variable of the model by name, read without this package."""
     return {
@@ -103,7 +106,7 @@ def test_gets_and_sets_are_of_the_chosen_variables_alone(what: str, of: Any) -> 
     options, left = CHOICES[what]
     if what == "a generator":
         options = {"exclude": (name for name in ("body", "norm"))}
-    made = model(of)
+    made = shared_model(of)
     before = values(made)
     weights = TensorFlowVariables(made, **options)
     assert list(weights.variables) == left

@@ -52,7 +52,7 @@ def test_the_example_of_the_documentation() -> None:
     workers = [Network() for _ in range(2)]
     start: Any = workers[0].weights.get_weights()
     before = workers[0].sess.run(workers[0].loss, workers[0].feed())
-    for _ in range(20):
+    for _ in range(12):
         results: list[Any] = []
         for worker in workers:
             worker.weights.set_weights(start)

@@ -86,7 +86,7 @@ class Crew:
         assert all(self.rounds.values()), self.rounds
 
 
-@pytest.fixture(params=[0.5, pytest.param(8.0, marks=pytest.mark.slow)], ids=["short", "long"])
+@pytest.fixture(params=[0.3, pytest.param(8.0, marks=pytest.mark.slow)], ids=["short", "long"])
 def crew(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Threads for some seconds, that copy with threads of their own."""
     before = fw.get_num_threads()
@@ -273,7 +273,7 @@ def test_models_that_name_variables_in_another_order_do_not_wait_for_each_other(
     # Many small variables: nearly all of the time goes into taking locks, and each call takes all.
     variables = [tf.Variable(float(i)) for i in range(200)]
     models = [TensorFlowVariables(variables), TensorFlowVariables(variables[::-1])]
-    crew = Crew(0.5)
+    crew = Crew(0.3)
     for model in models:
         assert model.unbound == {}
         flat = model.get_flat()
