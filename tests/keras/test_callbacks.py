@@ -716,7 +716,7 @@ def after_an_unfinished_fit(where: str, then: str, place: Place) -> Any:
     from flatweights.keras._gradients import averaging_of
 
     terms = {"min_results": 2} if then == "refused" else {}
-    model, data = unfinished(place, where, terms, compiled=then == "loop")
+    model, data = unfinished(place, where, terms, compiled=then == "compiled loop")
     if then == "refused":
         with pytest.raises(ValueError, match="expected the callback AverageLogs or AverageWeights"):
             model.fit(*data, 2, verbose=0)
@@ -740,6 +740,7 @@ def after_an_unfinished_fit(where: str, then: str, place: Place) -> Any:
         ("on_train_batch_end", "refused"),
         ("on_train_batch_end", "fit"),
         ("on_train_batch_end", "loop"),
+        pytest.param("on_train_batch_end", "compiled loop", marks=pytest.mark.slow),
     ],
 )
 def test_a_fit_that_an_exception_has_ended_counts_no_more(where: str, then: str) -> None:

@@ -220,6 +220,7 @@ def test_a_replaced_member_keeps_no_weights_that_a_callback_restores(
     check_alike([state for _, state in ended])
 
 
+@pytest.mark.slow
 def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     pool: ThreadPoolExecutor,
 ) -> None:
@@ -248,6 +249,7 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     assert steps[0] > 2 * 20 + 5, "healed in the epoch"
 
 
+@pytest.mark.slow
 def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_others(
     pool: ThreadPoolExecutor,
 ) -> None:
@@ -513,7 +515,7 @@ class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
     [
         pytest.param(keras.callbacks.EarlyStopping, -1, id="EarlyStopping", marks=pytest.mark.slow),
         pytest.param(Stopping, -1, id="a subclass", marks=pytest.mark.slow),
-        pytest.param(Stopping, 3, id="healed at the end"),
+        pytest.param(Stopping, 3, id="healed at the end", marks=pytest.mark.slow),
     ],
 )
 def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
@@ -651,7 +653,8 @@ def test_a_replaced_member_counts_as_the_others_do(
 ) -> None:
     """A learning rate that falls after some epochs falls in the same epoch in all members.
 
-    Only one of them may have a callback more, in front of it.
+    All end with the best weights, those of an epoch before the replacement. Only one of them may
+    have a callback more, in front of it.
     """
     group, go_on = LocalProcessGroup(2), threading.Event()
 
@@ -659,12 +662,15 @@ def test_a_replaced_member_counts_as_the_others_do(
         file = tmp_path / "best.keras"
         best = keras.callbacks.ModelCheckpoint(file, "loss", save_best_only=True)
         plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=2, min_delta=100.0)
-        return [best, plateau] if who == saves else [plateau]
+        all_have = [plateau, best_of_first(keras.callbacks.EarlyStopping)]
+        return [best, *all_have] if who == saves else all_have
 
     first, dead = fits(group, "dense")
     first.more, dead.more = callbacks("the others"), callbacks("the replaced")
     dead.at[1, 3] = dies(dead)
     first.at[2, -1] = lambda: go_on.wait(LIMIT)
+    after_first: list[Any] = []
+    first.at[1, 0] = lambda: after_first.extend(first.model.get_weights())
     for fit in (first, dead):
         fit.start(pool)
     new = replacement(group, dead, kind="dense")
@@ -674,6 +680,7 @@ def test_a_replaced_member_counts_as_the_others_do(
     go_on.set()
     ended = [fit.done.result(LIMIT) for fit in (first, new)]
     check_alike([state for _, state in ended])
+    check_alike([ended[1][1][: len(after_first)], after_first])
     rate = float(first.model.optimizer.learning_rate)
     assert rate == pytest.approx(0.005)
     warns = "ModelCheckpoint 0 begins anew" in caplog.text
@@ -715,13 +722,19 @@ def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
 
     late.at[2, 4] = sleep
     first.goes_on_without(2, 4)
+    steps: list[int] = []
+    late.at[2, 5] = lambda: steps.append(int(late.model.optimizer.iterations))
     first.at[2, 16] = lambda: slept.wait(LIMIT)
     first.at[2, 18] = lambda: group.wait_until(
         lambda inside: inside.calls.healings or inside.calls.waiting.recovering
     )
     for fit in (first, late):
         fit.start(pool)
-    check_alike([fit.done.result(LIMIT)[1] for fit in (first, late)])
+    ended = [fit.done.result(LIMIT) for fit in (first, late)]
+    check_alike([state for _, state in ended])
+    assert [history.epoch for history, _ in ended] == [[0, 1, 2]] * 2
+    assert steps
+    assert steps[0] > 2 * 20 + 5, "healed in the epoch"
 
 
 @pytest.mark.slow
@@ -761,16 +774,20 @@ def test_ways_to_fit(
     check_alike([fit.done.result(LIMIT)[1] for fit in (first, new, late)])
 
 
-def test_a_loop_of_ones_own_counts_by_iterations(pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("accumulates", [None, 2])
+def test_a_loop_of_ones_own_counts_by_iterations(
+    pool: ThreadPoolExecutor, accumulates: int | None
+) -> None:
     group = LocalProcessGroup(2)
     members = group.join_all()
     data = np.random.default_rng(0).normal(size=(2, 20, 3)).astype(np.float32)
 
     def train(member: Member, steps: int, dies_at: int = -1) -> list[Any]:
         weights = keras.Variable(np.full(3, 1.0 if dies_at >= 0 else 0.0), dtype="float32")
-        optimizer = average_gradients(
-            keras.optimizers.SGD(0.1, momentum=0.9), member=member, min_results=1, timeout=60.0
+        optimizer: Any = keras.optimizers.SGD(
+            0.1, momentum=0.9, gradient_accumulation_steps=accumulates
         )
+        average_gradients(optimizer, member=member, min_results=1, timeout=60.0)
         optimizer.build([weights])
 
         @tf.function(autograph=False)  # type: ignore[untyped-decorator]

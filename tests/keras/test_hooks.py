@@ -101,7 +101,8 @@ class Spy(keras.callbacks.Callback):  # type: ignore[misc]
 
 def network(**options: Any) -> Any:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(options.pop("optimizer", "sgd"), "mse", **options)
+    # A trace costs more than the few steps of most tests here.
+    model.compile(options.pop("optimizer", "sgd"), "mse", **{"run_eagerly": True} | options)
     return model
 
 
@@ -139,7 +140,7 @@ def test_an_optimizer_finds_its_fit() -> None:
             seen.append(_hooks.running_fit())
             super().apply(grads, trainable_variables)
 
-    spy, model = Spy(), network(optimizer=Noting())
+    spy, model = Spy(), network(optimizer=Noting(), run_eagerly=False)
     history = model.fit(*DATA, verbose=0, callbacks=[spy])
     assert seen
     for fit in (*seen, spy.before):
@@ -151,7 +152,7 @@ def test_an_optimizer_finds_its_fit() -> None:
 
 
 def test_a_fit_begins_at_the_epoch_that_it_is_told() -> None:
-    spy, model = Spy(), network(run_eagerly=True)
+    spy, model = Spy(), network()
     for begins_at, epochs in ((2, [2, 3]), (None, [0, 1, 2, 3]), (4, [])):
         spy.begins_at = begins_at
         spy.epochs = []
@@ -215,7 +216,7 @@ def test_the_losses_of_outputs_are_told_from_other_metrics() -> None:
     outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
     model = keras.Model(inputs, outputs)
     assert _hooks.losses_of_outputs(model) == []
-    model.compile("sgd", ["mse", "mse"], metrics=[["mae"], ["mae"]])
+    model.compile("sgd", ["mse", "mse"], metrics=[["mae"], ["mae"]], run_eagerly=True)
     model.fit(DATA[0], [DATA[1], DATA[1]], verbose=0)
     names = {metric.name for metric in _hooks.losses_of_outputs(model)}
     assert names == {"a_loss", "b_loss"}, installed_is_known("Model._compile_loss")
@@ -323,7 +324,7 @@ def test_steps_are_traced_before_a_training_and_none_is_executed(kind: str) -> N
 
 
 def test_functions_of_other_threads_go_on_while_steps_are_traced() -> None:
-    model = network()
+    model = network(run_eagerly=False)
     doubled = tf.function(lambda x: 2 * x)
     two, found = tf.constant(2), []
 

@@ -94,8 +94,9 @@ def pause(rank: int, batch: int) -> None:
 @pytest.mark.parametrize(
     ("callback", "normalized"),
     [
-        pytest.param(pause, False, id="after a pause"),
-        pytest.param(nothing, True, id="normalized"),
+        pytest.param(pause, True, id="normalized, after a pause"),
+        pytest.param(pause, False, id="after a pause", marks=pytest.mark.slow),
+        pytest.param(nothing, True, id="normalized", marks=pytest.mark.slow),
         pytest.param(nothing, False, id="", marks=pytest.mark.slow),
     ],
 )
