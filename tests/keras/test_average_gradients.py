@@ -48,25 +48,25 @@ def check(together: Callable[..., Any], size: int, *args: Any, bound: float = BO
 
 
 @pytest.mark.parametrize(
-    "args",
+    ("model", "optimizer", "loop"),
     [
         ("embedding", "momentum", "tf.function"),
-        ("lazy", "accumulated", "fit, several steps"),
+        ("lazy", "accumulated", "fit"),
+        pytest.param("lazy", "accumulated", "fit, several steps", marks=pytest.mark.slow),
         ("dense", "clipped each", "eager"),
-        ("dense", "SGD", "fit, again"),
+        pytest.param("dense", "SGD", "fit, again", marks=pytest.mark.slow),
     ],
-    ids="-".join,
 )
-def test_two_members_take_the_steps_of_one_process(args: tuple[str, ...]) -> None:
-    check(in_threads, 2, *args)
+def test_two_members_take_the_steps_of_one_process(model: str, optimizer: str, loop: str) -> None:
+    check(in_threads, 2, model, optimizer, loop)
 
 
 def test_a_scaled_loss_takes_the_steps_of_one_process() -> None:
-    check(in_threads, 2, "dense", "scaled", "fit", "mixed_float16", bound=2e-2)
+    check(in_threads, 2, "dense", "scaled", "tf.function", "mixed_float16", bound=2e-2)
 
 
 def test_two_processes_take_the_steps_of_one(together: Together) -> None:
-    check(together, 2, "convolutional", "Adam, clipped", "fit")
+    check(together, 2, "dense", "Adam, clipped", "tf.function")
 
 
 def weights_and_logs(place: Place, folder: str) -> Any:

@@ -33,7 +33,8 @@ class Model(keras.Sequential):  # type: ignore[misc]
 
 def test_metrics_that_consist_of_others_are_no_obstacle() -> None:
     model = Model()
-    model.compile("sgd", "mse", metrics=["mae", Pair()], weighted_metrics=["mse"])
+    metrics: dict[str, Any] = {"metrics": ["mae", Pair()], "weighted_metrics": ["mse"]}
+    model.compile("sgd", "mse", run_eagerly=True, **metrics)
     weights = np.array([0.5, 1.5, 0.0, 1.0, 3.0], np.float32)
     model.fit(np.ones((5, 3)), np.ones((5, 1)), sample_weight=weights, batch_size=2, verbose=0)
     samples = Samples(model)

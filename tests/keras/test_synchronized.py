@@ -23,7 +23,9 @@ def replies_of(size: int, function: Any, *args: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("model", "size", "loop"),
     [
-        ("synchronized", 2, "fit, several steps"),
+        ("synchronized", 2, "eager"),
+        pytest.param("synchronized", 2, "fit", marks=pytest.mark.slow),
+        pytest.param("synchronized", 2, "fit, several steps", marks=pytest.mark.slow),
         pytest.param("synchronized", 3, "tf.function", marks=pytest.mark.slow),
         pytest.param("synchronized, deep", 2, "fit", marks=pytest.mark.slow),
         pytest.param("synchronized, deep", 3, "tf.function", marks=pytest.mark.slow),
@@ -89,16 +91,13 @@ def normalize(place: Place, name: str, compiled: bool) -> Any:
     )
 
 
-IN_GRAPHS = ("far from zero", "masked")
-
-
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [
         pytest.param(
             *(name, compiled),
             id=f"{name}-{'graph' if compiled else 'eager'}",
-            marks=pytest.mark.slow if compiled and name not in IN_GRAPHS else [],
+            marks=pytest.mark.slow if compiled and name != "masked" else [],
         )
         for name in cases()
         for compiled in (False, True)
@@ -213,7 +212,7 @@ def member() -> Any:
 
 
 def test_a_member_alone_normalizes_as_keras_does(member: Member) -> None:
-    x, y = (one[:60] for one in images("synchronized"))
+    x, y = (one[:40] for one in images("synchronized"))
     weights = []
     for synchronized in (True, False):
         model = build("synchronized", 0)
