@@ -21,11 +21,12 @@ def test_plain_and_flat_workers_learn_the_same_from_their_parts() -> None:
     plain, flat = (kind(0, 8, 1) for kind in (keras_fit.Network, keras_fit.FlatNetwork))
     assert len(plain.digits[1]) == 180  # 1437 in 8 parts
     for worker in (plain, flat):
+        worker.digits = tuple(array[:96] for array in worker.digits)
         worker.test = tuple(array[:96] for array in worker.test)
         worker.model.run_eagerly = True  # to trace takes longer than so few steps
         assert worker.evaluate() < 0.3
     assert plain.train() == pytest.approx(flat.train(), rel=1e-4)
-    assert plain.evaluate() > 0.4
+    assert plain.evaluate() > 0.3
     flat.set_weights(flat.get_weights().copy())
     other = keras_fit.Network(1, 8, 0)
     other.set_weights(plain.get_weights())

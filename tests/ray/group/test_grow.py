@@ -379,7 +379,8 @@ def test_weights_by_rank_name_a_rank_that_was_added_later(lend: Lend) -> None:
     assert found.used == (1, 2)
 
 
-@pytest.mark.parametrize("wire_dtype", [pytest.param(None, marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
 def test_who_joins_has_the_latest_weights(lend: Lend, wire_dtype: Any) -> None:
     group = lend(PlainWorker, 2, wire_dtype=wire_dtype)
     more = lend(PlainWorker, 1)

@@ -54,7 +54,7 @@ def bits(group: WorkerGroup) -> list[bytes]:
     ("wire", "size"),
     [
         ("bfloat16", 80_000),
-        ("float16", 5),
+        pytest.param("float16", 5, marks=pytest.mark.slow),
         pytest.param("bfloat16", 5, marks=pytest.mark.slow),
         pytest.param("float16", 80_000, marks=pytest.mark.slow),
     ],

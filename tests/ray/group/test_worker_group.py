@@ -270,7 +270,8 @@ def twice(start: FlatWeights, rank: int) -> FlatWeights:
     return trained(trained(start, rank), rank)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
 def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int, tmp_path: Path) -> None:
     group = make(2, size)
     mine = weights_of(1.0, size)

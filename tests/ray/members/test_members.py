@@ -263,6 +263,7 @@ def test_the_first_slot_that_differs_is_named(puppets: Puppets) -> None:
         assert str(error).endswith(expected)
 
 
+@BY_ONE_WAY
 def test_a_member_that_leaves_is_no_fault(puppets: Puppets) -> None:
     met = puppets.meet()
     all_of(met, average_of)

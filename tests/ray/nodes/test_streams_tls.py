@@ -58,7 +58,7 @@ def tls(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tls")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_each_node_receives_what_the_others_send(size: int) -> None:
     with nodes(size) as some:
         for nbytes in (0, 1, 16_384, 100_000, 3_000_001):

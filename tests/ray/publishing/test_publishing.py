@@ -651,7 +651,7 @@ def test_a_learner_that_is_killed_publishes_again(started: list[Any], way: str) 
     started += [learner, actor]
     assert ray.get(learner.publish.remote(1.0)) == 1
     wait_until(lambda: ray.get(actor.update.remote()) == (True, 1, 1.0))
-    for restart in (1, 2):
+    for restart in (1, 2) if way else (1,):
         os.kill(ray.get(learner.pid.remote()), signal.SIGKILL)
         assert ray.get(actor.update.remote())[1:] == (VERSIONS * (restart - 1) + 1, float(restart))
 
