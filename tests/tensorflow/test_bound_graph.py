@@ -287,7 +287,7 @@ class ClosedLater(Session):  # type: ignore[misc]
 
 TRAINING = {
     "apply_flat_gradients": lambda w: w.apply_flat_gradients(
-        tf1.train.MomentumOptimizer(0.1, 0.9), np.ones(w.get_flat_size(), np.float32)
+        tf1.train.AdamOptimizer(), np.ones(w.get_flat_size(), np.float32)
     ),
     "value_and_gradient": lambda w: w.value_and_gradient(
         lambda: tf.reduce_sum([tf.reduce_sum(v) for v in w.variables.values()]), dtype=np.float32
