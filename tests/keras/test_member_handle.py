@@ -1,10 +1,14 @@
 """The member that callbacks and optimizers of a process share."""
 
+from collections.abc import Callable
+from typing import Any
+
+import keras
 import numpy as np
 import pytest
 from process_groups import LocalProcessGroup
 
-from flatweights.keras import _member_handle
+from flatweights.keras import AverageLogs, _member_handle, average_gradients
 from flatweights.keras._member_handle import MemberHandle
 
 
@@ -34,6 +38,51 @@ def test_a_shared_member_that_has_ended_is_replaced(monkeypatch: pytest.MonkeyPa
     handle.end()
     with pytest.raises(RuntimeError, match="left"):
         second.average(np.ones(2))
+
+
+class AtEnd(keras.callbacks.Callback):  # type: ignore[misc]
+    """Calls a function at the end of each epoch."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.function()
+
+
+def fit(function: Callable[[], object]) -> None:
+    """Fit a new model, and call ``function`` at the end of its epoch."""
+    optimizer = average_gradients(keras.optimizers.SGD())
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse", run_eagerly=True)
+    callbacks = [AverageLogs(), AtEnd(function)]
+    model.fit(np.ones((2, 2)), np.ones(2), verbose=0, callbacks=callbacks)
+
+
+def test_a_shared_member_leaves_whatever_is_left_of_a_fit_that_has_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (member,) = LocalProcessGroup(1).join_all()
+    monkeypatch.setattr(_member_handle, "join", lambda: member)
+    with pytest.raises(ZeroDivisionError) as caught:  # its frames have the callbacks
+        fit(lambda: 1 / 0)
+    was_over = member.is_over
+    fit(lambda: None)
+    assert (was_over, member.is_over) == (False, True)
+    assert caught.tb is not None
+
+
+def test_a_fit_within_another_leaves_it_the_shared_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    (member,) = LocalProcessGroup(1).join_all()
+    monkeypatch.setattr(_member_handle, "join", lambda: member)
+
+    def begin_another() -> None:
+        fit(lambda: None)
+        assert not member.is_over
+
+    fit(begin_another)
+    assert member.is_over
 
 
 @pytest.mark.parametrize(("timeout", "waits"), [(None, None), (0.0, 60.0), (90.0, 90.0)])

@@ -227,7 +227,7 @@ def step_traced_again(place: Place) -> Any:
     variables = [*model.trainable_variables, *unused.trainable_variables]
     optimizer = average_gradients(keras.optimizers.SGD(0.01), member=place.member())
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def step(x: Any, y: Any) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((model(x, training=True) - y) ** 2)

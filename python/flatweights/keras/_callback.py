@@ -8,6 +8,7 @@ from typing import Any, Literal
 import keras
 
 from flatweights.keras._gradients import Averaging, averaging_of, averagings_in
+from flatweights.keras._hooks import running_fit
 from flatweights.keras._member_handle import MemberHandle, agree
 from flatweights.keras._progress import AnyState, Progress
 from flatweights.keras._weak_set import SharedWeakSet
@@ -54,7 +55,7 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         of_this_fit = [one for one in _callbacks if one.params is self.params is not None]
         handles = {id(one): one._handle for one in (self, *of_this_fit)}
         agree([*handles.values(), *([] if averaging is None else [averaging.handle])])
-        self._member: Member = self._handle.take()
+        self._member: Member = self._handle.begin(running_fit(outermost=True))
         if averaging is not None:
             averaging.begin_fit(self)
         more = [one for one in averagings_in(self.model) if one is not averaging]

@@ -511,7 +511,7 @@ class Averaging:
         if self._is_started:
             return
         callbacks, self._callbacks = self._callbacks, None
-        member = self.handle.take()
+        member = self.handle.begin(running_fit(outermost=True))
         if self.handle.min_results is not None and member.lacks_state:  # it will be healed
             self._is_started = True
             return

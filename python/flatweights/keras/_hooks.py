@@ -44,24 +44,31 @@ class Fit(NamedTuple):
     validation: tuple[Any, Any, Any] | None
 
 
-def running_fit() -> Fit | None:
+def running_fit(*, outermost: bool = False) -> Fit | None:
     """Return the `fit` that calls this function, or traces its caller; None without one.
+
+    That is the innermost one, unless the ``outermost`` is asked for: a callback may call another.
 
     An optimizer learns only gradients and variables from Keras. Without a callback of ours, two
     local variables of `fit`, ``self`` and ``callbacks``, tell the names of the variables, and the
     callbacks in which members may differ. Others, ``epoch_iterator`` and ``val_x``, have the data.
     """
+    found: FrameType | None = None
     for frame in _callers():
         if frame.f_code is _FIT:
-            of_fit = frame.f_locals
-            made: Any = of_fit.get("callbacks")
-            is_made = isinstance(made, keras.callbacks.CallbackList)
-            callbacks = made.callbacks if is_made else None
-            validation = None
-            if "val_x" in of_fit:
-                validation = of_fit["val_x"], of_fit["val_y"], of_fit["val_sample_weight"]
-            return Fit(of_fit["self"], callbacks, of_fit.get("epoch_iterator"), validation)
-    return None
+            found = frame
+            if not outermost:
+                break
+    if found is None:
+        return None
+    of_fit = found.f_locals
+    made: Any = of_fit.get("callbacks")
+    is_made = isinstance(made, keras.callbacks.CallbackList)
+    callbacks = made.callbacks if is_made else None
+    validation = None
+    if "val_x" in of_fit:
+        validation = of_fit["val_x"], of_fit["val_y"], of_fit["val_sample_weight"]
+    return Fit(of_fit["self"], callbacks, of_fit.get("epoch_iterator"), validation)
 
 
 def end_data() -> None:
@@ -189,7 +196,9 @@ def callbacks_beside(callback: Any) -> list[Any]:
                 if any(one is callback for one in caller.callbacks):
                     callbacks: list[Any] = caller.callbacks
                     return callbacks
-        if frame.f_code is _FIT and not is_listed:
+        if frame.f_code is _FIT:
+            if is_listed:
+                break
             raise RuntimeError(
                 f"{type(callback).__name__}: expected that keras.Model.fit calls callbacks by a "
                 f"keras.callbacks.CallbackList, but that of Keras {keras.__version__} does not"
@@ -198,11 +207,11 @@ def callbacks_beside(callback: Any) -> list[Any]:
 
 
 def _callers() -> Iterator[FrameType]:
-    """Yield the frames of the callers, up to that of the innermost `fit`."""
+    """Yield the frames of the callers, the last one first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame
-        frame = None if frame.f_code is _FIT else frame.f_back
+        frame = frame.f_back
 
 
 def begin_at(model: Any, epoch: int | None) -> None:

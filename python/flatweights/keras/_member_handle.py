@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from flatweights._numbers import check_count, real_number
+from flatweights.keras._hooks import Fit
 from flatweights.ray import CallsDifferError, Member, NotInTrainError, Round, is_replaceable, join
 
 _lock = threading.Lock()
@@ -162,6 +163,7 @@ class MemberHandle:
             check_count(min_results, "min_results")
         self.who = who
         self.needs_all = needs_all
+        self._used_by: tuple[int, list[Any]] = (0, [])  # a thread, and the callbacks of its `fit`
         self.given = {"member": member, "timeout": timeout, "min_results": min_results}
         self.use(self.given)
 
@@ -170,6 +172,25 @@ class MemberHandle:
         self._given: Member | None = terms["member"]
         self.timeout = terms["timeout"]
         self.min_results = terms["min_results"]
+
+    def begin(self, fit: Fit | None) -> Member:
+        """Return the member, for a `fit` that begins in this thread; see `take`.
+
+        Handles of an earlier `fit` of this thread are forgotten: it has ended by an exception, of
+        which Keras tells nobody. Whether the shared member leaves must not depend on when their
+        garbage is collected, since then it might stay in some processes, and leave in others.
+
+        Args:
+            fit: The outermost `fit` that runs, if there is one: its callbacks may call others.
+        """
+        if fit is not None and fit.callbacks is not None:
+            thread = threading.get_ident()
+            with _lock:
+                for one in [*_handles]:
+                    if one._used_by[0] == thread and one._used_by[1] is not fit.callbacks:
+                        _handles.discard(one)
+            self._used_by = thread, fit.callbacks
+        return self.take()
 
     def take(self) -> Member:
         """Return the member; join first, if it is shared and there is none, or it has ended.
@@ -235,6 +256,7 @@ class MemberHandle:
         """End the handle. With the last handle, the shared member leaves; a given member stays."""
         global _shared
         self.use(self.given)
+        self._used_by = 0, []
         with _lock:
             _handles.discard(self)
             is_last = not _handles
