@@ -1,6 +1,7 @@
 """The workers of some programs, within this process: no Ray."""
 
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -35,11 +36,13 @@ def test_plain_and_flat_workers_learn_the_same_from_their_parts() -> None:
 
 
 @pytest.fixture
-def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of TensorFlow run as they are: to trace them takes longer than so few steps."""
+def eagerly() -> Iterator[None]:
+    """Functions of TensorFlow run eagerly: to trace them takes longer than so few steps."""
     import tensorflow as tf
 
-    monkeypatch.setattr(tf, "function", lambda function, **_: function)
+    tf.config.run_functions_eagerly(True)
+    yield
+    tf.config.run_functions_eagerly(False)
 
 
 @pytest.mark.usefixtures("eagerly")

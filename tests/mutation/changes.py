@@ -122,7 +122,7 @@ CHANGES = (
         "python/flatweights/ray/core/_calls.py",
         "return first.root in requests or first.root not in self.peers.ranks()",
         "return first.root in requests",
-        ("tests/ray/members/test_members.py", "tests/ray/members", "tests/sim"),
+        ("tests/ray/members/test_calls.py", "tests/ray/members", "tests/sim"),
     ),
     Change(
         "python/flatweights/ray/nodes/_plan.py",
@@ -164,7 +164,7 @@ CHANGES = (
         "python/flatweights/ray/core/_healing.py",
         "if peer is self.donor and not self.is_given:",
         "if peer is self.donor:",
-        ("tests/ray/members/test_healing.py", "tests/ray/members", "tests/sim"),
+        ("tests/ray/members/test_calls.py", "tests/ray/members", "tests/sim"),
     ),
     Change(
         "python/flatweights/ray/core/_response_cache.py",

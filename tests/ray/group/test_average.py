@@ -90,7 +90,13 @@ KINDS: dict[str, Callable[[np.random.Generator, int], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("size", "weights"), [(3, [1, 5, 2.5]), (LARGE, None)], ids=["inline", "shared"]
+    ("size", "weights"),
+    [
+        pytest.param(3, [1, 5, 2.5], id="inline-weighted"),
+        pytest.param(LARGE, None, id="shared-equal"),
+        pytest.param(3, None, id="inline-equal", marks=pytest.mark.slow),
+        pytest.param(LARGE, [1, 5, 2.5], id="shared-weighted", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_average_is_that_of_the_values(

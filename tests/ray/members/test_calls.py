@@ -98,6 +98,16 @@ def test_time_is_up_for_those_that_are_late(group: Core) -> None:
     assert group.request(2, Request("average", "others")) == []
 
 
+def test_a_broadcast_waits_for_a_late_root_but_not_for_a_dead_one(group: Core) -> None:
+    group.request(0, timeout=2.0)
+    group.now = 102.0
+    group.receive()
+    assert group.reduce().late == (1, 2)
+    assert group.request(0, Request("broadcast", "weights", root=2)) == []
+    (call,) = only(Reduce, group.receive(Ended(group[2], MemberDiedError("it died"))))
+    assert [*call.requests] == [0]
+
+
 def test_an_error_answers_those_that_took_part_and_is_not_kept(group: Core) -> None:
     group.request(0, timeout=2.0)
     group.now = 103.0
