@@ -245,3 +245,25 @@ def step_traced_again(place: Place) -> Any:
 def test_a_member_that_traces_its_step_again_starts_with_the_others() -> None:
     one, other = in_threads(2, step_traced_again)
     assert all(map(np.array_equal, one, other)), (one, other)
+
+
+def freeze_between(place: Place) -> Any:
+    """Return the mean of a layer that is frozen with other values in each member, and the rest."""
+    x, y = images("dense")
+    first, last = keras.layers.Dense(4), keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((8,)), first, last])
+    optimizer = average_gradients(keras.optimizers.SGD(0.01), member=place.member())
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse", run_eagerly=True)
+    model.fit(x[:4], y[:4], verbose=0)
+    first.trainable = False
+    first.set_weights([np.full((8, 4), place.rank), np.zeros(4)])
+    model.compile(optimizer, "mse", run_eagerly=True)
+    model.fit(x[:4], y[:4], verbose=0)
+    return first.get_weights()[0].mean(), last.get_weights()
+
+
+def test_layers_that_are_frozen_later_keep_each_members_values() -> None:
+    one, other = in_threads(2, freeze_between)
+    assert (one[0], other[0]) == (0.0, 1.0), (one, other)
+    assert all(map(np.array_equal, one[1], other[1]))

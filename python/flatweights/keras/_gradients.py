@@ -441,7 +441,7 @@ class Averaging:
                     with keras.name_scope(optimizer.name):
                         self._make(variables)
                 if tf.executing_eagerly():
-                    self._start(variables_of(optimizer), in_step=graph is None)
+                    self._start_in_step(is_traced=graph is not None)
         return list(grads), variables
 
     def _forget_unfinished(self, fit: Fit | None) -> bool:
@@ -489,13 +489,17 @@ class Averaging:
         if tf.executing_eagerly():
             self._start(variables, in_step=False)
 
-    def _start_in_step(self) -> None:
+    def _start_in_step(self, *, is_traced: bool = False) -> None:
         """Start before the first call of a step, whichever that is.
 
         A member that traces the step again starts meanwhile, the others at their first exchange. So
-        what they compare depends on the optimizer alone.
+        what they compare depends on the optimizer alone: its variables that are not frozen.
+
+        Args:
+            is_traced: Whether the step is only traced now, and has no gradients yet.
         """
-        self._start(variables_of(self._optimizer), in_step=True)
+        variables = [one for one in variables_of(self._optimizer) if one.trainable]
+        self._start(variables, in_step=not is_traced)
 
     def _start(self, variables: Sequence[Any], in_step: bool, epoch: int | None = None) -> None:
         """Give all members the variables and slots of rank 0, unless they have them.
