@@ -1,7 +1,6 @@
 """The member that callbacks and optimizers of a process share."""
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
@@ -40,23 +39,13 @@ def test_a_shared_member_that_has_ended_is_replaced(monkeypatch: pytest.MonkeyPa
         second.average(np.ones(2))
 
 
-class AtEnd(keras.callbacks.Callback):  # type: ignore[misc]
-    """Calls a function at the end of each epoch."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        super().__init__()
-        self.function = function
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.function()
-
-
 def fit(function: Callable[[], object]) -> None:
     """Fit a new model, and call ``function`` at the end of its epoch."""
     optimizer = average_gradients(keras.optimizers.SGD())
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(optimizer, "mse", run_eagerly=True)
-    callbacks = [AverageLogs(), AtEnd(function)]
+    at_end = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: function())
+    callbacks = [AverageLogs(), at_end]
     model.fit(np.ones((2, 2)), np.ones(2), verbose=0, callbacks=callbacks)
 
 

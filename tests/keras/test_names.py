@@ -219,7 +219,7 @@ def test_rows_have_the_names_that_are_in_use() -> None:
 def step_traced_again(place: Place) -> Any:
     """Return the weights after steps, the last of which rank 1 alone traces."""
     x, y = images("dense")
-    keras.utils.set_random_seed(place.rank)
+    seed_initializers(place.rank)
     normalize = keras.layers.BatchNormalization(synchronized=True)
     model = keras.Sequential([keras.Input((8,)), normalize, keras.layers.Dense(1)])
     unused = keras.layers.Dense(2)

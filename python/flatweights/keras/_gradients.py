@@ -498,8 +498,9 @@ class Averaging:
         Args:
             is_traced: Whether the step is only traced now, and has no gradients yet.
         """
-        variables = [one for one in variables_of(self._optimizer) if one.trainable]
-        self._start(variables, in_step=not is_traced)
+        if not self._is_started:
+            variables = [one for one in variables_of(self._optimizer) if one.trainable]
+            self._start(variables, in_step=not is_traced)
 
     def _start(self, variables: Sequence[Any], in_step: bool, epoch: int | None = None) -> None:
         """Give all members the variables and slots of rank 0, unless they have them.
@@ -605,7 +606,7 @@ class Averaging:
         """
         is_whole = self.handle.min_results is None
         is_apart = self.progress is not None and self.progress.is_apart
-        if self._optimizer.built and not is_apart:
+        if not (self._is_started or is_apart) and self._optimizer.built:
             with self._step():
                 self._start_in_step()
         if is_apart or (not is_whole and self.handle.take().lacks_state):
