@@ -85,10 +85,13 @@ def averaged_in_float32(member: Member) -> Any:
         return averaged(other)
 
 
+def agent_of(member: Member) -> Any:
+    return member._coordinator._actor
+
+
 def close_streams(member: Member) -> None:
     """Make the agent of this node stop listening."""
-    agent = member._coordinator._actor
-    ray.get(agent.__ray_call__.remote(lambda agent: agent.end._streams.close()))
+    ray.get(agent_of(member).__ray_call__.remote(lambda agent: agent.end._streams.close()))
 
 
 def lacks_the_state(member: Member, lacks: bool) -> None:
@@ -108,17 +111,16 @@ def die_in_give(member: Member) -> None:
 
         agent._result = give
 
-    ray.get(member._coordinator._actor.__ray_call__.remote(patch))
+    ray.get(agent_of(member).__ray_call__.remote(patch))
 
 
 def fail_node_agent(member: Member) -> None:
     """End the thread of the agent of this node, to which all its members have channels."""
-    agent = member._coordinator._actor
-    ray.get(agent.__ray_call__.remote(lambda agent: agent._node_agent.queue.post(divmod, 1, 0)))
-
-
-def agent_of(member: Member) -> Any:
-    return member._coordinator._actor
+    ray.get(
+        agent_of(member).__ray_call__.remote(
+            lambda agent: agent._node_agent.queue.post(divmod, 1, 0)
+        )
+    )
 
 
 def has_link(agent: Any) -> bool:
