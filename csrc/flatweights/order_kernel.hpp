@@ -327,7 +327,6 @@ bool mean_run(std::byte* out, const std::byte* const* sources, std::size_t begin
   using V = Register<K>;
   constexpr std::size_t kNumbers = kRegister / sizeof(K), kParts = kNumbers / kPair;
   static_assert(kParts <= kPairs);
-  constexpr std::size_t kFirst = Middle ? (N - 1) / 2 : 0, kLast = Middle ? N / 2 + 1 : N;
   const std::byte* source[N];
 #pragma GCC unroll 16
   for (std::size_t k = 0; k < N; ++k) source[k] = sources[k] + begin * sizeof(K);
@@ -348,12 +347,21 @@ bool mean_run(std::byte* out, const std::byte* const* sources, std::size_t begin
     sort_registers<N>(values, std::make_index_sequence<network_size(N)>{});
     if constexpr (!Middle) extremes.look(values[0], values[N - 1]);
     Sums<T> sums = {};
-#pragma GCC unroll 16
-    for (std::size_t k = kFirst; k < kLast; ++k) {
-      if (!Middle && (k < ranks.first || k >= ranks.last)) continue;
+    const auto add = [&](V value) {
       alignas(kLine) std::byte kept[kRegister];
-      store_register(kept, flip_key<K>(values[k]));
+      store_register(kept, flip_key<K>(value));
       for (std::size_t j = 0; j < kParts; ++j) add_term(sums, j, load_pair<T>(kept, j * kPair));
+    };
+    if constexpr (Middle) {
+      add(values[(N - 1) / 2]);
+      if constexpr (N % 2 == 0) add(values[N / 2]);
+    } else {
+      // Which ranks are kept is not known here: in a loop, they are converted in one place.
+      alignas(kLine) std::byte sorted[N * kRegister];
+#pragma GCC unroll 16
+      for (std::size_t k = 0; k < N; ++k) store_register(sorted + k * kRegister, values[k]);
+      for (std::size_t k = ranks.first; k < ranks.last; ++k)
+        add(load_register<V>(sorted + k * kRegister));
     }
     for (std::size_t j = 0; j < kParts; ++j)
       store_pair<T>(out, i + j * kPair, divide(sums, j, false, divisor, spoiled));
