@@ -683,6 +683,20 @@ def test_a_state_of_other_kinds_is_refused_before_anything_is_averaged() -> None
         with pytest.raises(error, match=text):
             member.average(part, state=state)
     assert member.average(part, state=[one]).number == 1
+    empty = Empty()
+    assert member.average(part, state=[empty]).number == 2
+    assert member.average(part, state=[empty, one]).number == 3
+
+
+class Empty:
+    """Variables of a model without weights."""
+
+    layout = Layout([], [], [])
+
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        assert buffer.size == 0
+
+    scatter = gather_into
 
 
 def test_members_whose_states_have_other_parts_are_told(pool: Any) -> None:

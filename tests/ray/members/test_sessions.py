@@ -38,6 +38,7 @@ from flatweights.ray.members._node_agent import NodeAgent, NodeAgentActor, NodeA
 from flatweights.ray.members._platform import PLATFORM
 from flatweights.ray.members._sessions import Session, StoreRequest
 from flatweights.ray.peers._by_channel import GroupChannels
+from flatweights.ray.support._errors import IN_FORK
 
 PATIENCE = 60.0
 
@@ -866,9 +867,7 @@ def test_all_calls_of_a_member_are_refused_in_a_fork(threads: ThreadPoolExecutor
             except MemberError as error:
                 texts.add(str(error))
         first.__exit__(KeyError, KeyError(), None)
-        os._exit(
-            0 if texts == {"this process is a fork of the member's: it has to join itself"} else 1
-        )
+        os._exit(0 if texts == {f"this process is a fork of the member's. {IN_FORK}"} else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert mean_of(second, 2.0)[0] == 1.5
     assert asked.result(PATIENCE)[0] == 1.5

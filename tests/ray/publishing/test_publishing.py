@@ -23,12 +23,22 @@ import ray
 
 import flatweights as fw
 from flatweights import _core
-from flatweights.ray import Publisher, StaleWeightsError, Subscriber, SupersededError
+from flatweights.ray import (
+    FlatWorker,
+    Publisher,
+    StaleWeightsError,
+    Subscriber,
+    SupersededError,
+    WorkerGroup,
+    average,
+    join,
+)
 from flatweights.ray.peers import _shared_actor
 from flatweights.ray.publishing import _names, _publication_server, _subscriber, _transports
 from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._publication_server import PublicationAddress, PublicationConnection
 from flatweights.ray.publishing._sources import BoardSource, PulledSource, Source
+from flatweights.ray.support._errors import IN_FORK
 
 pytestmark = [
     pytest.mark.ray,
@@ -627,6 +637,22 @@ def test_a_newer_publisher_takes_over() -> None:
             assert subscriber.behind == 0
 
 
+def test_no_actor_is_asked_about_a_publisher_that_has_ended_and_has_a_successor() -> None:
+    """To start the actor takes seconds, in which the successor would not be looked for."""
+    Publisher("brief", np.ones(5)).close()
+    ended = _names.find("brief")
+    assert ended is not None
+    with Publisher("brief", np.ones(5)) as successor:
+        successor.publish()
+        with pytest.raises(ConnectionError, match=r"another publisher has taken over from process"):
+            _transports.connect("brief", ended, time.monotonic() + 60)
+        with Subscriber("brief") as subscriber:
+            assert subscriber.version == 0
+            assert subscriber.read() is not None
+    actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    assert not [name for name in actors if "proxy:brief" in name]
+
+
 def test_the_last_weights_stay_until_a_newer_publisher_has_published() -> None:
     with Publisher("begins", np.ones(5)) as old, Subscriber("begins") as subscriber:
         old.publish()
@@ -907,23 +933,37 @@ def test_threads_share_a_subscriber() -> None:
         assert 1 <= sum(news) <= 199
 
 
-def test_a_fork_needs_its_own() -> None:
+def test_ray_is_refused_in_a_fork() -> None:
+    """Calls of Ray hang there, some of them without end, and then in the parent."""
     with (
         Publisher("forks", np.ones(3)) as publisher,
         Subscriber("forks", np.zeros(3)) as subscriber,
     ):
         publisher.publish()
+        ref = ray.put(np.ones(3))
         child = os.fork()
         if child == 0:
-            codes = []
-            for call in (publisher.publish, subscriber.update, subscriber.read):
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+            calls: list[Callable[[], object]] = [
+                publisher.publish,
+                subscriber.update,
+                subscriber.read,
+                lambda: Publisher("of a fork", np.ones(3)),
+                lambda: Subscriber("forks", timeout=0.1),
+                lambda: join("of a fork", rank=0, size=1, timeout=0.1),
+                lambda: WorkerGroup.create(FlatWorker, 1),
+                lambda: average([ref]),
+            ]
+            refused = []
+            for call in calls:
                 try:
                     call()
                 except RuntimeError as error:
-                    codes.append("fork" in str(error))
+                    refused.append(IN_FORK in str(error))
             subscriber.close()
             publisher.close()
-            os._exit(0 if codes == [True] * 3 else 1)
+            os._exit(0 if refused == [True] * len(calls) else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert subscriber.update()
         assert publisher.publish() == 2

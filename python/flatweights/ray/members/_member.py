@@ -51,7 +51,7 @@ from flatweights.ray.results._variables import (
     whole_state,
 )
 from flatweights.ray.support import _failpoints
-from flatweights.ray.support._errors import reason_in_a_line
+from flatweights.ray.support._errors import IN_FORK, check_connected, reason_in_a_line
 from flatweights.robust import AnyRule, Rule
 
 Model = TypeVar("Model")
@@ -125,8 +125,7 @@ def join(
         NotImplementedError: Without arguments in a worker of Ray Train, if Ray is older than 2.50.
     """
     _check_thread()
-    if not ray.is_initialized():
-        raise RuntimeError("join: Ray is not initialized in this process: call ray.init() first")
+    check_connected()
     end = None if check_timeout(timeout) is None else _clock.now() + (timeout or 0.0)
     if name is None and rank is None and size is None:
         worker = train_worker(seconds_left(end))
@@ -786,7 +785,7 @@ class Member:
     def _check_process(self) -> None:
         """Raise in a fork of the member's process: before any lock, which it may have inherited."""
         if self._process != os.getpid():
-            raise MemberError("this process is a fork of the member's: it has to join itself")
+            raise MemberError(f"this process is a fork of the member's. {IN_FORK}")
 
     def _break_off(self, why: str, error: BaseException | None = None) -> None:
         self._over = self._over or why

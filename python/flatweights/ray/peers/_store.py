@@ -13,14 +13,16 @@ from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._transport import BY_VALUE, Call, Payload, PendingResult, weights_of
 from flatweights.ray.results._result import is_arrays
 from flatweights.ray.results._wire import WireMessage, nbytes_of
+from flatweights.ray.support._errors import check_not_forked
 
 
 def check_cluster() -> None:
     """Raise unless this process is part of Ray's cluster: a driver of Ray Client is not.
 
     Raises:
-        RuntimeError: If Ray is connected by ``ray://``.
+        RuntimeError: If Ray is connected by ``ray://``, or in a fork of a process with Ray.
     """
+    check_not_forked()
     if ray.util.client.ray.is_connected():
         raise RuntimeError(
             "expected a driver in Ray's cluster, got one that is connected by Ray Client (ray://), "

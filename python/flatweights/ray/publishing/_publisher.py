@@ -14,7 +14,12 @@ from flatweights.ray.publishing._errors import SupersededError
 from flatweights.ray.publishing._models import check_layout, source_of
 from flatweights.ray.publishing._publication_server import PublicationServer, take_over
 from flatweights.ray.results._variables import Variables
-from flatweights.ray.support._errors import EARLIER_SESSION, has_other_session, session_of_ray
+from flatweights.ray.support._errors import (
+    EARLIER_SESSION,
+    IN_FORK,
+    has_other_session,
+    session_of_ray,
+)
 
 _HANDOVER = 2.0  # seconds for which a publisher waits for the one before it to stop
 
@@ -176,7 +181,7 @@ class Publisher:
             raise SupersededError(f"another publisher of {self.name!r} has taken over{who}")
 
     def _end_copy(self) -> None:
-        self._over = "this process is a fork of the publisher's: make one here"
+        self._over = f"this process is a fork of the publisher's. {IN_FORK}"
 
     def _tick(self) -> None:
         """Close the server if this publisher is superseded and the newer one could not tell it."""

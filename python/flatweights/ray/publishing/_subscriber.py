@@ -24,7 +24,12 @@ from flatweights.ray.publishing._publication_server import FullError
 from flatweights.ray.publishing._sources import News, Source
 from flatweights.ray.publishing._transports import connect
 from flatweights.ray.results._variables import Variables, scatter
-from flatweights.ray.support._errors import EARLIER_SESSION, has_other_session, session_of_ray
+from flatweights.ray.support._errors import (
+    EARLIER_SESSION,
+    IN_FORK,
+    has_other_session,
+    session_of_ray,
+)
 
 _TICK = 1.0  # seconds between two searches for a newer publisher, while this one is quiet
 _SOON = 0.2  # the same, once this one has ended
@@ -47,7 +52,7 @@ class Subscriber:
     A publisher that ends leaves its last weights to its subscribers. When there is a new publisher
     of its name, they find it by themselves, within about two seconds.
 
-    Methods may be called from any thread; a fork of the process needs a subscriber of its own.
+    Methods may be called from any thread; in a fork of the process, they raise.
 
     Attributes:
         name: The name.
@@ -221,7 +226,7 @@ class Subscriber:
 
     def _end_copy(self) -> None:
         self._state.calls = CallLock("subscriber")
-        self._state.refuse("this process is a fork of its process: make one here")
+        self._state.refuse(f"this process is a fork of its process. {IN_FORK}")
 
     def _target_of(self, out: Any) -> Variables:
         """Return the variables to set: ``out``, if given; raise unless they have the layout."""

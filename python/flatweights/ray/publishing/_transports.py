@@ -68,7 +68,8 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
         end: The time at which to give up, by `time.monotonic`.
 
     Raises:
-        OSError: If the publisher has ended, or does not answer; or cannot be read from this node.
+        OSError: If the publisher has ended, or does not answer; or cannot be read from this node;
+            or, on its way through Ray, if there is a newer one meanwhile.
         FullError: If it has too many readers.
         ray.exceptions.RayError: If an actor cannot be reached.
     """
@@ -86,12 +87,12 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
             raise
         except (OSError, ChannelError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
-    proxy = proxy_of(name, record)
     try:
-        newest = answer_of(proxy.ping.remote(), max(0.0, end - _clock.now()))
+        newest = _newest_of_proxy(name, record, end)
     except ray.exceptions.RayTaskError as error:
         raise ConnectionError(str(error.cause)) from None
     _log.info("weights of %r come through Ray: %s", name, why)
+    proxy = proxy_of(name, record)
     source = PulledSource(record, lambda seen: _pulled(proxy, seen))
     try:
         while newest and not (source.wait(0, _LOOK) or source.wait_for_end(0.0)):
@@ -107,6 +108,26 @@ def proxy_of(name: str, record: PublisherRecord) -> ray.actor.ActorHandle:
     """Return the actor on the publisher's node that reads for others."""
     proxy = f"proxy:{name}:{record.number}"
     return shared_actor(Proxy, proxy, record.node, 64, name, tuple(record))
+
+
+def _newest_of_proxy(name: str, record: PublisherRecord, end: float) -> int:
+    """Return the newest version that a publisher's proxy has; see `connect`.
+
+    The publisher may have ended: nothing else tells a process that cannot share its memory. So it
+    looks for a newer one before it starts the proxy, which takes seconds, and meanwhile.
+    """
+    ping: ray.ObjectRef | None = None
+    while True:
+        if is_superseded(name, record.number):
+            raise ConnectionError(f"another publisher has taken over from {record.who}")
+        ping = ping or proxy_of(name, record).ping.remote()
+        left = end - _clock.now()
+        try:
+            newest: int = answer_of(ping, max(0.0, min(left, _LOOK)))
+            return newest
+        except ray.exceptions.GetTimeoutError:
+            if left <= _LOOK:
+                raise
 
 
 def _relay_board(name: str, node: str, end: float) -> tuple[bytes, PublicationAddress]:

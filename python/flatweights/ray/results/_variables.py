@@ -131,7 +131,7 @@ class WholeState:
                 slots.append((f"{i}/{type(part).__name__}", (next(rest),), np.uint8))
             else:
                 slots += [(f"{i}/{slot.name}", slot.shape, slot.dtype) for slot in layout.slots]
-        names, shapes, dtypes = zip(*slots, strict=True)
+        names, shapes, dtypes = zip(*slots, strict=True) if slots else ((), (), ())
         self.layout = Layout(names, shapes, dtypes)
 
     def is_of(self, parts: Sequence[Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
 import re
 import weakref
@@ -23,6 +24,12 @@ EARLIER_SESSION = (
     "make a new one"
 )
 """The error of what was made before the process joined another session."""
+
+IN_FORK = (
+    "Ray does not work in a fork of a process that is connected to it, and may hang: start this "
+    "process in another way, such as multiprocessing.get_context('spawn')"
+)
+"""The error of what needs Ray in such a process."""
 
 _LONGEST_ERROR = 16 << 10  # bytes of a pickled error
 _MOST_SHOWN = 2000  # characters of a text that a worker sent
@@ -79,8 +86,15 @@ def check_connected(session: str | None = None) -> None:
     """
     if not ray.is_initialized():
         raise RuntimeError("Ray is not initialized in this process: call ray.init() first")
+    check_not_forked()
     if session is not None and session != session_of_ray():
         raise RuntimeError(EARLIER_SESSION)
+
+
+def check_not_forked() -> None:
+    """Raise `RuntimeError` in a fork of a process with Ray, unless it has connected itself."""
+    if _of_parent and ray.is_initialized() and _context().worker.node is _of_parent[0]():
+        raise RuntimeError(IN_FORK)
 
 
 def has_other_session(session: str) -> bool:
@@ -103,6 +117,16 @@ def session_of_ray() -> str:
 
 _context = functools.cache(ray.get_runtime_context)  # one object for all sessions
 _last_session: list[Any] = [lambda: None, ""]  # a weak reference to Ray's node, and the id
+_of_parent: list[Any] = []  # in a fork, a weak reference to the node with which its parent had Ray
+
+
+def _note_fork() -> None:
+    if ray.is_initialized():
+        with contextlib.suppress(Exception):  # another thread of the parent was shutting Ray down
+            _of_parent[:] = [weakref.ref(_context().worker.node)]
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def too_small(ranks: int, nbytes: int | None) -> StoreTooSmallError:
