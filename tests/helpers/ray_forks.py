@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_worker_start import ADDRESS, NETWORK
+from tf_forks import Fork, shared_forks
 
 ALONE = "FLATWEIGHTS_TESTS_ALONE"
 """A variable of the ``runtime_env`` of actors that must not be copies."""
@@ -46,6 +47,15 @@ _IN_WORKERS = (
 None of them makes an id of Ray, as `ray.dag` does: all copies would then make the same ids.
 """
 
+_PROGRAM = f"""
+import sys
+
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import ray_forks
+
+ray_forks.serve(*map(int, sys.argv[1:]))
+"""
+
 
 class RayForks:
     """The process, which ends with the one that started it.
@@ -59,21 +69,26 @@ class RayForks:
 
         Args:
             folder: A folder of a short name.
-            with_tensorflow: Whether it imports TensorFlow, which takes longer than all the rest.
+            with_tensorflow: Whether it has TensorFlow, whose import takes longer than all the rest:
+                then it is itself a copy of the process that has imported it for other tests.
         """
-        serve = "--serve-tensorflow" if with_tensorflow and forks_well() else "--serve"
         address = str(folder / "forks")
         self.environment = {ADDRESS: address}
+        read, self._lasts = os.pipe()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
             listener.listen(128)  # workers that start meanwhile wait for the imports
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, serve, str(listener.fileno())],
-                pass_fds=[listener.fileno()],
-                stdin=subprocess.PIPE,
-            )
+            files = [listener.fileno(), read]
+            self._process: Fork | subprocess.Popen[Any]
+            if with_tensorflow and forks_well():
+                self._process = shared_forks().start(_PROGRAM, files=files)
+            else:
+                arguments = [sys.executable, "-c", _PROGRAM, *map(str, files)]
+                self._process = subprocess.Popen(arguments, pass_fds=files)
+        os.close(read)
 
     def stop(self) -> None:
+        os.close(self._lasts)
         self._process.communicate()
 
 
@@ -112,19 +127,25 @@ def needs_more_than_variables(context: dict[str, Any]) -> bool:
     return bool(rest) or is_other or ALONE in variables or any("$" in v for v in variables.values())
 
 
-def serve(listener: socket.socket, *, with_tensorflow: bool) -> None:
-    """Fork for each worker of one cluster, until the process that started this one has ended."""
+def serve(listener: int, lasts: int) -> None:
+    """Fork for each worker of one cluster, until the process that started this one has ended.
+
+    Args:
+        listener: The file of the socket at which workers ask.
+        lasts: A pipe that the process has open.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # copies that end are forgotten
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # as in Ray's own processes
-    if with_tensorflow:
-        import_tensorflow()
+    if "tensorflow" in sys.modules:
+        import_module("keras")
+    asked = socket.socket(fileno=listener)
     here = os.readlink(NETWORK)  # noqa: PTH115
     has_ray = False
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
-        if sys.stdin in ready:
+        ready, _, _ = select.select([listener, lasts], [], [])
+        if lasts in ready:
             return
-        with listener.accept()[0] as there, contextlib.suppress(OSError):  # Ray has killed it
+        with asked.accept()[0] as there, contextlib.suppress(OSError):  # Ray has killed it
             message, files, _, _ = socket.recv_fds(there, 1 << 20, 3)
             if not message:
                 continue
@@ -139,22 +160,12 @@ def serve(listener: socket.socket, *, with_tensorflow: bool) -> None:
             for file in files:
                 os.close(file)
             there.send(marshal.dumps((is_ours, variables)))
-    listener.close()
+    asked.close()
+    os.close(lasts)
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
     become_worker(arguments, environment | (variables or {}), blocked)
-
-
-def import_tensorflow() -> None:
-    errors = os.dup(2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # TensorFlow prints a greeting in any case
-    try:
-        import_module("tensorflow")
-        import_module("keras")
-    finally:
-        os.dup2(errors, 2)
-        os.close(errors)
 
 
 def import_ray(environment: dict[str, str]) -> None:
@@ -185,8 +196,3 @@ def become_worker(arguments: list[str], environment: dict[str, str], blocked: se
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).parent)
     runpy.run_path(arguments[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    there = socket.socket(fileno=int(sys.argv[2]))
-    serve(there, with_tensorflow=sys.argv[1] == "--serve-tensorflow")
