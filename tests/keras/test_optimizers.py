@@ -1,7 +1,9 @@
 """The effects of `average_gradients` on an optimizer, in one process."""
 
+import gc
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -132,6 +134,10 @@ def test_under_the_policy_of_the_model_it_is_told_how_to_scale(
             (ValueError, RuntimeError), match=r"average_gradients\(keras.optimizers.LossScaleOptim"
         ):
             model.fit(*images("dense"), verbose=0, callbacks=callbacks)
+    # Eagerly nothing is traced, and members would skip steps that others make.
+    model.compile(average_gradients(keras.optimizers.SGD(0.1), member=member), run_eagerly=True)
+    with pytest.raises(ValueError, match="expected the optimizer of the model, got the one inside"):
+        model.fit(*images("dense"), verbose=0)
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     model.compile(average_gradients(scaled, member=member), "mse")
     model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs()])
@@ -157,6 +163,44 @@ def test_a_scale_around_it_is_told_to_go_inside(member: Member) -> None:
     variable = keras.Variable([1.0])
     with pytest.raises(RuntimeError, match=r"average_gradients\(keras.optimizers.LossScaleOptim"):
         tf.function(lambda grad: outer.apply([grad], [variable]))(tf.ones(1))
+
+
+def test_a_model_is_freed_although_tensorflow_keeps_its_steps(member: Member) -> None:
+    """The registry of gradients has the graph of each step in which Keras calls `all_reduce`."""
+
+    def trained() -> list[Any]:
+        model = keras.Sequential(
+            [
+                keras.Input((2,), dtype="int32"),
+                keras.layers.Embedding(8, 2),
+                keras.layers.Flatten(),
+                keras.layers.BatchNormalization(synchronized=True),
+                keras.layers.Dense(1),
+            ]
+        )
+        optimizer = average_gradients(keras.optimizers.SGD(), member=member, sparse=True)
+        model.compile(optimizer, "mse")
+        model.fit(np.zeros((4, 2), np.int32), np.ones((4, 1)), batch_size=2, verbose=0)
+        return [weakref.ref(model), weakref.ref(optimizer)]
+
+    freed = trained()
+    gc.collect()
+    assert [one() for one in freed] == [None, None]
+
+
+def test_a_step_outlives_its_optimizer_with_an_error(member: Member) -> None:
+    variable = keras.Variable([1.0])
+
+    def traced() -> Any:
+        optimizer = average_gradients(keras.optimizers.SGD(), member=member)
+        optimizer.build([variable])
+        function = tf.function(lambda grad: optimizer.apply([grad], [variable]))
+        return function.get_concrete_function(tf.TensorSpec([1]))
+
+    step = traced()
+    gc.collect()
+    with pytest.raises(tf.errors.OpError, match="the optimizer of a step lives as long as the"):
+        step(tf.ones(1))
 
 
 def test_xla_is_told_how_to_compile(member: Member) -> None:
@@ -317,7 +361,7 @@ def test_members_that_differ_in_a_step_are_an_error_that_says_how_to_start() -> 
     def apply(rank: int) -> Any:
         with group.join(rank) as member:
             optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
-            with pytest.raises(ValueError, match=r"got other values in ranks \[1\]\. Call model"):
+            with pytest.raises(ValueError, match=r"got other values in ranks \[1\]\. Before fit"):
                 optimizer.apply([tf.constant([1.0])], [variables[rank]])
             optimizer.build([variables[rank]])
             optimizer.apply([tf.constant([1.0])], [variables[rank]])
@@ -612,9 +656,9 @@ def test_autograph_leaves_what_a_step_calls(
     """Converting that would take seconds."""
     stacks: list[traceback.StackSummary] = []
 
-    def compute(*args: Any) -> Any:
+    def compute(*args: Any, **options: Any) -> Any:
         stacks.append(traceback.extract_stack())
-        return compute_in_python(*args)
+        return compute_in_python(*args, **options)
 
     monkeypatch.setattr("flatweights.keras._gradients.compute_in_python", compute)
     weights = keras.Variable(np.zeros(2, np.float32))

@@ -58,6 +58,7 @@ from flatweights.ray import (
 )
 from flatweights.robust import AnyRule, Rule
 from flatweights.tensorflow._python_op import (
+    Compute,
     compute_in_python,
     device_of,
     end_copy_on_read,
@@ -236,6 +237,7 @@ class Averaging:
         # Steps after which nothing has to have been averaged.
         self._steps_before: float = int(optimizer.iterations)
         self._errors: list[BaseException] = []  # raised by the step that runs
+        self._computations: list[Compute] = []  # of the steps that were traced
         self._callbacks: list[Any] | None = None  # of the `fit` that begins, if they are known
         # The list by which Keras calls the callbacks of the last `fit`, until that has ended.
         self._unfinished: list[Any] | None = None
@@ -427,6 +429,7 @@ class Averaging:
         if fit is None:
             self.progress = None  # of a fit that was before
         else:
+            averaging_of(fit.model)  # whose scale makes each member skip steps alone
             self._exchanges.know(fit.model, at_first=True)
             if not self._is_started:
                 self._callbacks = fit.callbacks
@@ -559,11 +562,14 @@ class Averaging:
             gather = functools.partial(self._gather_rows, tables)
             dtypes = [tf.as_dtype(grad.dtype).as_numpy_dtype for grad in grads]
             average = functools.partial(self._exchange_rows, tables, dtypes)
-            return tables.average(grads, gather, average, takes_rows(self._optimizer))
+            as_rows = takes_rows(self._optimizer)
+            return tables.average(grads, gather, average, as_rows, self._computations)
         dense = [tf.convert_to_tensor(grad) for grad in grads]
         dtypes = [grad.dtype.as_numpy_dtype for grad in dense]
         compute = functools.partial(self._exchange_dense, dtypes, variables)
-        averages: list[tf.Tensor] = compute_in_python(compute, dense, device)
+        averages: list[tf.Tensor] = compute_in_python(
+            compute, dense, device, kept_in=self._computations
+        )
         return averages
 
     def trains(self, ids: set[int]) -> bool:
@@ -583,10 +589,14 @@ class Averaging:
             name: What it is. It tells this call from others, as variables tell gradients.
         """
         checked_graph(f"mean over members of the {name}")
+        weak = weakref.ref(self)  # TensorFlow keeps for ever what is below
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def averaged(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            return self._mean(own, name), lambda grad: self.mean(grad, f"gradient of {name}")
+            averaging = _there(weak)
+            return averaging._mean(own, name), lambda grad: _there(weak).mean(
+                grad, f"gradient of {name}"
+            )
 
         mean: tf.Tensor = averaged(tensor)
         return mean
@@ -594,7 +604,7 @@ class Averaging:
     def _mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         exchange = self._exchanges.of_tensor(tensor, name)
         compute = functools.partial(self._exchange_mean, exchange)
-        mean: tf.Tensor = compute_in_python(compute, [tensor])[0]
+        mean: tf.Tensor = compute_in_python(compute, [tensor], kept_in=self._computations)[0]
         mean.set_shape(tensor.shape)
         return mean
 
@@ -790,6 +800,12 @@ def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
         return None
     averaging = getattr(optimizer.apply, "__self__", None)
     return averaging if isinstance(averaging, Averaging) else None
+
+
+def _there(averaging: weakref.ref[Averaging]) -> Averaging:
+    found = averaging()
+    assert found is not None
+    return found
 
 
 def _averaging_of_layer(variables: Sequence[Any]) -> Averaging | None:

@@ -193,7 +193,12 @@ class Tables:
         return f"rows of {', '.join(table.name for table in self._tables.values())}"
 
     def average(
-        self, grads: Sequence[Any], gather: Compute, exchange: Compute, as_rows: bool
+        self,
+        grads: Sequence[Any],
+        gather: Compute,
+        exchange: Compute,
+        as_rows: bool,
+        kept_in: list[Compute],
     ) -> list[Any]:
         """Return the averages of ``grads``.
 
@@ -202,6 +207,7 @@ class Tables:
             gather: Makes the first call, by `read` and `write`.
             exchange: Makes the second one, of an `exchange_of`.
             as_rows: Whether averages of tables are to be rows, too.
+            kept_in: What keeps both calls; see `compute_in_python`.
         """
         numbers, rows = [], []
         for i in self._tables:
@@ -210,7 +216,8 @@ class Tables:
             # In the order of the batch, as Keras adds them if it makes a gradient dense.
             values = tf.convert_to_tensor(grads[i].values)
             rows.append(tf.math.unsorted_segment_sum(values, which, tf.size(own)))
-        *places, rooms = compute_in_python(gather, [*numbers, tf.zeros(len(rows), tf.int64)])
+        sizes = tf.zeros(len(rows), tf.int64)
+        *places, rooms = compute_in_python(gather, [*numbers, sizes], kept_in=kept_in)
         tensors = [
             None if i in self._tables else tf.convert_to_tensor(grads[i]) for i in range(len(grads))
         ]
@@ -221,7 +228,7 @@ class Tables:
         for i, place, row, shape in zip(self._tables, places, rows, shapes, strict=True):
             tensors[i] = tf.scatter_nd(place[:, tf.newaxis], row, shape)
         empty = [tf.zeros(shape[:1], tf.float64) for shape in shapes]
-        averages: list[Any] = compute_in_python(exchange, [*tensors, *empty])
+        averages: list[Any] = compute_in_python(exchange, [*tensors, *empty], kept_in=kept_in)
         for (i, table), found in zip(self._tables.items(), averages[len(grads) :], strict=True):
             own = tf.cast(found, tf.int64)
             count = tf.math.count_nonzero(own >= 0)

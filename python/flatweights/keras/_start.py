@@ -73,9 +73,10 @@ def start_alike(handle: MemberHandle, variables: Variables, own: Callable[[], Fi
         if have_same_names and any(one.in_step for one in starts.values()):
             raise ValueError(
                 "average_gradients: at the first step expected the variables and the optimizer's "
-                f"slots of rank 0 in all members, got other values in ranks {different}. Call "
-                "model.optimizer.build(model.trainable_variables) before fit, which sets them, or "
-                "use the callback AverageLogs, which calls it"
+                f"slots of rank 0 in all members, got other values in ranks {different}. Before "
+                "fit, build the model, as by model(x[:1]), and call "
+                "model.optimizer.build(model.trainable_variables), which sets them, or use the "
+                "callback AverageLogs, which calls it for a model that is built"
             )
         may_be_late = handle.min_results is not None
         try:

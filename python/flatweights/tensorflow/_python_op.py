@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -63,7 +64,11 @@ def end_copy_on_read(variable: tf.Variable) -> None:
 
 @unconverted
 def compute_in_python(
-    compute: Compute, tensors: Sequence[tf.Tensor], device: str = HOST
+    compute: Compute,
+    tensors: Sequence[tf.Tensor],
+    device: str = HOST,
+    *,
+    kept_in: list[Compute] | None = None,
 ) -> list[tf.Tensor]:
     """Return the tensors that ``compute(called)`` computes from ``tensors``.
 
@@ -78,9 +83,16 @@ def compute_in_python(
             packed buffers. They are invalid when it returns.
         tensors: At least one.
         device: One that `device_of` has returned.
+        kept_in: What keeps ``compute``, in place of the graph that is traced. TensorFlow keeps
+            some graphs for ever, with all that they refer to: the registry of gradients has the
+            tensors of each `tf.custom_gradient`, such as that of the ``all_reduce`` in every step
+            of Keras.
     """
     if tf.executing_eagerly():
         return _compute_eagerly(compute, tensors, device)
+    if kept_in is not None:
+        kept_in.append(compute)
+        compute = _weakly(compute)
     library = load_library()
     graph = tf.compat.v1.get_default_graph()
     before = getattr(graph, _LAST, None)
@@ -91,6 +103,21 @@ def compute_in_python(
             outputs = library.call(tensors, id=_kept(compute, tensors, graph), name=CALL)
     setattr(graph, _LAST, outputs[0].op)
     return outputs
+
+
+def _weakly(compute: Compute) -> Compute:
+    """Return what calls ``compute``, but does not keep it."""
+    found = weakref.ref(compute)
+
+    def call(called: _core.CalledTensors) -> None:
+        kept = found()
+        if kept is None:
+            raise RuntimeError(
+                "expected that the optimizer of a step lives as long as the step, but it is gone"
+            )
+        kept(called)
+
+    return call
 
 
 def _kept(compute: Compute, tensors: Sequence[tf.Tensor], graph: Any) -> int:
