@@ -292,13 +292,27 @@ def test_at_the_end_all_report_the_last_epoch_that_is_not_reported(
     assert reports.made == expected
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["", "slow"])
 @pytest.mark.parametrize("rank", range(SIZE))
 def test_a_report_that_an_old_call_of_rank_0_completes_is_made_again(
-    reports: Reports, rank: int
+    reports: Reports, rank: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A slow worker finds its old call done, by the report of the other: it must not report, too.
+
+    The other would not make one more report, and Ray Train would have the worker wait for it.
+    """
+
     def go_on(report: Report, own: int) -> bool:
         if own == rank:  # the other worker died before it reported this epoch
             report._call = in_daemon("old", reports, {"epochs": 3})
+            gather = report._gather
+
+            def slow(*arguments: Any) -> Any:
+                found = gather(*arguments)
+                time.sleep(seconds)
+                return found
+
+            monkeypatch.setattr(report, "_gather", slow)
         return report._report_with_others(NEWS)
 
     assert in_both(go_on) == [rank != 0] * SIZE

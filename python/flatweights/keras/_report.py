@@ -245,7 +245,7 @@ class Report(MemberCallback):
         are_all_there = len(self._member.ranks) == self._member.size
         is_old = self._waits()
         folder = self._saved() if metrics and are_all_there and not is_old else None
-        has_begun = asked_again = False
+        has_begun = asked_again = is_settled = False
         while True:
             reports = bool(metrics and not has_begun) or self._waits()
             met = self._gather((reports, is_old), in_epoch)
@@ -255,6 +255,11 @@ class Report(MemberCallback):
                 continue
             if met is None or met.late or len(met.used) < self._member.size:
                 is_over, is_reported = True, False
+            elif not is_settled and any(old for _, old in met.weights.values()):
+                # All are there, so Ray has ended the calls that it ends. Which ones are left is
+                # known to all before a new call begins, which would end them.
+                is_settled, is_old = True, self._waits()
+                continue
             else:
                 is_over = not any(waits for waits, _ in met.weights.values())
                 is_reported = not met.weights[0][1]
@@ -262,7 +267,7 @@ class Report(MemberCallback):
                 if folder is not None and not has_begun:
                     folder.cleanup()
                 return is_reported or not metrics
-            if not (has_begun or self._waits()):
+            if not (has_begun or is_old):
                 self._call = in_daemon("flatweights-report", _report, metrics, folder)
             has_begun = True
             if self._call is not None:
