@@ -319,6 +319,35 @@ def test_a_report_that_an_old_call_of_rank_0_completes_is_made_again(
     assert len(reports.made) == SIZE
 
 
+def test_a_report_whose_old_call_ray_ends_meanwhile_has_the_model(
+    reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = []
+
+    def go_on(report: Report, own: int) -> bool:
+        monkeypatch.setattr(report, "_saved", lambda: saved.append(own))
+        if own == 0:
+            ends, gather = threading.Event(), report._gather
+
+            def wait_for_ray() -> None:
+                ends.wait(60)
+
+            old = report._call = in_daemon("old", wait_for_ray)
+
+            def ended(*arguments: Any) -> Any:
+                found = gather(*arguments)
+                ends.set()
+                old.result(60)
+                return found
+
+            monkeypatch.setattr(report, "_gather", ended)
+        return report._report_with_others(NEWS)
+
+    assert in_both(go_on) == [True] * SIZE
+    assert reports.made == [NEWS] * SIZE
+    assert 0 in saved
+
+
 def test_at_the_end_a_report_is_made_again_after_an_old_call_of_rank_0(reports: Reports) -> None:
     def end(report: Report, rank: int) -> None:
         report._unreported = NEWS if rank == 0 else {}

@@ -259,6 +259,8 @@ class Report(MemberCallback):
                 # All are there, so Ray has ended the calls that it ends. Which ones are left is
                 # known to all before a new call begins, which would end them.
                 is_settled, is_old = True, self._waits()
+                if metrics and folder is None and not is_old:
+                    folder = self._saved()
                 continue
             else:
                 is_over = not any(waits for waits, _ in met.weights.values())
