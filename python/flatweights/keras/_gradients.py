@@ -429,7 +429,7 @@ class Averaging:
         if fit is None:
             self.progress = None  # of a fit that was before
         else:
-            averaging_of(fit.model)  # whose scale makes each member skip steps alone
+            averaging_of(fit.model)  # it may not be inside of another: members skip steps alone
             self._exchanges.know(fit.model, at_first=True)
             if not self._is_started:
                 self._callbacks = fit.callbacks

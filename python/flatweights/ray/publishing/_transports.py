@@ -88,11 +88,10 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
         except (OSError, ChannelError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
     try:
-        newest = _newest_of_proxy(name, record, end)
+        proxy, newest = _answering_proxy(name, record, end)
     except ray.exceptions.RayTaskError as error:
         raise ConnectionError(str(error.cause)) from None
     _log.info("weights of %r come through Ray: %s", name, why)
-    proxy = proxy_of(name, record)
     source = PulledSource(record, lambda seen: _pulled(proxy, seen))
     try:
         while newest and not (source.wait(0, _LOOK) or source.wait_for_end(0.0)):
@@ -110,21 +109,24 @@ def proxy_of(name: str, record: PublisherRecord) -> ray.actor.ActorHandle:
     return shared_actor(Proxy, proxy, record.node, 64, name, tuple(record))
 
 
-def _newest_of_proxy(name: str, record: PublisherRecord, end: float) -> int:
-    """Return the newest version that a publisher's proxy has; see `connect`.
+def _answering_proxy(
+    name: str, record: PublisherRecord, end: float
+) -> tuple[ray.actor.ActorHandle, int]:
+    """Return a publisher's proxy, and the newest version that it has; see `connect`.
 
     The publisher may have ended: nothing else tells a process that cannot share its memory. So it
     looks for a newer one before it starts the proxy, which takes seconds, and meanwhile.
     """
-    ping: ray.ObjectRef | None = None
+    asked: tuple[ray.actor.ActorHandle, ray.ObjectRef] | None = None
     while True:
         if is_superseded(name, record.number):
             raise ConnectionError(f"another publisher has taken over from {record.who}")
-        ping = ping or proxy_of(name, record).ping.remote()
+        if asked is None:
+            proxy = proxy_of(name, record)
+            asked = proxy, proxy.ping.remote()
         left = end - _clock.now()
         try:
-            newest: int = answer_of(ping, max(0.0, min(left, _LOOK)))
-            return newest
+            return asked[0], answer_of(asked[1], max(0.0, min(left, _LOOK)))
         except ray.exceptions.GetTimeoutError:
             if left <= _LOOK:
                 raise
