@@ -876,7 +876,7 @@ def test_hundreds_of_calls_hold_no_memory() -> None:
     def step() -> None:
         weights.apply_flat_gradients(optimizer, weights.flatten_gradients(gradients))
 
-    assert least_growth(step, 100) < 6_000  # an array held by each call would be over 100 bytes
+    assert least_growth(step, 100) < 8_000  # an array held by each call would be over 100 bytes
 
 
 # Scaled losses

@@ -260,7 +260,7 @@ def test_hundreds_of_calls_hold_no_memory() -> None:
     weights, loss = regression()
     fun = weights.value_and_gradient(loss)
     # An array held by each call would be over 100 bytes.
-    assert least_growth(lambda: fun(np.zeros(4)), 100) < 6_000
+    assert least_growth(lambda: fun(np.zeros(4)), 100) < 8_000
 
 
 # Refusals
