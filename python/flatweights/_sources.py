@@ -322,6 +322,12 @@ def _parts_layout(
     dtypes: tuple[np.dtype[Any], ...],
     where: str,
 ) -> Layout:
+    for i, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
+        if dtype.hasobject:  # of which there is no layout
+            raise TypeError(
+                f"{where}, slot {i} {name!r}: expected an array of numbers, got one of Python "
+                "objects"
+            )
     layout = Layout(names, shapes, dtypes, named=kind is not Kind.SEQUENCE)
     _check_dtypes(kind, layout, where)
     return layout

@@ -169,7 +169,7 @@ CALLS: list[Callable[[Any], Any]] = [
         ({"a": [np.ones(1), [[1], [2, 3]]]}, ValueError, "slot 1 'a/1': expected an array, got l"),
         ({"a": ITSELF}, ValueError, "at most 64 levels .* does one contain itself"),
         (ITSELF, ValueError, "at most 64 levels .* does one contain itself"),
-        ([np.array([None])], TypeError, "without Python objects, got object"),
+        ([np.array([None])], TypeError, "expected .* Python objects"),
     ],
 )
 def test_what_makes_no_array_is_refused_by_path(
@@ -179,6 +179,9 @@ def test_what_makes_no_array_is_refused_by_path(
         call(parts)
 
 
-def test_an_array_of_objects_is_refused() -> None:
+def test_an_array_of_objects_is_refused_by_the_name_of_its_source() -> None:
+    objects = np.array([None])
     with refuses(TypeError, "source 0: expected an array of numbers, got one of Python objects"):
-        fw.average([np.array([None])])
+        fw.average([objects])
+    with refuses(TypeError, "source 0, slot 0 'w': expected an array of numbers, got one of Pyth"):
+        fw.average([{"w": objects}, {"w": np.ones(1)}])

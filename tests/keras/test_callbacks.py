@@ -938,6 +938,28 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
     assert all(map(np.array_equal, model.get_weights(), before))
 
 
+def test_averages_after_batches_with_logs_need_gradients_to_bring_late_members_back() -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs, AverageWeights, average_gradients
+
+    (member,) = LocalProcessGroup(1).join_all()
+    late = {"timeout": 5, "min_results": 1}
+
+    def fit(unit: Any, terms: dict[str, Any], optimizer: Any = "sgd") -> None:
+        model = compiled(Place())
+        model.compile(optimizer, "mse")
+        callbacks = [AverageWeights(unit=unit, member=member), AverageLogs(**terms)]
+        model.fit(few(Place(), 1), verbose=0, callbacks=callbacks)
+
+    with member:
+        with pytest.raises(ValueError, match="with timeout= and min_results= expected no AverageW"):
+            fit("batch", late)
+        fit("epoch", late)
+        fit("batch", {"min_results": 1})
+        fit("batch", late, average_gradients(keras.optimizers.SGD()))
+
+
 def test_an_optimizer_whose_step_was_traced_before_averages_or_raises() -> None:
     from flatweights.keras import AverageLogs, average_gradients
 

@@ -1,6 +1,7 @@
 """TF1 graphs only: sessions, search, and graphs that do not grow."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from tf_forks import Forks
 from tf_models import build_graph, mixed_values
 
 from flatweights.tensorflow import TensorFlowVariables
+from flatweights.tensorflow._session import run
 
 tf1 = tf.compat.v1
 
@@ -160,6 +162,20 @@ def test_a_closed_session_raises_and_another_serves(graph: Any) -> None:
         weights.get_flat()
     weights.set_session(initialized())
     assert weights.get_flat() == [1]
+
+
+def test_a_session_that_another_thread_closes_in_a_run_is_a_closed_session(graph: Any) -> None:
+    queue = tf1.FIFOQueue(1, tf.float32, [()])
+    waits, cancels = queue.dequeue(), queue.close(cancel_pending_enqueues=True)
+    session = initialized()
+    threading.Timer(0.1, session.close).start()
+    with pytest.raises(RuntimeError, match="session is closed"):
+        run(session, waits)  # TensorFlow says that the run was cancelled
+    stays, puts = initialized(), queue.enqueue(1.0)
+    stays.run(puts)
+    threading.Timer(0.1, stays.run, [cancels]).start()
+    with pytest.raises(tf.errors.CancelledError):
+        run(stays, puts)
 
 
 RESET = """

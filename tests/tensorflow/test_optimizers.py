@@ -53,7 +53,7 @@ OPTIONS = {
 
 # The other optimizers of a module name their slots by the same code.
 ALWAYS = {
-    *("keras.Adafactor", "keras.Muon", "keras.Adam.accumulating"),
+    *("keras.Adafactor", "keras.Muon", "keras.Adam.accumulating", "keras.LossScale"),
     *("tf_keras.Adam", "tf_keras.legacy.Adam"),
 }
 
@@ -147,8 +147,8 @@ TRAINED = {
     "keras.Adam.accumulating": lambda: keras.optimizers.Adam(
         0.01, gradient_accumulation_steps=2, use_ema=True
     ),
-    "keras.LossScale": lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.Adam(0.01), initial_scale=4.0, dynamic_growth_steps=2
+    "keras.LossScale": lambda: keras.optimizers.LossScaleOptimizer(  # which hides a variable of it
+        keras.optimizers.Nadam(0.01), initial_scale=4.0, dynamic_growth_steps=2
     ),
     "tf_keras.SGD": lambda: tf_keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "tf_keras.Adam": lambda: tf_keras.optimizers.Adam(0.01),

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 from tf_models import mostly_bound
 
 from flatweights import FlatWeights
@@ -127,12 +128,15 @@ def change(model: Any, how: str) -> None:
         warnings.simplefilter("ignore")
         if how == "lora":
             model.layers[0].enable_lora(2)
+        elif how == "head":  # as a rule, another one of as many variables
+            model.pop()
+            model.add(keras.layers.Dense(4))
         else:
             model.quantize(how)
 
 
 @mostly_bound
-@pytest.mark.parametrize("how", ["int8", "int4", "float8", "lora"])
+@pytest.mark.parametrize("how", ["int8", "int4", "float8", "lora", "head"])
 @pytest.mark.parametrize("trainable_only", [False, True])
 def test_variables_that_are_no_longer_the_models_are_neither_read_nor_set(
     how: str, trainable_only: bool
@@ -159,3 +163,21 @@ def test_variables_that_are_no_longer_the_models_are_neither_read_nor_set(
             call()
     again = TensorFlowVariables([model], trainable_only=trainable_only)
     again.set_weights(again.get_weights())
+
+
+@pytest.mark.parametrize("library", [keras, tf_keras])
+def test_layers_without_variables_may_be_replaced_and_others_not(library: Any) -> None:
+    layers = [library.layers.Dense(2), library.layers.ReLU()]
+    inside = library.Sequential([library.Input((3,)), *layers])
+    variables = TensorFlowVariables({"in": {"a list": [inside]}})
+    inside.pop()
+    flat = variables.get_flat()
+    inside.add(library.layers.Softmax())
+    np.testing.assert_array_equal(variables.get_flat(), flat)
+    inside.pop()
+    inside.pop()
+    with pytest.raises(RuntimeError, match=r"got one that lacks '.*dense.*kernel.*make a new"):
+        variables.get_flat()
+    inside.add(library.layers.Dense(2))
+    with pytest.raises(RuntimeError, match="make a new TensorFlowVariables"):
+        variables.set_flat(flat)

@@ -39,8 +39,9 @@ class AverageLogs(MemberCallback):
     weights or masks weight (``weighted_metrics``, or the accuracy of masked sequences) is weighted
     by the sum of these instead. That is exact for means, such as losses and accuracies. For a
     metric that is not a mean over samples (AUC, precision), the average of the members' values is
-    close to the value over all samples, but not the same. With a ``rule``, all members count
-    equally.
+    close to the value over all samples, but not the same. The average of counts and sums, such as
+    those of `keras.metrics.TruePositives`, is what a member has counted on average: multiply it by
+    the number of members. With a ``rule``, all members count equally.
 
     >>> import keras
     >>> import flatweights.ray
@@ -93,7 +94,9 @@ class AverageLogs(MemberCallback):
 
         Raises:
             ValueError: If there is another `AverageLogs`, or a callback before this one decides by
-                logs, which are not averages yet.
+                logs, which are not averages yet. Or if a member may be late for an average of
+                weights after a batch, and no gradients are averaged: nothing would bring it to the
+                epoch of the others.
         """
         callbacks = callbacks_beside(self)
         if any(isinstance(one, AverageLogs) for one in callbacks if one is not self):
@@ -104,6 +107,12 @@ class AverageLogs(MemberCallback):
         self._samples = Samples(self.model)
         units = {one._unit for one in callbacks if isinstance(one, AverageWeights)}
         in_steps = bool(averagings_in(self.model))
+        if "batch" in units and self._progress is None and self._handle.may_be_late:
+            raise ValueError(
+                "AverageLogs: with timeout= and min_results= expected no AverageWeights(unit="
+                "'batch'), got one: a member that was late would average weights when the others "
+                "average logs. Pass unit='epoch', or compile the model with average_gradients"
+            )
         if self._member.size > 1 and not (units or in_steps):
             _log.warning(
                 "AverageLogs: neither average_gradients nor AverageWeights is part of this fit, so "

@@ -251,7 +251,7 @@ class AverageWeights(MemberCallback, HasCounts):
             self._trained, self._since = True, self._last_weight
         trained, handle = self._trained, self._handle
         # Members that have been late are not at the same call as the others.
-        if handle.timeout is None or handle.min_results is None:
+        if not handle.may_be_late:
             trained = any(handle.gather(trained, "the end of training", at="end").weights.values())
         if trained:
             self._progress = None  # all members that are still there have the state

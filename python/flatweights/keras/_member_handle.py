@@ -229,6 +229,11 @@ class MemberHandle:
         """The terms on which calls wait, as arguments."""
         return {"timeout": self.timeout, "min_results": self.min_results}
 
+    @property
+    def may_be_late(self) -> bool:
+        """Whether others go on without a member that is late."""
+        return self.timeout is not None and self.min_results is not None
+
     def timeout_of(self, seconds: float) -> float | None:
         """Return the timeout of calls for which all members wait for at least ``seconds``."""
         return None if self.timeout is None else max(self.timeout, seconds)

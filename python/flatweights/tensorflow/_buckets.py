@@ -91,6 +91,24 @@ def is_synchronized_on_reading(variable: tf.Variable) -> bool:
     )
 
 
+def assign(variable: tf.Variable, value: Any, *, read_value: bool = False) -> Any:
+    """Assign ``value``, which a read then returns; return what `tf.Variable.assign` does.
+
+    Of replicas that are summed when they are read, the first gets all of it. TensorFlow would give
+    each an equal share, which integers lose the remainder of, and floats an error of rounding.
+    """
+    if not (
+        is_synchronized_on_reading(variable) and variable.aggregation == tf.VariableAggregation.SUM
+    ):
+        return variable.assign(value, read_value=read_value)
+    first, *others = variable.values
+    nothing = tf.zeros(first.shape, first.dtype)
+    return tf.group(
+        first.assign(value, read_value=False),
+        *(other.assign(nothing, read_value=False) for other in others),
+    )
+
+
 def make_buckets(variables: Sequence[tf.Variable], layout: Layout) -> list[Bucket]:
     """Return ``variables``, in the order of the slots of ``layout``, in buckets."""
     slots: dict[tuple[str, tf.DType, str], list[int]] = {}

@@ -13,7 +13,12 @@ from flatweights._core import move_parts
 from flatweights._flatten import new_vector
 from flatweights._locks import TurnLock
 from flatweights._trees import as_array
-from flatweights.tensorflow._buckets import Bucket, Operations, is_synchronized_on_reading
+from flatweights.tensorflow._buckets import (
+    Bucket,
+    Operations,
+    assign,
+    is_synchronized_on_reading,
+)
 from flatweights.tensorflow.library._load import Library
 
 _lock = TurnLock()
@@ -130,7 +135,7 @@ class _Elsewhere:
 
         def write(packed: tf.Tensor) -> None:
             for variable, value in zip(bucket.variables, bucket.cut(packed), strict=True):
-                variable.assign(value, read_value=False)
+                assign(variable, value)
 
         signature = [tf.TensorSpec([bucket.packed_size], bucket.dtype)]
         self._read = tf.function(bucket.concat, autograph=False)
@@ -152,7 +157,7 @@ class _Elsewhere:
             self._write(_aliased(packed, self._bucket.dtype, self._context))
             return
         for j, value in values.items():
-            self._bucket.variables[j].assign(value, read_value=False)
+            assign(self._bucket.variables[j], value)
 
 
 def _raise_uninitialized(bucket: Bucket, error: Exception | None) -> None:

@@ -68,10 +68,14 @@ def is_optimizer(value: Any) -> bool:
     return _is_of_keras_2(value) and hasattr(value, "apply_gradients")
 
 
+def is_sequential(layer: Any) -> bool:
+    """Whether ``layer`` is a `Sequential`, whose layers may be replaced."""
+    return any(kind.__name__ == "Sequential" for kind in type(layer).__mro__)
+
+
 def is_sequential_or_functional(layer: Any) -> bool:
     """Whether ``layer`` holds its layers in a list of its own, rather than in attributes."""
-    names = {kind.__name__ for kind in type(layer).__mro__}
-    return "Sequential" in names or "Functional" in names
+    return is_sequential(layer) or any(k.__name__ == "Functional" for k in type(layer).__mro__)
 
 
 def _is_of_keras_2(value: Any) -> bool:

@@ -87,15 +87,17 @@ def _in_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unlisted(optimizer: Any) -> Iterator[tuple[str, tf.Variable]]:
-    """Yield name and variable for state that `tf_keras` may not list, as `tf.train.Checkpoint` has.
+    """Yield name and variable for state that Keras may not list.
 
-    That is the learning rate and, of its older optimizers, all other numbers that can be set.
+    That is, in `tf_keras`, the learning rate and, of its older optimizers, all other numbers that
+    can be set, as `tf.train.Checkpoint` has them. In Keras 3, it is a variable that an optimizer
+    makes in ``build`` within a `LossScaleOptimizer`, such as Nadam's ``u_product``.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return
     for name, held in (*_in_attributes(optimizer), *getattr(optimizer, "_hyper", {}).items()):
         # That of a schedule follows from the steps.
-        if isinstance(held, tf.Variable) and name != "current_learning_rate":
+        if is_variable(held) and name != "current_learning_rate":
             yield name, held
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flatweights._core import move_parts
 from flatweights._locks import TurnLock
-from flatweights.tensorflow._buckets import Bucket, Operations
+from flatweights.tensorflow._buckets import Bucket, Operations, assign
 from flatweights.tensorflow.library._load import Library
 
 _CLOSED = "the session is closed: call set_session(sess) with an open one"
@@ -53,7 +53,7 @@ class SessionOperations(Operations):
                     variable.dtype.base_dtype, variable.shape, name=f"Placeholder_{name}"
                 )
                 self.placeholders[name] = placeholder
-                self.assignment_nodes[name] = variable.assign(placeholder)
+                self.assignment_nodes[name] = assign(variable, placeholder, read_value=True)
             self._nodes = {id(bucket): _Nodes(bucket, library) for bucket in buckets}
 
     def set_session(self, session: Any) -> None:
@@ -156,7 +156,8 @@ def run(session: Any, fetches: Any, feed: Mapping[Any, Any] | None = None) -> An
     try:
         return session.run(fetches, feed)
     except tf.errors.CancelledError as error:
-        if "Session has been closed" not in error.message:
+        # A call that had begun already is merely cancelled.
+        if _raw(session) is not None and "Session has been closed" not in error.message:
             raise
         raise RuntimeError(_CLOSED) from error
 
@@ -176,7 +177,7 @@ class _Nodes:
         self.fed = tf.compat.v1.placeholder(bucket.dtype, [bucket.packed_size])
         values = bucket.cut(self.fed)
         assignments = [
-            _operation(variable.assign(value, read_value=False))
+            _operation(assign(variable, value))
             for variable, value in zip(bucket.variables, values, strict=True)
         ]
         self.write = tf.group(*assignments)
