@@ -148,18 +148,18 @@ inline void add_turn(Waiting<Out>& waiting, bool first, const std::byte* const* 
 }
 
 // Writes the means of [begin, begin + size), past the caches if `stream`. Adds a row of Count
-// sources (any number if 0) to `waiting`, which counts as 0 if First. Returns false if a sum is
+// sources (any number if 0) to `waiting`, which counts as 0 if null. Returns false if a sum is
 // not finite.
-template <class T, class Out, bool Weighted, std::size_t Count, bool First>
-bool write_means(std::byte* out, [[maybe_unused]] const Waiting<Out>* waiting,
-                 const std::byte* const* sources, const double* weights, std::size_t count,
-                 Divisor divisor, std::size_t begin, std::size_t size, bool stream) noexcept {
+template <class T, class Out, bool Weighted, std::size_t Count>
+bool write_means(std::byte* out, const Waiting<Out>* waiting, const std::byte* const* sources,
+                 const double* weights, std::size_t count, Divisor divisor, std::size_t begin,
+                 std::size_t size, bool stream) noexcept {
   const Row<Weighted, Count> row(sources, weights, count);
   const Doubles factor = broadcast(divisor.factor);
   Doubles spoiled = broadcast(0);
   for (std::size_t i = 0; i < size; i += kStep) {
     Sums<Out> sums = {};
-    if constexpr (!First) sums = waiting->sums[i / kStep];
+    if (waiting != nullptr) sums = waiting->sums[i / kStep];
     add_row<T>(sums, row, begin + i);
     Pair means[kPairs];
     for (std::size_t j = 0; j < kPairs; ++j)
@@ -186,8 +186,8 @@ bool stream_in_turns(std::byte* out, Waiting<Out>& waiting, const std::byte* con
     std::size_t k = 0;
     for (; k + kTurn < count; k += kTurn)
       add_turn<T, Out, Weighted>(waiting, k == 0, sources + k, weights_of(k), begin, block);
-    finite &= write_means<T, Out, Weighted, 0, false>(out, &waiting, sources + k, weights_of(k),
-                                                      count - k, divisor, begin, block, true);
+    finite &= write_means<T, Out, Weighted, 0>(out, &waiting, sources + k, weights_of(k), count - k,
+                                               divisor, begin, block, true);
   }
   return finite;
 }
@@ -199,14 +199,14 @@ bool average_steps(std::byte* out, const std::byte* const* sources, const double
                    std::size_t count, Divisor divisor, std::size_t begin, std::size_t size,
                    bool stream, [[maybe_unused]] std::byte* room) noexcept {
   if (stream && count == kMostStreams)
-    return write_means<T, Out, Weighted, kMostStreams, true>(out, nullptr, sources, weights, count,
-                                                             divisor, begin, size, true);
+    return write_means<T, Out, Weighted, kMostStreams>(out, nullptr, sources, weights, count,
+                                                       divisor, begin, size, true);
   // For few numbers, turns do not pay.
   if (stream && room != nullptr && count > kMostStreams && size >= kBlock)
     return stream_in_turns<T, Out, Weighted>(out, *reinterpret_cast<Waiting<Out>*>(room), sources,
                                              weights, count, divisor, begin, size);
-  return write_means<T, Out, Weighted, 0, true>(out, nullptr, sources, weights, count, divisor,
-                                                begin, size, stream);
+  return write_means<T, Out, Weighted, 0>(out, nullptr, sources, weights, count, divisor, begin,
+                                          size, stream);
 }
 
 // Like average_steps, for part of a line or of a step: too few numbers for the loops of
