@@ -348,6 +348,48 @@ def test_a_report_whose_old_call_ray_ends_meanwhile_has_the_model(
     assert 0 in saved
 
 
+def told(*reports: bool, late: tuple[int, ...] = ()) -> Any:
+    """A round in which rank k tells whether it ``reports``, and no call is an old one."""
+    weights = {rank: (each, False) for rank, each in enumerate(reports)}
+    return SimpleNamespace(weights=weights, used=tuple(weights), late=late)
+
+
+BOTH, NONE = told(True, True), told(False, False)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "in_epoch", "rounds", "expected"),
+    [
+        pytest.param(NEWS, False, [told(True, late=(1,)), BOTH, NONE], (True, 1), id="late, once"),
+        pytest.param(NEWS, False, [told(True, late=(1,))] * 2, (False, 0), id="late, twice"),
+        pytest.param(NEWS, True, [told(True, late=(1,))], (False, 0), id="late, in an epoch"),
+        pytest.param(NEWS, True, [told(True, True, late=(1,))], (False, 0), id="healed"),
+        pytest.param(NEWS, False, [told(True)], (False, 0), id="dead"),
+        pytest.param(NEWS, False, [BOTH, told(False)], (False, 1), id="dead since"),
+        pytest.param(NEWS, True, [None], (False, 0), id="elsewhere"),
+        pytest.param({}, False, [NONE], (True, 0), id="nothing is left"),
+        pytest.param({}, False, [told(False, True), NONE], (True, 1), id="the other's is left"),
+    ],
+)
+def test_a_worker_reports_when_all_are_there(
+    metrics: dict[str, Any],
+    in_epoch: bool,
+    rounds: list[Any],
+    expected: tuple[bool, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(_report, "_report", lambda *arguments: calls.append(arguments))
+    report, left = Report(save=False), [*rounds]
+    report._member, report._rank = SimpleNamespace(size=SIZE), 0  # type: ignore[assignment]
+    monkeypatch.setattr(report, "_gather", lambda *_: left.pop(0))
+    is_settled = report._report_with_others(metrics, in_epoch=in_epoch)
+    if report._call is not None:
+        report._call.result(60)
+    assert (is_settled, len(calls)) == expected
+    assert not left
+
+
 def test_at_the_end_a_report_is_made_again_after_an_old_call_of_rank_0(reports: Reports) -> None:
     def end(report: Report, rank: int) -> None:
         report._unreported = NEWS if rank == 0 else {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import ray
@@ -26,6 +27,10 @@ _PAUSE = 0.05  # seconds between two looks whether all have reported
 _PATIENCE = 60.0  # seconds, at least, for which the others wait while rank 0 saves the model
 
 _WHY_NOT = "not all workers could report it together"
+
+_Told: TypeAlias = Mapping[int, tuple[bool, bool]]
+"""By rank, whether a worker has a report to make or waits in one, and whether that is an old one.
+"""
 
 _log = logging.getLogger("flatweights")
 
@@ -242,38 +247,41 @@ class Report(MemberCallback):
             metrics: What is reported; if empty, this worker has nothing to report.
             in_epoch: Whether an epoch has just ended: a worker that is late is healed there.
         """
-        are_all_there = len(self._member.ranks) == self._member.size
         is_old = self._waits()
-        folder = self._saved() if metrics and are_all_there and not is_old else None
-        has_begun = asked_again = is_settled = False
-        while True:
-            reports = bool(metrics and not has_begun) or self._waits()
-            met = self._gather((reports, is_old), in_epoch)
-            # A new worker is late for its first call of a kind.
-            if met is not None and met.late and not (in_epoch or asked_again):
-                asked_again = True
-                continue
-            if met is None or met.late or len(met.used) < self._member.size:
-                is_over, is_reported = True, False
-            elif not is_settled and any(old for _, old in met.weights.values()):
-                # All are there, so Ray has ended the calls that it ends. Which ones are left is
-                # known to all before a new call begins, which would end them.
-                is_settled, is_old = True, self._waits()
-                if metrics and folder is None and not is_old:
-                    folder = self._saved()
-                continue
-            else:
-                is_over = not any(waits for waits, _ in met.weights.values())
-                is_reported = not met.weights[0][1]
-            if is_over:
-                if folder is not None and not has_begun:
-                    folder.cleanup()
-                return is_reported or not metrics
-            if not (has_begun or is_old):
-                self._call = in_daemon("flatweights-report", _report, metrics, folder)
-            has_begun = True
+        told = self._tell(bool(metrics) or is_old, is_old, in_epoch)
+        if told is not None and any(other_is_old for _, other_is_old in told.values()):
+            # All are there, so Ray has ended the calls that it ends. Which ones are left is known
+            # to all before a new call begins, which would end them.
+            is_old = self._waits()
+            told = self._tell(bool(metrics) or is_old, is_old, in_epoch)
+        if told is None or not _any_reports(told):
+            return not metrics
+        if not is_old:
+            folder = self._saved() if metrics else None
+            self._call = in_daemon("flatweights-report", _report, metrics, folder)
+        while told is not None and _any_reports(told):
             if self._call is not None:
                 wait([self._call], _PAUSE)
+            told = self._tell(self._waits(), is_old, in_epoch)
+        is_reported = told is not None and not told[0][1]
+        return is_reported or not metrics
+
+    def _tell(self, reports: bool, is_old: bool, in_epoch: bool) -> _Told | None:
+        """Return what all workers tell; None, if one is missing, late or at another place.
+
+        Args:
+            reports: Whether this worker has a report to make, or waits in one.
+            is_old: Whether it waits in one of an earlier epoch.
+            in_epoch: Whether an epoch has just ended.
+        """
+        met = self._gather((reports, is_old), in_epoch)
+        if met is not None and met.late and not in_epoch:
+            # A new worker is late for its first call of a kind.
+            met = self._gather((reports, is_old), in_epoch)
+        if met is None or met.late or len(met.used) < self._member.size:
+            return None
+        told: _Told = met.weights
+        return told
 
     def _gather(self, value: tuple[bool, bool], in_epoch: bool) -> Round | None:
         """Return the values of all workers; None, if the others are at another place."""
@@ -295,6 +303,10 @@ class Report(MemberCallback):
             call, self._call = self._call, None
             call.result()
         return self._call is not None
+
+
+def _any_reports(told: _Told) -> bool:
+    return any(reports for reports, _ in told.values())
 
 
 def _epochs_in(metrics: dict[str, Any]) -> int:
