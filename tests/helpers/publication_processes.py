@@ -100,6 +100,7 @@ def publish_and_die(folder: str, pipe: Connection) -> None:
     """Die while this process has a publication, and a view of it."""
     os.chdir(folder)
     server = PublicationServer(8 * NUMBERS)
+    server.start()
     publish(server, 1)
     reading = PublicationConnection(server.address, time.monotonic() + 60)
     held = read(reading)
@@ -140,6 +141,7 @@ class Process:
 
 def publish_for_ever(pipe: Connection) -> None:
     server = PublicationServer(8 * NUMBERS)
+    server.start()
     pipe.send(tuple(server.address))
     for version in itertools.count(1):
         publish(server, version)
@@ -148,6 +150,7 @@ def publish_for_ever(pipe: Connection) -> None:
 def publish_on(first: int, pipe: Connection) -> None:
     """Publish for ever, and let readers that wait have the processor after each publication."""
     server = PublicationServer(8 * NUMBERS)
+    server.start()
     pipe.send(tuple(server.address))
     for version in itertools.count(first):
         publish(server, version)

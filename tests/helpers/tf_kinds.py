@@ -392,6 +392,9 @@ def unlisted(optimizer: Any) -> list[tf.Variable]:
         return list(optimizer._hyper.values())
     if type(optimizer).__name__ == "Nadam":
         return [optimizer.learning_rate, optimizer._u_product]
+    if type(optimizer).__name__ == "Adafactor":  # in the place of slots that a vector does not have
+        nothing = [v for held in (optimizer._r, optimizer._c) for v in held if v.dtype == tf.int32]
+        return [optimizer.learning_rate, *nothing]
     return [optimizer.learning_rate]
 
 

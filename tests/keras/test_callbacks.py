@@ -938,26 +938,34 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
     assert all(map(np.array_equal, model.get_weights(), before))
 
 
-def test_averages_after_batches_with_logs_need_gradients_to_bring_late_members_back() -> None:
+def test_without_gradients_late_members_need_averages_at_the_end_of_every_epoch() -> None:
     import keras
 
     from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 
     (member,) = LocalProcessGroup(1).join_all()
-    late = {"timeout": 5, "min_results": 1}
 
-    def fit(unit: Any, terms: dict[str, Any], optimizer: Any = "sgd") -> None:
+    def fit(
+        every: int, unit: Any, *others: Any, timeout: float | None = 5, optimizer: Any = "sgd"
+    ) -> None:
         model = compiled(Place())
         model.compile(optimizer, "mse")
-        callbacks = [AverageWeights(unit=unit, member=member), AverageLogs(**terms)]
-        model.fit(few(Place(), 1), verbose=0, callbacks=callbacks)
+        terms: dict[str, Any] = {"timeout": timeout, "min_results": 1}
+        weights = AverageWeights(every, unit, member=member, **terms)
+        model.fit(few(Place(), 1), verbose=0, callbacks=[weights, *others])
 
+    best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
     with member:
-        with pytest.raises(ValueError, match="with timeout= and min_results= expected no AverageW"):
-            fit("batch", late)
-        fit("epoch", late)
-        fit("batch", {"min_results": 1})
-        fit("batch", late, average_gradients(keras.optimizers.SGD()))
+        for every, unit in ((1, "batch"), (2, "epoch")):
+            with pytest.raises(ValueError, match=r"expected AverageWeights\(\) of every epoch"):
+                fit(every, unit, AverageLogs())
+            with pytest.raises(ValueError, match="expected no EarlyStopping"):
+                fit(every, unit, best)
+            fit(every, unit)
+            fit(every, unit, AverageLogs(), best, timeout=None)
+            averaging = average_gradients(keras.optimizers.SGD())
+            fit(every, unit, AverageLogs(), best, optimizer=averaging)
+        fit(1, "epoch", AverageLogs(), best)
 
 
 def test_an_optimizer_whose_step_was_traced_before_averages_or_raises() -> None:

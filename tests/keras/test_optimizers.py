@@ -115,6 +115,53 @@ def test_under_the_policy_of_half_precision_the_outer_optimizer_averages(
         keras.config.set_dtype_policy("float32")
 
 
+class Lazy(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """An optimizer that makes its slots in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__(learning_rate=0.1)
+        self.momenta: dict[int, Any] = {}
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        k = self._get_variable_index(variable)
+        if k not in self.momenta:
+            with tf.init_scope():
+                self.momenta[k] = self.add_variable_from_reference(variable, "momentum")
+        self.assign(self.momenta[k], 0.9 * self.momenta[k] + gradient)
+        self.assign_sub(variable, learning_rate * self.momenta[k])
+
+
+@pytest.mark.parametrize("eagerly", [True, False])
+def test_slots_that_the_first_step_makes_are_refused_if_members_are_healed(
+    member: Member, eagerly: bool
+) -> None:
+    def fit(terms: dict[str, Any]) -> None:
+        model = build("dense", 0)
+        optimizer = average_gradients(Lazy(), member=member, **terms)
+        model.compile(optimizer, "mse", run_eagerly=eagerly)
+        model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs()])
+
+    fit({})
+    with pytest.raises(ValueError, match="expected an optimizer that makes all of its variables"):
+        fit({"min_results": 1})
+
+
+def test_slots_that_the_first_step_makes_are_averaged() -> None:
+    prepare()
+
+    def train(member: Member) -> list[Any]:
+        model, optimizer = build("dense", member.rank), Lazy()
+        model.compile(optimizer, "mse", run_eagerly=True)
+        x, y = images("dense")
+        averaging = AverageWeights(member=member, include_optimizer=True)
+        model.fit(x[member.rank :: 2], y[member.rank :: 2], verbose=0, callbacks=[averaging])
+        return [v.numpy() for v in [*model.variables, *optimizer.momenta.values()]]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(train, LocalProcessGroup(2).join_all())
+    assert all(map(np.array_equal, first, second))
+
+
 def test_under_the_policy_of_the_model_it_is_told_how_to_scale(
     member: Member,
 ) -> None:

@@ -178,6 +178,54 @@ def test_training_goes_on_exactly_where_the_other_left_off(name: Any) -> None:
         np.testing.assert_array_equal(ours[key], theirs[key], err_msg=key)
 
 
+class Outer(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """An optimizer of a user, with state that Keras does not list, and another optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(learning_rate=1.0)
+        self.wrapped = keras.optimizers.SGD(0.1, momentum=0.9)
+        self.wrapped.holder = self
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.wrapped.build(variables)
+        self.of_model = [*variables]
+        self.sums = [tf.Variable(tf.zeros(v.shape)) for v in variables]
+        self.more = {id(self): [tf.Variable(0.0)]}  # a key that other processes do not have
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        if not self.built:
+            self.build(trainable_variables)
+        for total, grad in zip(self.sums, grads, strict=True):
+            total.assign_add(grad)
+        self.more[id(self)][0].assign_add(1.0)
+        self.wrapped.apply([0.1 * total for total in self.sums], trainable_variables)
+
+
+def test_state_in_containers_and_in_optimizers_within_optimizers_is_found_once() -> None:
+    def built() -> Any:
+        model, optimizer = model_of("keras"), Outer()
+        step(model, optimizer)
+        return model, optimizer
+
+    (model, optimizer), second = built(), built()
+    here, there = TensorFlowVariables([model, optimizer]), TensorFlowVariables([*second])
+    own = [*optimizer.sums, *optimizer.more[id(optimizer)]]
+    listed = [*model.variables, *optimizer.variables, *optimizer.wrapped.variables]
+    found = [id(v) for v in here.variables.values()]
+    assert {*found} == {id(v) for v in [*listed, *own]}
+    assert len(found) == len({*found})
+    assert {"optimizer/more/0/0", "optimizer/wrapped/iteration"} <= set(here.variables)
+    kernel = next(name for name in here.variables if name.endswith("kernel"))
+    assert {f"optimizer/{kernel}/sums", f"optimizer/wrapped/{kernel}/momentums"} <= set(
+        here.variables
+    )
+    there.set_weights(here.get_weights(), strict=True)
+    for each in ((model, optimizer), second):
+        step(*each)
+    np.testing.assert_array_equal(here.get_flat(), there.get_flat())
+
+
 def test_without_the_optimizer_training_goes_on_elsewhere() -> None:
     # Otherwise the test above would prove nothing.
     name = "keras.Adam"

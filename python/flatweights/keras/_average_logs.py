@@ -94,9 +94,9 @@ class AverageLogs(MemberCallback):
 
         Raises:
             ValueError: If there is another `AverageLogs`, or a callback before this one decides by
-                logs, which are not averages yet. Or if a member may be late for an average of
-                weights after a batch, and no gradients are averaged: nothing would bring it to the
-                epoch of the others.
+                logs, which are not averages yet. Or if a member may be late, weights are averaged
+                less or more often than logs, and no gradients are averaged: nothing would bring
+                that member to the epoch of the others.
         """
         callbacks = callbacks_beside(self)
         if any(isinstance(one, AverageLogs) for one in callbacks if one is not self):
@@ -107,11 +107,16 @@ class AverageLogs(MemberCallback):
         self._samples = Samples(self.model)
         units = {one._unit for one in callbacks if isinstance(one, AverageWeights)}
         in_steps = bool(averagings_in(self.model))
-        if "batch" in units and self._progress is None and self._handle.may_be_late:
+        if (
+            self._progress is None
+            and self._handle.may_be_late
+            and not all(one.ends_epochs for one in callbacks if isinstance(one, AverageWeights))
+        ):
             raise ValueError(
-                "AverageLogs: with timeout= and min_results= expected no AverageWeights(unit="
-                "'batch'), got one: a member that was late would average weights when the others "
-                "average logs. Pass unit='epoch', or compile the model with average_gradients"
+                "AverageLogs: with timeout= and min_results= expected AverageWeights() of every "
+                "epoch, got one of several epochs or of batches: a member that was late would "
+                "average weights when the others average logs. Average the weights of every epoch, "
+                "or compile the model with average_gradients"
             )
         if self._member.size > 1 and not (units or in_steps):
             _log.warning(

@@ -117,8 +117,9 @@ class AverageWeights(MemberCallback, HasCounts):
                 optimizer of a training gets a value, it applies to all of them. Among members,
                 the shortest counts.
             min_results: The number of members that an average needs; all, if None. A member that is
-                late goes on from the average of the others. It applies to all callbacks and
-                optimizers, too.
+                late goes on from the average of the others, but with the epoch that it was in:
+                without `average_gradients`, the others do not wait for it at the end of their
+                training. It applies to all callbacks and optimizers, too.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
             rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``; see
                 `flatweights.ray.Member.average`. If it has no weights, all members count equally.
@@ -172,13 +173,20 @@ class AverageWeights(MemberCallback, HasCounts):
         self.round = None
         self.outer = None
 
+    @property
+    def ends_epochs(self) -> bool:
+        """Whether an average ends each epoch, and none is made within one."""
+        return self._every == 1 and self._unit == "epoch"
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Make all members start from the weights of one member.
 
         Raises:
             ValueError: If a callback before this one saves the model, keeps its best weights, or
                 swaps them: it would keep this member's own weights. Or if there is a
-                `BackupAndRestore`, and an outer optimizer, which it would not restore.
+                `BackupAndRestore`, and an outer optimizer, which it would not restore. Or if a
+                callback keeps the best weights, a member may be late, and neither weights are
+                averaged at the end of every epoch nor gradients.
         """
         callbacks = callbacks_beside(self)
         check_before(self, callbacks, _keeps, "keep the weights of its own member")
@@ -189,10 +197,8 @@ class AverageWeights(MemberCallback, HasCounts):
                 "got one: it does not save the outer optimizer, which would undo what it restores. "
                 "Save AverageWeights.outer, and the weights and slots of each member, instead"
             )
-        ends_epochs = self._every == 1 and self._unit == "epoch"
-        self._best_weight_callbacks = (
-            [] if ends_epochs else [one for one in callbacks if best_weight_callbacks_among([one])]
-        )
+        keepers = [one for one in callbacks if best_weight_callbacks_among([one])]
+        self._best_weight_callbacks = [] if self.ends_epochs else keepers
         self._samples = TrainedSamples(self.model) if self._weight == "samples" else None
         self._counted = 0.0  # samples that are in `_since`, or were in it
         self._begun = 0.0  # samples before this epoch
@@ -202,6 +208,13 @@ class AverageWeights(MemberCallback, HasCounts):
         self._last_weight = 0.0  # in the last average, if samples are counted
         self._batch = -1  # the number of the last batch
         super().on_train_begin()
+        if self._best_weight_callbacks and self._progress is None and self._handle.may_be_late:
+            raise ValueError(
+                "AverageWeights: with timeout= and min_results= expected no EarlyStopping("
+                "restore_best_weights=True), got one: a member that was late would not average the "
+                "best weights when the others do. Average the weights of every epoch, or compile "
+                "the model with average_gradients"
+            )
         self._is_started = self._is_complete = False
         self._found = -1  # variables of the model when it was started
         if self.model.built:
@@ -222,7 +235,7 @@ class AverageWeights(MemberCallback, HasCounts):
         self._trained = True
         if not self._is_complete:  # the first batch may have built the model, or layers in it
             self._is_complete = True
-            if len(self.model.weights) != self._found:
+            if self._count_variables() != self._found:
                 self._start()
         if self._unit == "batch":
             self._steps += batch - self._batch  # several, with steps_per_execution
@@ -309,7 +322,7 @@ class AverageWeights(MemberCallback, HasCounts):
             outer = self.outer  # it has stepped since: the given one has the weights of the start
         # Seeds stay each member's own, or all would drop the same units.
         named = named_variables(model.weights, model)
-        self._found = len(named)
+        self._found = self._count_variables()
         plain: dict[str, Any] = {}
         if self._includes_optimizer:
             plain |= with_slots(named, model.optimizer, **self._choice).variables
@@ -338,6 +351,10 @@ class AverageWeights(MemberCallback, HasCounts):
             check_alike(expected, self._handle.gather(settings, "outer", at="start").weights)
             self._stepped = model
         self._is_started = True
+
+    def _count_variables(self) -> int:
+        slots = self.model.optimizer.variables if self._includes_optimizer else ()
+        return len(self.model.weights) + len(slots)
 
     def _broadcast(self, outer: Outer | None) -> None:
         """Give all the variables, and the outer optimizer, of the lowest rank that takes part.

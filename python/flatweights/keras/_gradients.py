@@ -398,8 +398,11 @@ class Averaging:
         for i, average in zip(positions, averages, strict=True):
             grads[i] = average
         computed = [getattr(average, "values", average) for average in averages]
+        before = len(self._optimizer.variables)
         with tf.control_dependencies(computed):  # before that, no slot is read
             self._apply(grads, None if trainable_variables is None else variables)
+        if self.handle.min_results is not None:
+            _check_built(self._optimizer, before)
         for i, average in zip(positions, averages, strict=True):
             if isinstance(average, tf.IndexedSlices):
                 end_copy_on_read(inner_variable(variables[i]))
@@ -748,6 +751,17 @@ class Averaging:
             )
         self._finalize(var_list)
         self.handle.end()
+
+
+def _check_built(optimizer: Any, before: int) -> None:
+    """Raise if a step has made variables of ``optimizer``, which had some ``before``."""
+    made = [one.path for one in optimizer.variables[before:]]
+    if made:
+        raise ValueError(
+            "min_results: expected an optimizer that makes all of its variables in build, got "
+            f"{type(optimizer).__name__}, which made {made[0]!r} in a step: a member that comes "
+            "back would not get them"
+        )
 
 
 def _averagings_of(fit: Fit | None) -> list[Averaging]:

@@ -10,6 +10,7 @@ from flatweights.tensorflow._kinds import (
     KeyPath,
     inner_variable,
     is_of_keras_3,
+    is_optimizer,
     is_variable,
     last_name,
     unique_names,
@@ -17,7 +18,7 @@ from flatweights.tensorflow._kinds import (
 
 
 def optimizer_variables(
-    optimizer: Any, path: KeyPath, owners: Mapping[str, KeyPath]
+    optimizer: Any, path: KeyPath, owners: Mapping[str, KeyPath], holders: tuple[Any, ...] = ()
 ) -> Iterator[tuple[KeyPath, Any, str | None]]:
     """Yield path, variable, and the `owner_key` of a slot's owner, in the optimizer's own order.
 
@@ -30,6 +31,7 @@ def optimizer_variables(
         optimizer: An optimizer of Keras 3, `tf_keras` or TF1, with its slots.
         path: Path of the optimizer.
         owners: Paths of the variables of the models beside it, by `owner_key`.
+        holders: The optimizers that hold this one.
 
     Raises:
         ValueError: If it has no slots yet.
@@ -57,11 +59,14 @@ def optimizer_variables(
             name = attributes.get(id(variable), name)
         step, owner = slots.get(id(variable), ((name,), None))
         yield (*path, *step), variable, owner
-    known = {*owners, *map(owner_key, variables)}
+    known = {*owners, *map(_inner_key, variables)}
     for part in parts:
-        for name, variable in _unlisted(part):
-            if owner_key(variable) not in known:
-                yield (*path, name), variable, None
+        known |= {_inner_key(one) for one in getattr(part, "_trainable_variables", ())}
+        for step, variable, owner in _unlisted(part, owners, (*holders, optimizer, *parts)):
+            if _inner_key(variable) not in known:
+                known.add(_inner_key(variable))
+                place, owner = slots.get(id(variable), (step, owner))
+                yield (*path, *place), variable, owner
     loss_scale = getattr(optimizer, "_loss_scale", None)  # of `tf_keras`, which does not list it
     for variable in getattr(loss_scale, "_weights", {}).values():
         yield (*path, "loss_scale", last_name(variable)), variable, None
@@ -70,6 +75,10 @@ def optimizer_variables(
 def owner_key(variable: tf.Variable) -> str:
     """Return the key by which optimizers of all kinds know a variable."""
     return str(getattr(variable, "_unique_id", id(variable)))
+
+
+def _inner_key(variable: Any) -> str:
+    return owner_key(inner_variable(variable))
 
 
 def _innermost(optimizer: Any) -> list[Any]:
@@ -86,19 +95,46 @@ def _in_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
             yield attribute.lstrip("_"), held
 
 
-def _unlisted(optimizer: Any) -> Iterator[tuple[str, tf.Variable]]:
-    """Yield name and variable for state that Keras may not list.
+def _unlisted(
+    optimizer: Any, owners: Mapping[str, KeyPath], holders: tuple[Any, ...]
+) -> Iterator[tuple[KeyPath, Any, str | None]]:
+    """Yield path, variable and owner for state that Keras may not list, besides what it lists.
 
     That is, in `tf_keras`, the learning rate and, of its older optimizers, all other numbers that
     can be set, as `tf.train.Checkpoint` has them. In Keras 3, it is a variable that an optimizer
-    makes in ``build`` within a `LossScaleOptimizer`, such as Nadam's ``u_product``.
+    makes in ``build`` within a `LossScaleOptimizer`, such as Nadam's ``u_product``. In both, it is
+    a `tf.Variable` in a list, and what belongs to an optimizer that another one holds.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return
     for name, held in (*_in_attributes(optimizer), *getattr(optimizer, "_hyper", {}).items()):
         # That of a schedule follows from the steps.
         if is_variable(held) and name != "current_learning_rate":
-            yield name, held
+            yield (name,), held, None
+    for attribute, held in vars(optimizer).items():
+        name = attribute.lstrip("_")
+        if is_optimizer(held):
+            is_known = any(held is one for one in holders)
+            if not is_known and all(map(_is_built, _innermost(held))):
+                yield from optimizer_variables(held, (name,), owners, holders)
+        # Neither the lists of Keras, nor those by which TensorFlow knows attributes once more.
+        elif name not in ("variables", "trainable_variables") and not name.startswith("self_"):
+            for step, variable in _in_containers(held):
+                yield (name, *step), variable, None
+
+
+def _in_containers(held: Any, depth: int = 3) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield place and variable for each variable in lists, tuples and dicts, by its position.
+
+    A key may be an identity, which other processes do not have.
+    """
+    if not (isinstance(held, (list, tuple, dict)) and depth):
+        return
+    for k, one in enumerate(held.values() if isinstance(held, dict) else held):
+        if is_variable(one):
+            yield (str(k),), one
+        for step, variable in _in_containers(one, depth - 1):
+            yield (str(k), *step), variable
 
 
 def _is_built(optimizer: Any) -> bool:

@@ -51,6 +51,7 @@ pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="such memo
 @pytest.fixture
 def server() -> Iterator[PublicationServer]:
     made = PublicationServer(8 * NUMBERS)
+    made.start()
     yield made
     made.close()
 

@@ -190,6 +190,30 @@ def test_a_publisher_goes_on_after_an_interrupt(name: str, event: str) -> None:
         assert np.array_equal(weights["w"], read["w"])
 
 
+@pytest.mark.parametrize("thread", ["flatweights-publication", "flatweights-subscriber"])
+def test_a_constructor_that_is_interrupted_leaves_no_thread(
+    thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, begun = threading.Thread.start, []
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        if self.name == thread and threading.current_thread() is threading.main_thread():
+            begun.append(self)
+            raise KeyboardInterrupt
+
+    weights = {"w": np.zeros(4)}
+    make: Callable[[], Any] = functools.partial(Publisher, "another", weights)
+    if thread == "flatweights-subscriber":
+        make = functools.partial(Subscriber, "interrupted at once")
+    with Publisher("interrupted at once", weights), monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make()
+        (one,) = begun
+        wait_until(lambda: not one.is_alive())
+
+
 @pytest.mark.parametrize("is_main", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_call_that_raises_a_timeout_error_is_not_waited_for(
     started: list[Any], is_main: bool

@@ -54,7 +54,7 @@ class FullError(RuntimeError):
 
 
 class PublicationServer:
-    """A publication, and its readers.
+    """A publication, and its readers, which a thread lets in from `start` on.
 
     Once it has ended, nothing of its memory stays, except what readers map.
 
@@ -94,6 +94,13 @@ class PublicationServer:
         self._thread = threading.Thread(
             target=self._run, args=(ours,), name="flatweights-publication", daemon=True
         )
+
+    def start(self) -> None:
+        """Begin to admit readers.
+
+        The thread keeps everything alive. So whoever made this object sees to it first that `close`
+        will be called, even if this call is interrupted.
+        """
         self._thread.start()
 
     @property
@@ -105,7 +112,7 @@ class PublicationServer:
         """Admit no more readers; the present ones look for another server."""
         self.is_closed = True
         self._waker.close()
-        if self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self, waker: socket.socket) -> None:

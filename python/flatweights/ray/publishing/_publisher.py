@@ -83,6 +83,7 @@ class Publisher:
         self._server = PublicationServer(self._layout.nbytes, lambda: _call(tick))
         self._finalizer = finalizer(self, self._server.close)
         try:
+            self._server.start()
             self._record, before = _names.register(name, self._layout.pickled, self._server.address)
         except BaseException:
             self._finalizer()

@@ -393,6 +393,7 @@ class Relay:
                     self._no_server = error
                     self._changed.notify_all()
                     raise
+                self._server.start()
                 self._no_server = None
                 self._layout = record.layout
                 self._is_offered = is_offered
