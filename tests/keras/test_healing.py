@@ -710,24 +710,21 @@ def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) 
 def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
     pool: ThreadPoolExecutor,
 ) -> None:
-    group, slept = LocalProcessGroup(2), threading.Event()
+    group, waits = LocalProcessGroup(2), threading.Event()
     first, late = fits(group, "dense", epochs=3)
     for fit in (first, late):
         fit.more = [AverageWeights(every=3, unit="batch")]
 
-    def sleep() -> None:
-        number = group.last_call()
-        group.wait_until(lambda inside: inside.calls.number > number + 9)
-        slept.set()
+    def wait() -> None:
+        """Wait for the late member, whose request is for gradients, as the next call is."""
+        waits.set()
+        group.wait_until(lambda inside: inside.calls.healings or inside.calls.waiting.recovering)
 
-    late.at[2, 4] = sleep
+    late.at[2, 4] = lambda: waits.wait(LIMIT)
     first.goes_on_without(2, 4)
     steps: list[int] = []
     late.at[2, 5] = lambda: steps.append(int(late.model.optimizer.iterations))
-    first.at[2, 16] = lambda: slept.wait(LIMIT)
-    first.at[2, 18] = lambda: group.wait_until(
-        lambda inside: inside.calls.healings or inside.calls.waiting.recovering
-    )
+    first.at[2, 16] = wait
     for fit in (first, late):
         fit.start(pool)
     ended = [fit.done.result(LIMIT) for fit in (first, late)]

@@ -118,8 +118,8 @@ def test_under_the_policy_of_half_precision_the_outer_optimizer_averages(
 class Lazy(keras.optimizers.Optimizer):  # type: ignore[misc]
     """An optimizer that makes its slots in the first step."""
 
-    def __init__(self) -> None:
-        super().__init__(learning_rate=0.1)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(learning_rate=0.1, **options)
         self.momenta: dict[int, Any] = {}
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -135,15 +135,16 @@ class Lazy(keras.optimizers.Optimizer):  # type: ignore[misc]
 def test_slots_that_the_first_step_makes_are_refused_if_members_are_healed(
     member: Member, eagerly: bool
 ) -> None:
-    def fit(terms: dict[str, Any]) -> None:
+    def fit(optimizer: Any, **terms: Any) -> None:
         model = build("dense", 0)
-        optimizer = average_gradients(Lazy(), member=member, **terms)
+        average_gradients(optimizer, member=member, **terms)
         model.compile(optimizer, "mse", run_eagerly=eagerly)
         model.fit(*images("dense"), verbose=0, callbacks=[AverageLogs()])
 
-    fit({})
-    with pytest.raises(ValueError, match="expected an optimizer that makes all of its variables"):
-        fit({"min_results": 1})
+    fit(Lazy())
+    for options in ({}, {"gradient_accumulation_steps": 2}):
+        with pytest.raises(ValueError, match="expected an optimizer that makes all of its var"):
+            fit(Lazy(**options), min_results=1)
 
 
 def test_slots_that_the_first_step_makes_are_averaged() -> None:

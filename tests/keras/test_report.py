@@ -360,15 +360,20 @@ BOTH, NONE = told(True, True), told(False, False)
 @pytest.mark.parametrize(
     ("metrics", "in_epoch", "rounds", "expected"),
     [
-        pytest.param(NEWS, False, [told(True, late=(1,)), BOTH, NONE], (True, 1), id="late, once"),
+        pytest.param(
+            NEWS, False, [told(True, late=(1,)), BOTH, BOTH, NONE], (True, 1), id="late, once"
+        ),
         pytest.param(NEWS, False, [told(True, late=(1,))] * 2, (False, 0), id="late, twice"),
         pytest.param(NEWS, True, [told(True, late=(1,))], (False, 0), id="late, in an epoch"),
         pytest.param(NEWS, True, [told(True, True, late=(1,))], (False, 0), id="healed"),
         pytest.param(NEWS, False, [told(True)], (False, 0), id="dead"),
-        pytest.param(NEWS, False, [BOTH, told(False)], (False, 1), id="dead since"),
+        pytest.param(NEWS, False, [BOTH, told(True)], (False, 0), id="dead while rank 0 saves"),
+        pytest.param(NEWS, False, [BOTH, BOTH, told(False)], (False, 1), id="dead since"),
         pytest.param(NEWS, True, [None], (False, 0), id="elsewhere"),
         pytest.param({}, False, [NONE], (True, 0), id="nothing is left"),
-        pytest.param({}, False, [told(False, True), NONE], (True, 1), id="the other's is left"),
+        pytest.param(
+            {}, False, [told(False, True), BOTH, NONE], (True, 1), id="the other's is left"
+        ),
     ],
 )
 def test_a_worker_reports_when_all_are_there(

@@ -191,7 +191,10 @@ class Outer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self.wrapped.build(variables)
         self.of_model = [*variables]
         self.sums = [tf.Variable(tf.zeros(v.shape)) for v in variables]
-        self.more = {id(self): [tf.Variable(0.0)]}  # a key that other processes do not have
+        # Other processes do not have an identity, but they have a text.
+        self.more = {id(self): [tf.Variable(0.0)], "text": tf.Variable(1.0)}
+        self.several = [keras.optimizers.SGD(0.1)]
+        self.several[0].build(variables)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         if not self.built:
@@ -210,12 +213,14 @@ def test_state_in_containers_and_in_optimizers_within_optimizers_is_found_once()
 
     (model, optimizer), second = built(), built()
     here, there = TensorFlowVariables([model, optimizer]), TensorFlowVariables([*second])
-    own = [*optimizer.sums, *optimizer.more[id(optimizer)]]
-    listed = [*model.variables, *optimizer.variables, *optimizer.wrapped.variables]
+    own = [*optimizer.sums, *optimizer.more[id(optimizer)], optimizer.more["text"]]
+    held = [*optimizer.wrapped.variables, *optimizer.several[0].variables]
+    listed = [*model.variables, *optimizer.variables, *held]
     found = [id(v) for v in here.variables.values()]
     assert {*found} == {id(v) for v in [*listed, *own]}
     assert len(found) == len({*found})
-    assert {"optimizer/more/0/0", "optimizer/wrapped/iteration"} <= set(here.variables)
+    names = {"more/0/0", "more/text", "wrapped/iteration", "several/0/iteration"}
+    assert {f"optimizer/{name}" for name in names} <= set(here.variables)
     kernel = next(name for name in here.variables if name.endswith("kernel"))
     assert {f"optimizer/{kernel}/sums", f"optimizer/wrapped/{kernel}/momentums"} <= set(
         here.variables

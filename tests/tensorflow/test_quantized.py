@@ -181,3 +181,19 @@ def test_layers_without_variables_may_be_replaced_and_others_not(library: Any) -
     inside.add(library.layers.Dense(2))
     with pytest.raises(RuntimeError, match="make a new TensorFlowVariables"):
         variables.set_flat(flat)
+
+
+def test_a_sequential_of_tf_keras_with_layers_and_modules_in_attributes() -> None:
+    class Both(tf_keras.Sequential):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__([tf_keras.Input((3,)), tf_keras.layers.Dense(2)])
+            self.more = [tf_keras.layers.Dense(1)]
+            self.more[0].build((3,))
+            self.module = tf.Module()
+            self.module.w = tf.Variable([1.0])
+
+    model = Both()
+    variables = TensorFlowVariables(model)
+    assert len(variables.variables) == len(model.variables)  # those of the layers in the list
+    variables.set_flat(np.arange(8))
+    np.testing.assert_array_equal(variables.get_flat(), np.arange(8))

@@ -110,7 +110,7 @@ class AverageLogs(MemberCallback):
         if (
             self._progress is None
             and self._handle.may_be_late
-            and not all(one.ends_epochs for one in callbacks if isinstance(one, AverageWeights))
+            and not all(one._ends_epochs for one in callbacks if isinstance(one, AverageWeights))
         ):
             raise ValueError(
                 "AverageLogs: with timeout= and min_results= expected AverageWeights() of every "

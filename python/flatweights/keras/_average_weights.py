@@ -19,7 +19,7 @@ from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._hooks import callbacks_beside
 from flatweights.keras._member_handle import MemberHandle, calls_are_equal, out_of_sync_is_error
-from flatweights.keras._names import inner_variable, named_variables, with_slots
+from flatweights.keras._names import inner_variable, named_variables, state_names, with_slots
 from flatweights.keras._progress import (
     SAVING,
     AnyState,
@@ -174,7 +174,7 @@ class AverageWeights(MemberCallback, HasCounts):
         self.outer = None
 
     @property
-    def ends_epochs(self) -> bool:
+    def _ends_epochs(self) -> bool:
         """Whether an average ends each epoch, and none is made within one."""
         return self._every == 1 and self._unit == "epoch"
 
@@ -198,7 +198,7 @@ class AverageWeights(MemberCallback, HasCounts):
                 "Save AverageWeights.outer, and the weights and slots of each member, instead"
             )
         keepers = [one for one in callbacks if best_weight_callbacks_among([one])]
-        self._best_weight_callbacks = [] if self.ends_epochs else keepers
+        self._best_weight_callbacks = [] if self._ends_epochs else keepers
         self._samples = TrainedSamples(self.model) if self._weight == "samples" else None
         self._counted = 0.0  # samples that are in `_since`, or were in it
         self._begun = 0.0  # samples before this epoch
@@ -353,7 +353,7 @@ class AverageWeights(MemberCallback, HasCounts):
         self._is_started = True
 
     def _count_variables(self) -> int:
-        slots = self.model.optimizer.variables if self._includes_optimizer else ()
+        slots = state_names(self.model.optimizer) if self._includes_optimizer else ()
         return len(self.model.weights) + len(slots)
 
     def _broadcast(self, outer: Outer | None) -> None:

@@ -37,7 +37,7 @@ from flatweights.keras._member_handle import (
     out_of_sync_is_error,
 )
 from flatweights.keras._moments import check_synchronized, synchronize
-from flatweights.keras._names import inner_variable
+from flatweights.keras._names import inner_variable, state_names
 from flatweights.keras._progress import AnyState, Progress
 from flatweights.keras._settings import settings_of
 from flatweights.keras._sparse import (
@@ -229,6 +229,7 @@ class Averaging:
         self._options = options
         self._exchanges = Exchanges(optimizer, sparse)
         self._is_started = False
+        self._steps_to_check = optimizer.gradient_accumulation_steps or 1
         # The last `fit` that has begun: its parameters, and the callbacks that have told of it.
         self._params: Any = None
         self._told_by = weakref.WeakSet[Any]()
@@ -370,7 +371,7 @@ class Averaging:
         """Apply gradients that are averaged after they have been accumulated."""
         grads, variables = self._begin(grads, trainable_variables)
         self._accumulated = [variables[i] for i in _averaged(grads, variables)]
-        self._apply(grads, None if trainable_variables is None else variables)
+        self._apply_with_all_slots(grads, None if trainable_variables is None else variables)
 
     def _average_accumulated(self, sums: list[Any]) -> list[Any]:
         """Return the averages of accumulated gradients, in a step that applies them."""
@@ -398,14 +399,29 @@ class Averaging:
         for i, average in zip(positions, averages, strict=True):
             grads[i] = average
         computed = [getattr(average, "values", average) for average in averages]
-        before = len(self._optimizer.variables)
         with tf.control_dependencies(computed):  # before that, no slot is read
-            self._apply(grads, None if trainable_variables is None else variables)
-        if self.handle.min_results is not None:
-            _check_built(self._optimizer, before)
+            self._apply_with_all_slots(grads, None if trainable_variables is None else variables)
         for i, average in zip(positions, averages, strict=True):
             if isinstance(average, tf.IndexedSlices):
                 end_copy_on_read(inner_variable(variables[i]))
+
+    def _apply_with_all_slots(self, grads: list[Any], variables: list[Any] | None) -> None:
+        """Apply ``grads``; raise if the first step makes state that no healed member would get."""
+        optimizer, checks = self._optimizer, self._steps_to_check > 0
+        if not (checks and optimizer.built and self.handle.min_results is not None):
+            self._apply(grads, variables)
+            return
+        before = state_names(optimizer)
+        self._apply(grads, variables)
+        made = [name for name in state_names(optimizer) if name not in before]
+        if made:
+            raise ValueError(
+                "min_results: expected an optimizer that makes all of its variables in build, got "
+                f"{type(optimizer).__name__}, which made {made[0]!r} in its first step: a "
+                "member that comes back would not get it. Make it in build, or leave out "
+                "min_results"
+            )
+        self._steps_to_check -= 1
 
     @unconverted
     def _begin(self, grads: Any, trainable_variables: Any) -> tuple[list[Any], list[Any]]:
@@ -751,17 +767,6 @@ class Averaging:
             )
         self._finalize(var_list)
         self.handle.end()
-
-
-def _check_built(optimizer: Any, before: int) -> None:
-    """Raise if a step has made variables of ``optimizer``, which had some ``before``."""
-    made = [one.path for one in optimizer.variables[before:]]
-    if made:
-        raise ValueError(
-            "min_results: expected an optimizer that makes all of its variables in build, got "
-            f"{type(optimizer).__name__}, which made {made[0]!r} in a step: a member that comes "
-            "back would not get them"
-        )
 
 
 def _averagings_of(fit: Fit | None) -> list[Averaging]:

@@ -72,6 +72,12 @@ def with_slots(
     )
 
 
+def state_names(optimizer: Any) -> list[str]:
+    """Return the names of all variables of an ``optimizer`` that is built."""
+    with tf.init_scope():
+        return [*TensorFlowVariables(optimizer).variables]
+
+
 def inner_variable(variable: Any) -> Any:
     """Return the `tf.Variable` of a variable of Keras or TensorFlow."""
     return variable if isinstance(variable, tf.Variable | tf.Tensor) else variable.value

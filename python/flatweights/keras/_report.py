@@ -238,10 +238,11 @@ class Report(MemberCallback):
         """Report, unless a worker is missing; return whether nothing is left to be reported.
 
         Ray Train has all workers wait in a report until the last one calls it. So none begins one
-        unless all are there. If one dies meanwhile, the others go on: the call is in a thread. Ray
-        ends it before it starts the new worker, or, if that has come too early, with the next call
-        of the others, which is counted as one of this worker. Ray Train keeps the metrics and the
-        checkpoint of rank 0. So if its call is such an old one, this epoch is not reported.
+        unless all are there, and rank 0 has saved the model. If one dies meanwhile, the others go
+        on: the call is in a thread. Ray ends it before it starts the new worker, or, if that has
+        come too early, with the next call of the others, which is counted as one of this worker.
+        Ray Train keeps the metrics and the checkpoint of rank 0. So if its call is such an old one,
+        this epoch is not reported.
 
         Args:
             metrics: What is reported; if empty, this worker has nothing to report.
@@ -256,8 +257,12 @@ class Report(MemberCallback):
             told = self._tell(bool(metrics) or is_old, is_old, in_epoch)
         if told is None or not _any_reports(told):
             return not metrics
+        folder = self._saved() if metrics and not is_old else None
+        if self._tell(True, is_old, in_epoch) is None:  # it has taken too long, or one has died
+            if folder is not None:
+                folder.cleanup()
+            return not metrics
         if not is_old:
-            folder = self._saved() if metrics else None
             self._call = in_daemon("flatweights-report", _report, metrics, folder)
         while told is not None and _any_reports(told):
             if self._call is not None:

@@ -95,10 +95,13 @@ def assign(variable: tf.Variable, value: Any, *, read_value: bool = False) -> An
     """Assign ``value``, which a read then returns; return what `tf.Variable.assign` does.
 
     Of replicas that are summed when they are read, the first gets all of it. TensorFlow would give
-    each an equal share, which integers lose the remainder of, and floats an error of rounding.
+    each an equal share, which integers lose the remainder of, and floats an error of rounding. It
+    does so if other processes have some of the replicas.
     """
     if not (
-        is_synchronized_on_reading(variable) and variable.aggregation == tf.VariableAggregation.SUM
+        is_synchronized_on_reading(variable)
+        and variable.aggregation == tf.VariableAggregation.SUM
+        and variable.distribute_strategy.num_replicas_in_sync == len(variable.values)
     ):
         return variable.assign(value, read_value=read_value)
     first, *others = variable.values

@@ -88,7 +88,9 @@ class _Sequence:
 
 
 def _variables_in(layers: Iterable[Any]) -> list[Any]:
-    return [variable for layer in layers if layer.built for variable in layer.variables]
+    # A `Sequential` of `tf_keras` has modules, and lists of layers, from its attributes, too.
+    built = [layer for layer in layers if getattr(layer, "built", False)]
+    return [variable for layer in built for variable in layer.variables]
 
 
 def _name_of(variable: Any) -> str:

@@ -42,8 +42,9 @@ def optimizer_variables(
             f"{type(optimizer).__name__} is not built, so some of its variables do not exist: call "
             "build(model.trainable_variables), or apply gradients once, first"
         )
+    whole = [optimizer, *(part for part in parts if part is not optimizer)]
     slots: dict[int, _Place] = {}
-    for part in parts:
+    for part in whole:
         slots |= _slot_paths(part, owners)
     variables = optimizer.variables
     if callable(variables) and not isinstance(variables, Sequence):
@@ -60,9 +61,11 @@ def optimizer_variables(
         step, owner = slots.get(id(variable), ((name,), None))
         yield (*path, *step), variable, owner
     known = {*owners, *map(_inner_key, variables)}
-    for part in parts:
+    for part in whole:
+        # What they train, by the variables in Keras 3, by their keys in `tf_keras`.
         known |= {_inner_key(one) for one in getattr(part, "_trainable_variables", ())}
-        for step, variable, owner in _unlisted(part, owners, (*holders, optimizer, *parts)):
+        known |= {*getattr(part, "_index_dict", ())}
+        for step, variable, owner in _unlisted(part, owners, (*holders, *whole)):
             if _inner_key(variable) not in known:
                 known.add(_inner_key(variable))
                 place, owner = slots.get(id(variable), (step, owner))
@@ -98,12 +101,13 @@ def _in_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
 def _unlisted(
     optimizer: Any, owners: Mapping[str, KeyPath], holders: tuple[Any, ...]
 ) -> Iterator[tuple[KeyPath, Any, str | None]]:
-    """Yield path, variable and owner for state that Keras may not list, besides what it lists.
+    """Yield path, variable and owner for the state in attributes; Keras lists some of it, too.
 
-    That is, in `tf_keras`, the learning rate and, of its older optimizers, all other numbers that
-    can be set, as `tf.train.Checkpoint` has them. In Keras 3, it is a variable that an optimizer
-    makes in ``build`` within a `LossScaleOptimizer`, such as Nadam's ``u_product``. In both, it is
-    a `tf.Variable` in a list, and what belongs to an optimizer that another one holds.
+    It does not list, in `tf_keras`, the learning rate and, of the older optimizers, all other
+    numbers that can be set, which `tf.train.Checkpoint` has; in Keras 3, a variable that an
+    optimizer makes in ``build`` within a `LossScaleOptimizer`, such as Nadam's ``u_product``; in
+    both, a `tf.Variable` in a list, tuple or dict, and what belongs to an optimizer that this one
+    holds, if that is built.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return
@@ -113,28 +117,34 @@ def _unlisted(
             yield (name,), held, None
     for attribute, held in vars(optimizer).items():
         name = attribute.lstrip("_")
-        if is_optimizer(held):
-            is_known = any(held is one for one in holders)
-            if not is_known and all(map(_is_built, _innermost(held))):
-                yield from optimizer_variables(held, (name,), owners, holders)
-        # Neither the lists of Keras, nor those by which TensorFlow knows attributes once more.
-        elif name not in ("variables", "trainable_variables") and not name.startswith("self_"):
-            for step, variable in _in_containers(held):
-                yield (name, *step), variable, None
+        # Neither Keras' lists, nor TensorFlow's records of attributes.
+        if name in ("variables", "trainable_variables") or name.startswith("self_"):
+            continue
+        for step, one in _in_containers(held):
+            if is_variable(one):
+                yield (name, *step), one, None
+            elif not any(one is other for other in holders) and all(
+                map(_is_built, _innermost(one))
+            ):
+                yield from optimizer_variables(one, (name, *step), owners, holders)
 
 
 def _in_containers(held: Any, depth: int = 3) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield place and variable for each variable in lists, tuples and dicts, by its position.
+    """Yield place and object for each variable and optimizer in lists, tuples and dicts.
 
-    A key may be an identity, which other processes do not have.
+    The place in a dict is the key, if that is a text, else the position: other keys may be
+    identities, which other processes do not have.
     """
-    if not (isinstance(held, (list, tuple, dict)) and depth):
-        return
-    for k, one in enumerate(held.values() if isinstance(held, dict) else held):
-        if is_variable(one):
-            yield (str(k),), one
-        for step, variable in _in_containers(one, depth - 1):
-            yield (str(k), *step), variable
+    if is_optimizer(held):
+        yield (), held
+    elif isinstance(held, (list, tuple, dict)) and depth:
+        items = held.items() if isinstance(held, dict) else enumerate(held)
+        for k, (key, one) in enumerate(items):
+            step = key if isinstance(key, str) else str(k)
+            if is_variable(one):
+                yield (step,), one
+            for steps, inside in _in_containers(one, depth - 1):
+                yield (step, *steps), inside
 
 
 def _is_built(optimizer: Any) -> bool:

@@ -79,7 +79,7 @@ class PublicationServer:
         self._is_kept = True  # whether the last number is still there
         self._idle_since = _clock.now()
         self._listener = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        ours, self._waker = map(kept, socket.socketpair())
+        self._woken, self._waker = map(kept, socket.socketpair())
         try:
             address = b"\0flatweights-" + secrets.token_hex(16).encode()
             self._listener.bind(address)
@@ -92,7 +92,7 @@ class PublicationServer:
         _, data = self.publication.data
         self.address = PublicationAddress(address, control, data, nbytes)
         self._thread = threading.Thread(
-            target=self._run, args=(ours,), name="flatweights-publication", daemon=True
+            target=self._run, name="flatweights-publication", daemon=True
         )
 
     def start(self) -> None:
@@ -112,13 +112,15 @@ class PublicationServer:
         """Admit no more readers; the present ones look for another server."""
         self.is_closed = True
         self._waker.close()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread.ident is None:  # it was never started
+            self._end()
+        elif self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _run(self, waker: socket.socket) -> None:
+    def _run(self) -> None:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
-        poll.register(waker, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
         ticked = _clock.now()
         try:
             while not self.is_closed:
@@ -132,11 +134,14 @@ class PublicationServer:
                     self._tick()
         finally:
             self.is_closed = True
-            waker.close()
-            self._listener.close()
-            for connection, _ in self._readers.values():
-                connection.close()
-            self.publication.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._woken.close()
+        self._listener.close()
+        for connection, _ in self._readers.values():
+            connection.close()
+        self.publication.close()
 
     def _accept(self, poll: select.poll) -> None:
         try:

@@ -388,13 +388,13 @@ class Relay:
             old = self._server
             if old is None or self._layout != record.layout:
                 try:
-                    self._server = PublicationServer(record.address.nbytes)
+                    server = PublicationServer(record.address.nbytes)
                 except OSError as error:
                     self._no_server = error
                     self._changed.notify_all()
                     raise
-                self._server.start()
-                self._no_server = None
+                server.start()
+                self._server, self._no_server = server, None
                 self._layout = record.layout
                 self._is_offered = is_offered
                 self._changed.notify_all()
