@@ -198,8 +198,8 @@ CHANGES = (
     ),
     Change(
         "csrc/flatweights/mailbox.cpp",
-        "call > dismissed_.load()",
-        "call >= dismissed_.load()",
+        "if (call <= dismissed_.load()) {  // it is for a later call",
+        "if (call < dismissed_.load()) {",
         ("tests/ray/channels", "tests/ray/group"),
     ),
     Change(
