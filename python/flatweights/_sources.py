@@ -306,8 +306,7 @@ def check_flat_weights(layout: Layout, where: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _array_template(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Template:
-    if dtype.hasobject:
-        raise TypeError(f"{where}: expected an array of numbers, got one of Python objects")
+    _check_no_objects(dtype, where)
     layout = Layout([""], [shape], [dtype], named=False)
     _check_dtypes(Kind.ARRAY, layout, where)
     return Template(Kind.ARRAY, layout)
@@ -323,14 +322,16 @@ def _parts_layout(
     where: str,
 ) -> Layout:
     for i, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
-        if dtype.hasobject:  # of which there is no layout
-            raise TypeError(
-                f"{where}, slot {i} {name!r}: expected an array of numbers, got one of Python "
-                "objects"
-            )
+        _check_no_objects(dtype, f"{where}, slot {i} {name!r}")
     layout = Layout(names, shapes, dtypes, named=kind is not Kind.SEQUENCE)
     _check_dtypes(kind, layout, where)
     return layout
+
+
+def _check_no_objects(dtype: np.dtype[Any], where: str) -> None:
+    """Raise `TypeError` if ``dtype`` has Python objects, of which there is no layout."""
+    if dtype.hasobject:
+        raise TypeError(f"{where}: expected an array of numbers, got one of Python objects")
 
 
 def _check_dtypes(kind: Kind, layout: Layout, where: str) -> None:

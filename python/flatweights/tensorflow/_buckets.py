@@ -91,8 +91,8 @@ def is_synchronized_on_reading(variable: tf.Variable) -> bool:
     )
 
 
-def assign(variable: tf.Variable, value: Any, *, read_value: bool = False) -> Any:
-    """Assign ``value``, which a read then returns; return what `tf.Variable.assign` does.
+def assign(variable: tf.Variable, value: Any) -> None:
+    """Assign ``value`` to an eager ``variable``, so that a read returns it.
 
     Of replicas that are summed when they are read, the first gets all of it. TensorFlow would give
     each an equal share, which integers lose the remainder of, and floats an error of rounding. It
@@ -103,13 +103,13 @@ def assign(variable: tf.Variable, value: Any, *, read_value: bool = False) -> An
         and variable.aggregation == tf.VariableAggregation.SUM
         and variable.distribute_strategy.num_replicas_in_sync == len(variable.values)
     ):
-        return variable.assign(value, read_value=read_value)
+        variable.assign(value, read_value=False)
+        return
     first, *others = variable.values
     nothing = tf.zeros(first.shape, first.dtype)
-    return tf.group(
-        first.assign(value, read_value=False),
-        *(other.assign(nothing, read_value=False) for other in others),
-    )
+    first.assign(value, read_value=False)
+    for other in others:
+        other.assign(nothing, read_value=False)
 
 
 def make_buckets(variables: Sequence[tf.Variable], layout: Layout) -> list[Bucket]:

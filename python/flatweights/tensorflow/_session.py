@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flatweights._core import move_parts
 from flatweights._locks import TurnLock
-from flatweights.tensorflow._buckets import Bucket, Operations, assign
+from flatweights.tensorflow._buckets import Bucket, Operations
 from flatweights.tensorflow.library._load import Library
 
 _CLOSED = "the session is closed: call set_session(sess) with an open one"
@@ -53,7 +53,7 @@ class SessionOperations(Operations):
                     variable.dtype.base_dtype, variable.shape, name=f"Placeholder_{name}"
                 )
                 self.placeholders[name] = placeholder
-                self.assignment_nodes[name] = assign(variable, placeholder, read_value=True)
+                self.assignment_nodes[name] = variable.assign(placeholder)
             self._nodes = {id(bucket): _Nodes(bucket, library) for bucket in buckets}
 
     def set_session(self, session: Any) -> None:
@@ -177,7 +177,7 @@ class _Nodes:
         self.fed = tf.compat.v1.placeholder(bucket.dtype, [bucket.packed_size])
         values = bucket.cut(self.fed)
         assignments = [
-            _operation(assign(variable, value))
+            _operation(variable.assign(value, read_value=False))
             for variable, value in zip(bucket.variables, values, strict=True)
         ]
         self.write = tf.group(*assignments)
