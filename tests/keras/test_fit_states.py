@@ -149,6 +149,7 @@ class Member:
             if self.stops or epoch >= self.stops_after:
                 break
         yield from self.receive(FitEnds())
+        yield Call("last average")  # of weights, which needs no state
 
     def average(self, kind: str) -> Running:
         assert self.now.phase is Phase.TOGETHER, f"{self}: {kind}"
@@ -259,6 +260,8 @@ class Group:
         able = [one for one in able if one.number >= self.number - 1]
         ending = [one for one in self.members if one.now.phase is Phase.ENDING]
         if self.ended or any(one.call is None for one in ending) or len(able) < 2:
+            return None
+        if any(one.now.phase is Phase.ENDED for one in self.members):  # it waits no longer
             return None
         return able[0]
 
@@ -382,6 +385,8 @@ def without(number: int, action: Action | None) -> list[Edge]:
         (Phase.OUT_OF_SYNC, EpochEnds, "", Action.HIDE),
         (Phase.OUT_OF_SYNC, EpochEnds, "it was cut short", Action.GO_ON),
         (Phase.ENDING, Met, "none has ended", None),
+        (Phase.LATE, FitEnds, "the others meet again", None),
+        (Phase.OVER, FitEnds, "the others meet again", None),
     ],
 )
 def test_the_simulator_finds_what_is_missing(

@@ -60,8 +60,18 @@ FIT = {
     ),
     "one that ends does not end it for all": (
         "_progress.py",
-        "any(over for _, over in places)",
-        "all(over for _, over in places)",
+        "any(have_ended)",
+        "all(have_ended)",
+    ),
+    "each waits at the end by its own clock": (
+        "_progress.py",
+        "may_come and any(wait)",
+        "may_come and place[2]",
+    ),
+    "a member that waits at the end fails with the others": (
+        "_progress.py",
+        "            if not (ends and has_state):\n",
+        "            if True:\n",
     ),
     "callbacks see the epochs that are passed by": (
         "_progress.py",

@@ -5,6 +5,7 @@
   in the training, in every call and at the end.
 - All members end with the same weights, whenever they came.
 - Callbacks that decide have seen the same epochs as those of the others.
+- Members that wait for late ones at the end leave together.
 - A member whose own callback ends the training begins no other epoch.
 """
 
@@ -104,6 +105,15 @@ class FitOracle(Oracle):
         if not is_whole:
             self._fail(f"{self.of(member).process.name} ends with {made} steps")
         self._agree(member, "the end", (made, weights.tobytes()))
+
+    def leaves(self, member: Any, last: int | None) -> None:
+        """Check that members that have met at the end have done so equally often."""
+        if last is not None:
+            self._agree(member, "the last meeting", last)
+
+    def averages_last(self, member: Any, trained: bool) -> None:
+        """Check that all members average once more at the end of their `fit`, or none does."""
+        self._agree(member, "whether weights are averaged at the end", trained)
 
     def has_best(self, member: Any, weights: Any) -> None:
         """Check that all members end with the same best weights."""

@@ -115,8 +115,10 @@ class Handle(MemberHandle):
     ) -> Round:
         with self._fit.sends(None, state) as call:
             call.value = value
+            self._fit.last = None
             result = super().gather(value, name, at=at, state=state, at_least=at_least)
         self._fit.returned(call, result)
+        self._fit.last = result.number
         self._fit.oracle.gathered(self._fit.member, result)
         return result
 
@@ -170,7 +172,13 @@ class Fit:
         self._named: dict[str, Named] = {}
         self._moments: Moments | None = None
         self._is_traced = False
+        self.last: int | None = None  # the number of the last meeting
         self.is_calling = False  # until the call is over; an interrupt leaves it so
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it waits for the others after its last epoch."""
+        return self._progress is not None and self._progress.phase is Phase.ENDING
 
     @contextlib.contextmanager
     def sends(self, vector: Any, state: Any) -> Iterator[Call]:
@@ -215,7 +223,10 @@ class Fit:
             if model.stop_training:
                 self.oracle.breaks(self.member, are_over=progress.phase is Phase.OVER)
                 break
+        self.last = None
         progress.end()
+        self.oracle.leaves(self.member, self.last)
+        self._average_last()
         self.oracle.ended(self.member, self.iterations, self.weights)
         self._stopping.on_train_end()
         self.oracle.has_best(self.member, self.weights)
@@ -333,6 +344,19 @@ class Fit:
         self.returned(calls[0], result, variables.array)
         return variables.array[-2:].copy()
 
+    def _average_last(self) -> None:
+        """Average the weights of batches after the last average, as `AverageWeights` does."""
+        trained = self._plan["every"] and self._averaging.steps
+        self.oracle.averages_last(self.member, bool(trained))
+        if not trained:
+            return
+        vector = self.program.vector(self.member)
+        variables = self._named.setdefault("weights", Named(self._world, "weights", vector.size))
+        variables.array[:] = vector
+        with self.sends(vector, None) as call:
+            result = self.member.average_variables(variables, call.weight, **self._handle.terms)
+        self.returned(call, result, variables.array)
+
     def _end_epoch(self, epoch: int) -> None:
         """Call the callbacks, as their list does."""
         plan, model, progress = self._plan, self._model, self._progress
@@ -388,4 +412,6 @@ class FitProgram(Program):
             self.world.fail(f"{self.process.name}: {error}")
         except WorkerError as error:
             self.world.note(f"WorkerError: {error}")
+            if fit.is_ending and not member.lacks_state:
+                self.world.fail(f"{self.process.name} has trained to the end: {error}")
         return False

@@ -65,6 +65,7 @@ class FitState:
         done: The finished batches of the epoch.
         ahead: The batches by which the others are ahead in it: they end it sooner.
         others: The epoch in which the others are or, where they were met, which they begin.
+        others_wait: Whether they meet again at the end, for members that may still come.
         is_cut: Whether this epoch was ended before its last batch.
     """
 
@@ -74,6 +75,7 @@ class FitState:
     done: int = 0
     ahead: int = 0
     others: int = -1
+    others_wait: bool = False
     is_cut: bool = False
 
 
@@ -173,7 +175,7 @@ CONDITIONS: dict[str, Callable[[FitState, Any], bool]] = {
     "it was cut short": lambda now, event: now.is_cut,
     "one has ended": lambda now, met: met.is_over,
     "none has ended": lambda now, met: not met.is_over,
-    "one may come": lambda now, met: met.may_come,
+    "the others meet again": lambda now, event: now.others_wait,
     "healed, in an earlier epoch": lambda now, met: met.is_healed and met.epoch < now.epoch,
     "healed, in a later epoch": lambda now, met: met.is_healed and met.epoch > now.epoch,
     "at the same batch of the epoch, or at a later one": lambda now, donor: (
@@ -219,10 +221,18 @@ RULES = (
     Edge((_P.OVER,), EpochEnds, "", None, (_A.HIDE,)),
     Edge((_P.NEW, _P.TOGETHER), FitEnds, "", _P.ENDING, (_A.MEET,)),
     Edge((_P.JOINED, _P.OUT_OF_SYNC, _P.EARLY), FitEnds, "", _P.ENDING, (_A.MEET_RECOVERING,)),
+    Edge(
+        (_P.LATE,),
+        FitEnds,
+        "the others meet again",
+        _P.ENDING,
+        (_A.RESTORE, _A.TAKE_COUNTS, _A.MEET),
+    ),
     Edge((_P.LATE,), FitEnds, "", _P.ENDED, (_A.RESTORE, _A.TAKE_COUNTS)),
+    Edge((_P.OVER,), FitEnds, "the others meet again", _P.ENDING, (_A.MEET,)),
     Edge((_P.OVER,), FitEnds, "", _P.ENDED),
     Edge((_P.ENDING,), Met, "none has ended", None, (_A.MEET_RECOVERING,)),
-    Edge((_P.ENDING,), Met, "one may come", None, (_A.MEET,)),
+    Edge((_P.ENDING,), Met, "the others meet again", None, (_A.MEET,)),
     Edge((_P.ENDING,), Met, "", _P.ENDED),
 )
 
@@ -257,12 +267,15 @@ def move(
         case EpochBegins(epoch):
             state = replace(state, epoch=epoch, done=0, ahead=0)
         case FitEnds():
-            state = replace(state, epoch=state.epoch + 1, done=0, ahead=0)
+            after = state.others if phase in (Phase.LATE, Phase.OVER) else state.epoch + 1
+            state = replace(state, epoch=after, done=0, ahead=0)
         case BatchEnds(batch):
             state = replace(state, done=batch + 1)
-        case Met(epoch) if phase is Phase.ENDING:  # it may have had fewer
-            state = replace(state, epoch=epoch)
-        case Met(epoch) | Healed(epoch):
+        case Met(epoch, may_come=wait) if phase is Phase.ENDING:  # it may have had fewer
+            state = replace(state, epoch=epoch, others_wait=wait)
+        case Met(epoch, may_come=wait):
+            state = replace(state, others=epoch, others_wait=wait)
+        case Healed(epoch):
             state = replace(state, others=epoch)
     for rule in table.get((phase, type(event)), ()):
         if CONDITIONS[rule.when](state, event):

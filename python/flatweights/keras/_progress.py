@@ -15,7 +15,7 @@ from flatweights.keras import _fit_states as fit
 from flatweights.keras._fit_states import Action, FitState, Phase, move
 from flatweights.keras._hooks import SWAPPED, begin_at, end_data, know_direction
 from flatweights.keras._member_handle import MemberHandle
-from flatweights.ray import Member, OutOfSyncError, Round, Saved, Variables, _clock
+from flatweights.ray import Member, OutOfSyncError, Round, Saved, Variables, WorkerError, _clock
 from flatweights.tensorflow import TensorFlowVariables
 
 _log = logging.getLogger("flatweights")
@@ -256,10 +256,10 @@ class Progress:
         """Do ``action``; return the event that follows it."""
         match action:
             case Action.MEET:
-                return self._meet()
+                return self._meet(has_state=True)
             case Action.MEET_RECOVERING:
                 self._handle.take().lacks_state = True
-                return self._meet()
+                return self._meet(has_state=False)
             case Action.KEEP:
                 self._copy = [*map(_copy_of, self._state)]
             case Action.RESTORE:
@@ -287,13 +287,24 @@ class Progress:
                 self._pending = None
         return None
 
-    def _meet(self) -> fit.Met:
+    def _meet(self, *, has_state: bool) -> fit.Met:
         """Send this member's place; get healed if needed."""
         member, ends = self._handle.take(), self.phase is Phase.ENDING
         member.raise_if_out_of_sync = False
         _clock.sleep(self._pause)
-        met = self._handle.gather((self._now.epoch, ends), "place", at="epoch", state=self.state)
-        places: list[tuple[int, bool]] = [met.weights[rank] for rank in sorted(met.used)]
+        # Members have begun to wait at other times: who leaves alone would fail the others.
+        place = self._now.epoch, ends, ends and _clock.now() < self._until
+        try:
+            met = self._handle.gather(place, "place", at="epoch", state=self.state)
+        except WorkerError as error:
+            if not (ends and has_state):
+                raise
+            # Too few are left for another step, but there is none: this member has the result.
+            _log.warning("the end of a training does not wait for other members: %s", error)
+            return fit.Met(self._now.epoch, is_over=True)
+        epochs, have_ended, wait = zip(
+            *(met.weights[rank] for rank in sorted(met.used)), strict=True
+        )
         is_healed = member.rank in met.healed
         if is_healed:
             self._take_over()
@@ -301,8 +312,7 @@ class Progress:
             self._pause = min(2 * self._pause or _PAUSE, 1.0)
         absent = {*member.ranks}.difference(met.used, met.healed)
         may_come = bool(absent or met.late or (met.failed and self._handle.is_replaceable))
-        may_come = may_come and _clock.now() < self._until
-        return fit.Met(places[0][0], any(over for _, over in places), is_healed, may_come)
+        return fit.Met(epochs[0], any(have_ended), is_healed, may_come and any(wait))
 
     def _hide(self) -> None:
         """Hide the end of this epoch from the deciding callbacks after the one that has told it."""
