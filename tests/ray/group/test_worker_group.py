@@ -28,6 +28,7 @@ from flatweights.ray import (
     WorkerError,
     WorkerGroup,
 )
+from flatweights.ray.peers._actor_spec import ActorSpec
 from flatweights.ray.peers._shared_actor import actor_class
 from flatweights.server import FedAvgM
 
@@ -116,6 +117,36 @@ def test_a_restart_has_the_large_arguments_too() -> None:
     restored(group)
     assert group.step("both_sums") == {0: (2 * size, 0), 1: (2 * size, size)}
     group.shutdown()
+
+
+@pytest.fixture
+def passed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[ActorSpec], list[tuple[Any, ...]]]:
+    """Returns the arguments that Ray gets for the actors of two ranks, which are not started."""
+
+    def note(remote: Any, args: tuple[Any, ...], **options: Any) -> tuple[Any, ...]:
+        return args
+
+    monkeypatch.setattr(ray.actor.ActorClass, "_remote", note)
+    return lambda spec: spec.start(range(2))
+
+
+def test_large_arguments_are_passed_by_reference_to_actors_that_ray_restarts(
+    passed_by: Callable[[ActorSpec], list[tuple[Any, ...]]],
+) -> None:
+    decorated: dict[str, Any]
+    for decorated, options, restarts in (
+        ({}, {}, False),
+        ({}, {"max_restarts": -1}, True),
+        ({"max_restarts": -1}, {}, True),
+        ({"max_restarts": -1}, {"num_cpus": 0}, True),
+        ({"max_restarts": -1}, {"max_restarts": 0}, False),
+        ({"max_restarts": 0}, {"max_restarts": 1}, True),
+    ):
+        remote = ray.remote(num_gpus=0, **decorated)(PlainWorker)
+        spec = ActorSpec(remote, [np.ones(LARGE), 5], lambda rank: [np.ones(LARGE)], options)
+        for passed in passed_by(spec):
+            are_references = [isinstance(one, ray.ObjectRef) for one in passed]
+            assert are_references == [restarts, False, restarts], (decorated, options)
 
 
 def test_create_refuses_what_is_no_worker() -> None:

@@ -47,7 +47,8 @@ class ActorSpec:
         by_rank = {
             rank: more_arguments(self.arguments, rank) if self.arguments else () for rank in ranks
         }
-        if self.options.get("max_restarts"):
+        decorated = getattr(self.remote, "_default_options", {})  # by `ray.remote`
+        if {**decorated, **self.options}.get("max_restarts"):
             # Ray drops large arguments once an actor is built, but a restart needs them.
             args = _by_reference(args)
             by_rank = {rank: _by_reference(own) for rank, own in by_rank.items()}
