@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,25 @@ def test_large_arguments_are_passed_by_reference_to_actors_that_ray_restarts(
         for passed in passed_by(spec):
             are_references = [isinstance(one, ray.ObjectRef) for one in passed]
             assert are_references == [restarts, False, restarts], (decorated, options)
+
+
+def test_so_are_small_arguments_that_are_large_together(
+    passed_by: Callable[[ActorSpec], list[tuple[Any, ...]]],
+) -> None:
+    """Ray takes some 10 MB by value, and loses the rest."""
+    part = np.ones(10_000)  # 80 kB
+    remote, options = ray.remote(PlainWorker), {"max_restarts": -1}
+    for count, other in ((10, 10), (40, 40), (0, 80), (80, 0)):
+
+        def own(rank: int, parts: Sequence[Any] = [part] * other) -> list[Any]:
+            return [*parts, rank]
+
+        spec = ActorSpec(remote, [part] * count, own, options)
+        for rank, passed in enumerate(passed_by(spec)):
+            by_value = [one for one in passed if not isinstance(one, ray.ObjectRef)]
+            assert by_value.pop() == rank
+            assert len(by_value) == min(count + other, (4 << 20) // part.nbytes)
+            assert len(passed) == count + other + 1
 
 
 def test_create_refuses_what_is_no_worker() -> None:

@@ -11,6 +11,10 @@ import ray
 from flatweights.ray.peers._by_rank import ByRank, check_by_rank, more_arguments
 from flatweights.ray.peers._transport import BY_VALUE
 
+# Up to this size, all arguments of an actor together travel with the call that starts it. Ray lets
+# some 10 MB do so, and keeps the rest only until the actor is built.
+_ALL_BY_VALUE = 4 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class ActorSpec:
@@ -50,8 +54,8 @@ class ActorSpec:
         decorated = getattr(self.remote, "_default_options", {})  # by `ray.remote`
         if {**decorated, **self.options}.get("max_restarts"):
             # Ray drops large arguments once an actor is built, but a restart needs them.
-            args = _by_reference(args)
-            by_rank = {rank: _by_reference(own) for rank, own in by_rank.items()}
+            args, nbytes = _by_reference(args)
+            by_rank = {rank: _by_reference(own, nbytes)[0] for rank, own in by_rank.items()}
         actors: list[ray.actor.ActorHandle] = []
         try:
             for own in by_rank.values():
@@ -69,11 +73,20 @@ class ActorSpec:
             self.kept.pop(rank, None)
 
 
-def _by_reference(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return ``arguments`` with references to those that are too large to travel with a call."""
-    return tuple(
-        one
-        if isinstance(one, ray.ObjectRef) or len(ray.cloudpickle.dumps(one)) <= BY_VALUE
-        else ray.put(one)
-        for one in arguments
-    )
+def _by_reference(arguments: Sequence[Any], nbytes: int = 0) -> tuple[tuple[Any, ...], int]:
+    """Return ``arguments`` with references to those that are too large to travel with a call.
+
+    Args:
+        arguments: Some arguments of a call.
+        nbytes: The bytes of those before them that travel with it.
+
+    Returns:
+        The arguments, and ``nbytes`` with the bytes of theirs that travel with the call.
+    """
+    passed = list[Any]()
+    for one in arguments:
+        size = 0 if isinstance(one, ray.ObjectRef) else len(ray.cloudpickle.dumps(one))
+        travels = size <= BY_VALUE and nbytes + size <= _ALL_BY_VALUE
+        nbytes += size if travels else 0
+        passed.append(one if travels else ray.put(one))
+    return tuple(passed), nbytes
