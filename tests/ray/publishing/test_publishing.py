@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray_workers import wait_for
 
 import flatweights as fw
 from flatweights import _core
@@ -33,6 +34,7 @@ from flatweights.ray import (
     average,
     join,
 )
+from flatweights.ray.members._platform import PLATFORM
 from flatweights.ray.peers import _shared_actor
 from flatweights.ray.publishing import _names, _publication_server, _subscriber, _transports
 from flatweights.ray.publishing._answer import answer_of
@@ -138,6 +140,10 @@ class Gate:
     def fail(self) -> None:
         raise TimeoutError("of its own")
 
+    def fail_later(self, where: str) -> None:
+        wait_for(Path(where))
+        self.fail()
+
 
 remote_gate: Any = ray.remote(num_cpus=0, max_concurrency=2)(Gate)
 
@@ -223,6 +229,22 @@ def test_a_call_that_raises_a_timeout_error_is_not_waited_for(
     call = gate.fail.remote()
     with ThreadPoolExecutor() as threads, pytest.raises(TimeoutError, match="of its own"):
         answer_of(call, 60.0) if is_main else threads.submit(answer_of, call, 60.0).result()
+
+
+def test_ray_logs_no_error_of_a_call_that_nobody_waits_for_any_more(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    logged: list[Exception] = []
+    monkeypatch.setattr("ray._private.worker._unhandled_error_handler", logged.append)
+    gate = remote_gate.options(max_concurrency=1).remote()
+    started.append(gate)
+    for wait in (answer_of, PLATFORM.get):
+        go_on = tmp_path / wait.__qualname__
+        with pytest.raises(ray.exceptions.GetTimeoutError):
+            wait(gate.fail_later.remote(str(go_on)), 0.0)
+        go_on.touch()
+        ray.get(gate.open.remote(), timeout=60)  # it runs after the other call
+        assert not logged, wait
 
 
 @pytest.mark.parametrize("way", ["", "store"])

@@ -128,6 +128,14 @@ class MemberPlatform(GroupPlatform):
         """
         return MemberChannel(address, token, peer)
 
+    def get(self, ref: ray.ObjectRef, timeout: float | None = None) -> Any:
+        """Return the result of a call or an object of the store, or raise its exception."""
+        try:
+            return super().get(ref, timeout)
+        except ray.exceptions.GetTimeoutError:
+            ref.future()  # the call may still fail, and Ray logs errors that nobody fetches
+            raise
+
     def get_shared(self, ref: ray.ObjectRef) -> Any:
         """Return an object that other threads of this process may get at the same time."""
         with _getting:

@@ -49,4 +49,6 @@ def answer_of(ref: ray.ObjectRef, timeout: float) -> Any:
             _clock.sleep(min(left, pause))
             pause = min(2 * pause, _LOOK)
         if left <= 0:
+            if is_main:
+                ref.future()  # the call may still fail, and Ray logs errors that nobody fetches
             raise ray.exceptions.GetTimeoutError(f"no answer within {timeout:g} s")
