@@ -746,6 +746,30 @@ def test_frozen_layers_of_tf_keras_need_trainable_only() -> None:
     np.testing.assert_allclose(changed[8:], -concatenated(gradients), rtol=1e-5)
 
 
+def test_states_of_recurrent_layers_of_tf_keras_are_no_part_of_a_step() -> None:
+    import tf_keras
+
+    layers = tf_keras.layers
+    lstm = layers.LSTM(3, stateful=True, unroll=True, batch_input_shape=(1, 2, 4))
+    model = tf_keras.Sequential([lstm, layers.Dense(1)])
+    weights = TensorFlowVariables([model, [lstm.states[0]]])
+    states = [name for name in weights.variables if "states" in name]
+    assert len(states) == 2
+    gradients = random_gradients(model.trainable_variables)
+    flat = weights.flatten_gradients(gradients)
+    assert flat.size == sum(g.size for g in gradients) + 6
+    before = weights.get_weights()
+    optimizer = tf_keras.optimizers.SGD(1.0, weight_decay=0.5)
+    optimizer.build(model.trainable_variables)  # it knows no states
+    weights.apply_flat_gradients(optimizer, flat)
+    for name, value in weights.get_weights().items():
+        assert np.array_equal(value, before[name]) == (name in states), name
+    fun = weights.value_and_gradient(lambda: tf.reduce_sum(model(tf.ones((1, 2, 4)))))
+    gradient = weights.layout.vector_views(fun(np.full(flat.size, 0.3))[1])
+    for name, part in zip(weights.layout.names, gradient, strict=True):
+        assert part.any() == (name not in states), name
+
+
 class Assigning:
     """An optimizer that keeps its gradients, and counts its calls."""
 

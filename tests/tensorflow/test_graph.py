@@ -80,6 +80,19 @@ def test_a_list_of_outputs_and_input_variables(graph: Any) -> None:
     assert weights.sess.run([a, b, step, c]) == [1, 2, 3, 4]
 
 
+def test_what_a_model_does_not_train_is_left_out_of_its_outputs_variables_too(graph: Any) -> None:
+    import tf_keras
+
+    layers = tf_keras.layers
+    gru = layers.GRU(2, stateful=True, unroll=True, batch_input_shape=(1, 1, 4), name="gru")
+    model = tf_keras.Sequential([gru, layers.Dense(1)])
+    model.layers[1].trainable = False
+    loss = tf.reduce_sum(model(tf.ones((1, 1, 4))))
+    for output in ([model, loss], [loss, model]):
+        weights = TensorFlowVariables(output, initialized(), trainable_only=True)
+        assert list(weights.variables) == [v.op.name for v in model.trainable_variables]
+
+
 def test_none_with_input_variables(graph: Any) -> None:
     a = variable("a", 3.0)
     weights = TensorFlowVariables(None, initialized(), [a])

@@ -34,7 +34,7 @@ class Steps:
         variables: Mapping[str, Any],
         layout: Layout,
         session: SessionOperations | None,
-        of_optimizers: Collection[int],
+        states: Collection[int],
     ) -> None:
         """Take the ``variables`` at the slots of ``layout``.
 
@@ -42,12 +42,12 @@ class Steps:
             variables: In the form that the user passed.
             layout: Their layout.
             session: Operations of the variables' graph; None for eager variables.
-            of_optimizers: The positions of those that optimizers hold.
+            states: The positions of those that `trained_positions` leaves out.
         """
         self._wrappers = list(variables.values())
         self._layout = layout
         self._session = session
-        self._of_optimizers = of_optimizers
+        self._states = states
         self._steps: weakref.WeakKeyDictionary[Any, _EagerStep | _SessionStep]
         self._steps = weakref.WeakKeyDictionary()
         self._lock = TurnLock()
@@ -84,7 +84,7 @@ class Steps:
 
     def _new(self, optimizer: Any) -> "_EagerStep | _SessionStep":
         slots: dict[np.dtype[Any], list[int]] = {}
-        for i in trained_positions(self._wrappers, self._of_optimizers):
+        for i in trained_positions(self._wrappers, self._states):
             dtype = self._layout.slots[i].dtype
             if is_averaged(dtype):  # others, such as a counter of steps, have no gradient
                 slots.setdefault(dtype, []).append(i)

@@ -35,7 +35,8 @@ class Discovered(NamedTuple):
         graph: The graph of the variables; None for eager ones.
         layers: The layers that hold some of them.
         owners: By name, the variable of the model that a slot of an optimizer is for.
-        of_optimizers: The names of all variables of optimizers, none of which is trained.
+        states: The names of the variables of optimizers and of the states of recurrent layers, none
+            of which is trained.
         left_out: The names of variables that are not among them by choice.
     """
 
@@ -45,7 +46,7 @@ class Discovered(NamedTuple):
     graph: tf.Graph | None
     layers: Sequence[Any] = ()
     owners: Mapping[str, str] = {}
-    of_optimizers: Collection[str] = ()
+    states: Collection[str] = ()
     left_out: Collection[str] = ()
 
 
@@ -72,10 +73,13 @@ def discover(
         [item for item in items if not is_symbolic(item)] if symbolic else output, layers=layers
     )
     listed = find_variables(input_variables, beside=held, layers=layers)
+    untrained = set[int]()
     if trainable_only:
+        untrained = {id(item.variable) for item in (*held, *listed)}
         held, listed = ([item for item in items if item.is_trained] for items in (held, listed))
+        untrained -= {id(item.variable) for item in (*held, *listed)}
     if symbolic or any(_graph_of(entry.variable) for entry in (*held, *listed)):
-        discovered = _in_graph(symbolic, held, listed, trainable_only=trainable_only)
+        discovered = _in_graph(symbolic, held, listed, untrained, trainable_only=trainable_only)
     else:
         discovered = _eager(held, listed)
     if not discovered.variables:
@@ -134,14 +138,17 @@ def _eager(held: list[Held], listed: list[Held]) -> Discovered:
         for name, item in zip(names, items, strict=True)
         if item.owner is not None and item.owner in keys
     }
-    of_optimizers = {name for name, item in zip(names, items, strict=True) if item.is_of_optimizer}
-    return Discovered(
-        wrappers, variables, replicas, None, owners=owners, of_optimizers=of_optimizers
-    )
+    states = {name for name, item in zip(names, items, strict=True) if item.is_state}
+    return Discovered(wrappers, variables, replicas, None, owners=owners, states=states)
 
 
 def _in_graph(
-    symbolic: list[Any], held: list[Held], listed: list[Held], *, trainable_only: bool
+    symbolic: list[Any],
+    held: list[Held],
+    listed: list[Held],
+    untrained: Collection[int],
+    *,
+    trainable_only: bool,
 ) -> Discovered:
     explicit = [item.variable for item in (*held, *listed)]
     if any(isinstance(variable, tf.distribute.DistributedValues) for variable in explicit):
@@ -154,11 +161,11 @@ def _in_graph(
     graph = graphs.pop()
     from_output = _find_dependencies(symbolic, [item.variable for item in held], graph)
     if trainable_only:
-        from_output = [variable for variable in from_output if variable.trainable]
+        from_output = [v for v in from_output if v.trainable and id(v) not in untrained]
     ordered = {id(v): v for v in (*from_output, *explicit)}.values()
     variables = {variable.op.name: variable for variable in ordered}
-    of_optimizers = {item.variable.op.name for item in (*held, *listed) if item.is_of_optimizer}
-    return Discovered(dict(variables), variables, {}, graph, of_optimizers=of_optimizers)
+    states = {item.variable.op.name for item in (*held, *listed) if item.is_state}
+    return Discovered(dict(variables), variables, {}, graph, states=states)
 
 
 def _graph_of(variable: tf.Variable) -> tf.Graph | None:

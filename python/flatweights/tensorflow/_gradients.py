@@ -42,18 +42,18 @@ class Gradients:
     """Puts gradients in the order of a model's variables, and flattens them."""
 
     def __init__(
-        self, variables: Mapping[str, Any], layout: Layout, of_optimizers: Collection[int]
+        self, variables: Mapping[str, Any], layout: Layout, states: Collection[int]
     ) -> None:
         """Take the ``variables`` at the slots of ``layout``.
 
         Args:
             variables: In the form that the user passed.
             layout: Their layout.
-            of_optimizers: The positions of those that optimizers hold.
+            states: The positions of those that `trained_positions` leaves out.
         """
         self._wrappers = list(variables.values())
         self._layout = layout
-        self._of_optimizers = of_optimizers
+        self._states = states
         self._inner = [inner_variable(wrapper) for wrapper in self._wrappers]
         self._positions: dict[int, int] = {}  # by identity, which `_inner` keeps valid
         for i, variable in enumerate(self._inner):
@@ -108,7 +108,7 @@ class Gradients:
             return self._by_variable(given)
         if len(given) == len(self._wrappers):
             return given
-        trained = trained_positions(self._wrappers, self._of_optimizers)
+        trained = trained_positions(self._wrappers, self._states)
         if len(given) != len(trained):
             counts = f"{len(self._wrappers)} gradients, one per variable"
             if len(trained) < len(self._wrappers):
@@ -184,14 +184,13 @@ class Gradients:
         return built
 
 
-def trained_positions(variables: Iterable[Any], of_optimizers: Collection[int]) -> list[int]:
+def trained_positions(variables: Iterable[Any], states: Collection[int]) -> list[int]:
     """Return the positions of the trainable ``variables``.
 
-    Keras calls some that optimizers hold trainable, too. No step trains these.
+    Keras calls some that optimizers hold trainable, too, and `tf_keras` the states of recurrent
+    layers. No step trains those at the positions ``states``.
     """
-    return [
-        i for i, variable in enumerate(variables) if variable.trainable and i not in of_optimizers
-    ]
+    return [i for i, variable in enumerate(variables) if variable.trainable and i not in states]
 
 
 def concat(gradients: Sequence[Any], layout: Layout, dtype: np.dtype[Any]) -> tf.Tensor:

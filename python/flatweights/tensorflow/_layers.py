@@ -63,12 +63,12 @@ def layer_variables(
         where = paths.get(id(variable)) or bare.get(id(variable), (*path, last_name(variable)))
         yield where, variable, id(inner_variable(variable)) in trained
     for where, sub in layers:
-        for step, state in leaves(_states(sub), ("states",)):
+        for step, state in leaves(states_of(sub), ("states",)):
             if is_variable(state):
                 yield (*where, *step), state, False
 
 
-def _states(layer: Any) -> Any:
+def states_of(layer: Any) -> Any:
     """Return the states that a recurrent layer keeps between calls, nested; else an empty list."""
     if not (getattr(layer, "stateful", False) and hasattr(layer, "cell")):
         return []

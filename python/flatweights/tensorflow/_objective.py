@@ -27,17 +27,17 @@ class Objective:
         layout: Layout,
         set_flat: Callable[[ArrayLike], None],
         dtype: DTypeLike,
-        of_optimizers: Collection[int],
+        states: Collection[int],
     ) -> None:
         """Take the ``variables`` at the slots of ``layout``, and the function that sets them.
 
-        Those at the positions ``of_optimizers`` stay constant.
+        Those at the positions ``states`` stay constant, as `trained_positions` says.
         """
         self._set_flat = set_flat
         self._layout = layout
         self._dtype = read_dtype(dtype, "dtype")
         listed = list(variables.values())
-        self._positions = trained_positions(listed, of_optimizers)
+        self._positions = trained_positions(listed, states)
         if not self._positions:
             raise ValueError("expected trainable variables, found none")
         self._variables = [inner_variable(listed[i]) for i in self._positions]

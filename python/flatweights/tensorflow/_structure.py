@@ -25,7 +25,7 @@ from flatweights.tensorflow._kinds import (
     key_texts,
     own_name,
 )
-from flatweights.tensorflow._layers import layer_variables, layers_by_path, leaves
+from flatweights.tensorflow._layers import layer_variables, layers_by_path, leaves, states_of
 from flatweights.tensorflow._optimizers import optimizer_variables, owner_key
 
 # Objects of these packages, and of Python's own, are searched for variables only if the user passes
@@ -48,7 +48,8 @@ class Held(NamedTuple):
         variable: The `tf.Variable` itself.
         is_trained: Whether the model trains it.
         owner: The `owner_key` of the variable for which it is a slot of an optimizer.
-        is_of_optimizer: Whether an optimizer in the model holds it.
+        is_state: Whether an optimizer in the model holds it, or a recurrent layer as its state: no
+            step trains it, although `tf.Variable.trainable` may be true.
     """
 
     path: KeyPath
@@ -56,7 +57,7 @@ class Held(NamedTuple):
     variable: tf.Variable
     is_trained: bool
     owner: str | None = None
-    is_of_optimizer: bool = False
+    is_state: bool = False
 
 
 def find_variables(
@@ -75,7 +76,8 @@ def find_variables(
         TypeError: If it holds anything else.
         ValueError: If a model, a layer or an optimizer in it is not built.
     """
-    held = list(_Walk(layers).walk(output, ()))
+    entered = [] if layers is None else layers
+    held = list(_Walk(entered).walk(output, ()))
     models = _once(held)
     # Slots are named after variables of models, which may come after their optimizer.
     owners = {owner_key(item.variable): item.path for item in (*beside, *models)}
@@ -92,10 +94,15 @@ def find_variables(
                 yield where, variable, False
 
     found = _once(expanded())
+    states = {
+        id(inner_variable(state))
+        for layer in entered
+        for _, state in leaves(states_of(layer), ())
+        if is_variable(state)
+    }
+    states |= owned.keys()
     return [
-        item._replace(
-            owner=owned.get(id(item.variable)), is_of_optimizer=id(item.variable) in owned
-        )
+        item._replace(owner=owned.get(id(item.variable)), is_state=id(item.variable) in states)
         for item in found
     ]
 

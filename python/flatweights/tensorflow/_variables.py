@@ -178,10 +178,10 @@ class TensorFlowVariables:
         self._changes = Changes(discovered.layers, discovered.variables)
         is_eager = discovered.graph is None
         self._adapted = Adapted(discovered.layers if is_eager else (), discovered.variables)
-        names = discovered.of_optimizers
-        self._of_optimizers = {i for i, n in enumerate(discovered.variables) if n in names}
-        self._gradients = Gradients(self._variables, self._layout, self._of_optimizers)
-        self._steps = Steps(self._variables, self._layout, self._session, self._of_optimizers)
+        states = discovered.states
+        self._states = {i for i, name in enumerate(discovered.variables) if name in states}
+        self._gradients = Gradients(self._variables, self._layout, self._states)
+        self._steps = Steps(self._variables, self._layout, self._session, self._states)
 
     def __repr__(self) -> str:
         """Sizes, and how many variables are not bound."""
@@ -847,9 +847,10 @@ class TensorFlowVariables:
         """Take the optimizer's step along a gradient that is one vector.
 
         The vector is cast as by `set_flat`, copied once, and handed to TensorFlow as one tensor
-        for each dtype. Variables that are not trainable, and those of optimizers, are left out;
-        their elements are not read. (A layer that is frozen in `tf_keras`, or in a graph after it
-        was built, does not mark its variables: construct with ``trainable_only`` for such models.)
+        for each dtype. Variables that are not trainable, those of optimizers, and the states of
+        recurrent layers are left out; their elements are not read. (A layer that is frozen in
+        `tf_keras`, or in a graph after it was built, does not mark its variables: construct with
+        ``trainable_only`` for such models.)
 
         The vector holds the gradients that ``optimizer.apply_gradients`` takes. This matters if
         the loss is scaled: the ``LossScaleOptimizer`` of Keras 3 takes gradients of the scaled
@@ -931,9 +932,7 @@ class TensorFlowVariables:
             RuntimeError: If the graph is finalized; if this or the function is called inside a
                 `tf.function` or within the scope of a `tf.distribute` strategy.
         """
-        objective = Objective(
-            self._variables, self._layout, self.set_flat, dtype, self._of_optimizers
-        )
+        objective = Objective(self._variables, self._layout, self.set_flat, dtype, self._states)
         if self._session is not None:
             return objective.in_session(loss_fn, self._session)
         return objective.eager(loss_fn)
