@@ -301,6 +301,48 @@ def test_a_graphs_variables_are_chosen_by_their_names() -> None:
         np.testing.assert_array_equal(both.get_flat(), before[1])
 
 
+@pytest.mark.parametrize("use_resource", [True, False])
+def test_slots_in_a_graph_stay_with_their_variable_in_any_scope(use_resource: bool) -> None:
+    with tf.Graph().as_default():
+        names = ["body/w", "head/w", "head/table"]
+        held = [tf1.get_variable(name, [4, 2], use_resource=use_resource) for name in names]
+        loss = tf.reduce_sum(held[0] * held[1]) + tf.reduce_sum(tf.gather(held[2], [1, 1]))
+        momentum, adam = tf1.train.MomentumOptimizer(0.1, 0.9), tf1.train.AdamOptimizer()
+        with tf1.variable_scope("train"):
+            step = momentum.minimize(loss)
+            slots = tf1.global_variables()[3:]
+            rows = adam.minimize(loss, var_list=held[2:])
+        of_head = [f"train/{name}/Momentum" for name in names[1:]]
+        for output in (step, [held, momentum], [*held, *slots]):
+            weights = TensorFlowVariables(output, exclude="head")
+            assert {*weights.variables} == {"body/w", "train/body/w/Momentum"}
+            weights = TensorFlowVariables(output, only="head")
+            assert {*weights.variables} == {*names[1:], *of_head}
+        # No operation takes both a table and the slots that Adam has for it.
+        scales = tf1.mixed_precision
+        scaled = scales.MixedPrecisionLossScaleOptimizer(adam, scales.FixedLossScale(2.0))
+        for output in ([held, adam], [rows, adam, held], [held, scaled]):
+            weights = TensorFlowVariables(output, exclude=lambda slot: slot.name == "head/table")
+            assert not [name for name in weights.variables if "table" in name]
+            assert "train/beta1_power" in weights.variables
+
+
+@pytest.mark.parametrize("optimizers", [tf_keras.optimizers, tf_keras.optimizers.legacy])
+def test_slots_of_tf_keras_in_a_graph_stay_with_their_variable(optimizers: Any) -> None:
+    with tf.Graph().as_default():
+        layers = [tf_keras.layers.Dense(2, name="body"), tf_keras.layers.Dense(1, name="head")]
+        made = tf_keras.Sequential([tf_keras.Input((3,)), *layers])
+        trained = made.trainable_variables
+        optimizer = optimizers.Adam()
+        gradients = tf1.gradients(tf.reduce_sum(made(tf.ones((1, 3)))), trained)
+        optimizer.apply_gradients(list(zip(gradients, trained, strict=True)))
+        everything = list(TensorFlowVariables([made, optimizer]).variables)
+        assert sum("head/" in name for name in everything) == 6
+        weights = TensorFlowVariables([made, optimizer], exclude="head")
+        assert list(weights.variables) == [name for name in everything if "head/" not in name]
+        assert len(TensorFlowVariables([made, optimizer], only="head").variables) == 6
+
+
 def test_what_cannot_be_moved_is_left_out_by_its_name() -> None:
     label = tf.Variable("text", name="label")
     weights = TensorFlowVariables([tf.Variable(1.0, name="w"), label], exclude="label")

@@ -1,7 +1,8 @@
 """Finds and names the variables in the objects that a user passes."""
 
+import re
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -22,6 +23,7 @@ _MOVED = frozenset(
         tf.bool,
     }
 )
+_STEP = re.compile("(Resource)?(Sparse)?Apply")
 
 
 class Discovered(NamedTuple):
@@ -132,11 +134,13 @@ def _eager(held: list[Held], listed: list[Held]) -> Discovered:
             item.variable, tf.distribute.DistributedValues
         ) and not is_synchronized_on_reading(item.variable):
             variables[name], *replicas[name] = item.variable.values
-    keys = {owner_key(item.variable): name for name, item in zip(names, items, strict=True)}
+    keys: dict[Hashable, str] = {
+        owner_key(item.variable): name for name, item in zip(names, items, strict=True)
+    }
     owners = {
         name: keys[item.owner]
         for name, item in zip(names, items, strict=True)
-        if item.owner is not None and item.owner in keys
+        if item.owner in keys
     }
     states = {name for name, item in zip(names, items, strict=True) if item.is_state}
     return Discovered(wrappers, variables, replicas, None, owners=owners, states=states)
@@ -165,7 +169,32 @@ def _in_graph(
     ordered = {id(v): v for v in (*from_output, *explicit)}.values()
     variables = {variable.op.name: variable for variable in ordered}
     states = {item.variable.op.name for item in (*held, *listed) if item.is_state}
-    return Discovered(dict(variables), variables, {}, graph, states=states)
+    keys: dict[Hashable, str] = {owner_key(v): name for name, v in variables.items()}
+    keys |= {(graph, name): name for name in variables}
+    owners = {
+        slot: name
+        for slot, name in _owners_in_steps(graph)
+        if slot in variables and name in variables
+    }
+    owners |= {
+        item.variable.op.name: keys[item.owner] for item in (*held, *listed) if item.owner in keys
+    }
+    return Discovered(dict(variables), variables, {}, graph, owners=owners, states=states)
+
+
+def _owners_in_steps(graph: tf.Graph) -> Iterator[tuple[str, str]]:
+    """Yield the names of slot and variable for each slot in an optimizer's steps in ``graph``.
+
+    Their operations take the variable, then its slots, then tensors.
+    """
+    for operation in graph.get_operations():
+        if _STEP.match(operation.type):
+            names = [
+                tensor.op.name
+                for tensor in operation.inputs
+                if tensor.dtype == tf.resource or tensor.dtype != tensor.dtype.base_dtype
+            ]
+            yield from ((slot, names[0]) for slot in names[1:])
 
 
 def _graph_of(variable: tf.Variable) -> tf.Graph | None:

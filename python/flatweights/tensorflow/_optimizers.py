@@ -1,7 +1,7 @@
 """The variables of an optimizer, with slots named after the variables they belong to."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,13 +19,14 @@ from flatweights.tensorflow._kinds import (
 
 def optimizer_variables(
     optimizer: Any, path: KeyPath, owners: Mapping[str, KeyPath], holders: tuple[Any, ...] = ()
-) -> Iterator[tuple[KeyPath, Any, str | None]]:
+) -> Iterator[tuple[KeyPath, Any, Hashable]]:
     """Yield path, variable, and the `owner_key` of a slot's owner, in the optimizer's own order.
 
     A slot is named after its variable and the attribute that keeps it, such as
     ``dense/kernel/momentums``. Others (``iteration``, ``learning_rate``) keep their own names, or
     take that of their attribute if they have none. Slots of a variable that is not among ``owners``
     use its own name, with repeats numbered. What `tf_keras` does not list follows at the end.
+    TF1's optimizers have graph and name of an owner in a graph in place of its `owner_key`.
 
     Args:
         optimizer: An optimizer of Keras 3, `tf_keras` or TF1, with its slots.
@@ -49,7 +50,7 @@ def optimizer_variables(
     variables = optimizer.variables
     if callable(variables) and not isinstance(variables, Sequence):
         variables = variables()
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer) and tf.executing_eagerly():
         # Sorted by name, their order would depend on what else the process has built.
         places = {slot: place for place, slot in enumerate(slots)}
         variables = sorted(variables, key=lambda variable: places.get(id(variable), -1))
@@ -87,6 +88,8 @@ def _inner_key(variable: Any) -> str:
 def _innermost(optimizer: Any) -> list[Any]:
     """Return the optimizers inside wrappers: a loss scale, or one optimizer per variable."""
     wrapped = getattr(optimizer, "inner_optimizer", None)
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):  # loss scaling, or replicas in step
+        wrapped = getattr(optimizer, "_optimizer", None) or getattr(optimizer, "_opt", None)
     several = [wrapped] if wrapped is not None else getattr(optimizer, "_inner_optimizers", [])
     return [part for inner in several for part in _innermost(inner)] or [optimizer]
 
@@ -100,7 +103,7 @@ def _in_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 def _unlisted(
     optimizer: Any, owners: Mapping[str, KeyPath], holders: tuple[Any, ...]
-) -> Iterator[tuple[KeyPath, Any, str | None]]:
+) -> Iterator[tuple[KeyPath, Any, Hashable]]:
     """Yield path, variable and owner for the state in attributes; Keras lists some of it, too.
 
     It does not list, in `tf_keras`, the learning rate and, of the older optimizers, all other
@@ -158,7 +161,7 @@ def _is_built(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_hypers_created", True))
 
 
-_Place = tuple[KeyPath, str | None]
+_Place = tuple[KeyPath, Hashable]
 """The path of a slot within the optimizer, and the `owner_key` of the variable it is for."""
 
 
@@ -166,8 +169,12 @@ def _slot_paths(optimizer: Any, owners: Mapping[str, KeyPath]) -> dict[int, _Pla
     """Return the place of each slot, by the slot variable's identity."""
     by_owner = {} if hasattr(optimizer, "_variables") else getattr(optimizer, "_slots", {})
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        if not tf.executing_eagerly():
-            return {}  # a graph names and orders slots well
+        if not tf.executing_eagerly():  # a graph names and orders slots well
+            return {
+                id(slot): ((last_name(slot),), owner)
+                for slots in by_owner.values()
+                for owner, slot in slots.items()
+            }
         by_kind, by_owner = by_owner, {}
         for kind, slots in by_kind.items():
             for owner, slot in slots.items():

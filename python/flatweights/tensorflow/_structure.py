@@ -4,7 +4,7 @@ import functools
 import sys
 import sysconfig
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MemberDescriptorType, ModuleType, SimpleNamespace
@@ -47,7 +47,8 @@ class Held(NamedTuple):
         wrapper: The variable as the model holds it: a `tf.Variable` or a Keras variable.
         variable: The `tf.Variable` itself.
         is_trained: Whether the model trains it.
-        owner: The `owner_key` of the variable for which it is a slot of an optimizer.
+        owner: The `owner_key` of the variable for which it is a slot of an optimizer; of TF1's
+            optimizers in a graph, the graph and the name of this variable.
         is_state: Whether an optimizer in the model holds it, or a recurrent layer as its state: no
             step trains it, although `tf.Variable.trainable` may be true.
     """
@@ -56,7 +57,7 @@ class Held(NamedTuple):
     wrapper: Any
     variable: tf.Variable
     is_trained: bool
-    owner: str | None = None
+    owner: Hashable = None
     is_state: bool = False
 
 
@@ -82,7 +83,7 @@ def find_variables(
     # Slots are named after variables of models, which may come after their optimizer.
     owners = {owner_key(item.variable): item.path for item in (*beside, *models)}
 
-    owned: dict[int, str | None] = {}
+    owned: dict[int, Hashable] = {}
 
     def expanded() -> Iterator[_Item]:
         for path, value, is_trained in held:
