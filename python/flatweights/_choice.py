@@ -64,21 +64,26 @@ class Choice:
         Args:
             names: The names of all variables.
             owners: The names of optimizers' slots, each with that of the variable which it is for:
-                where a variable is left out, its slots are.
+                where a variable is left out, its slots are. Only a text of ``only=`` that means
+                slots, and none of a variable that is left, has them without their variables.
             slots: The slots of all variables, if a function decides.
 
         Raises:
             TypeError: If the function returns what is neither true nor false, such as an array.
             ValueError: If a text means none of them, or none is left.
         """
+        owners = owners or {}
         if self._function is None:
-            meant = self._meant(names)
-            meant |= {name for name, owner in (owners or {}).items() if owner in meant}
+            by_text = self._meant(names)
+            meant = set[str]().union(*by_text)
+            if self._keeps:
+                meant = set[str]().union(*(_with_owners(some, meant, owners) for some in by_text))
+            meant |= {name for name, owner in owners.items() if owner in meant}
         else:
             meant = {slot.name for slot in slots if self._is_true(self._function(slot), slot)}
         left = meant if self._keeps else {*names} - meant
         if self._function is not None:
-            left -= {name for name, owner in (owners or {}).items() if owner not in left}
+            left -= {name for name, owner in owners.items() if owner not in left}
         if not left:
             raise ValueError(
                 f"{self._argument}: expected variables that are left, got none of "
@@ -96,9 +101,9 @@ class Choice:
                 f"{type(result).__name__} for {slot}: {error}"
             ) from error
 
-    def _meant(self, names: Sequence[str]) -> set[str]:
-        """Return the names that the texts mean."""
-        meant = set[str]()
+    def _meant(self, names: Sequence[str]) -> list[set[str]]:
+        """Return the names that each text means."""
+        meant = []
         for text in self._texts:
             prefix = text.rstrip("/") + "/"
             found = {name for name in names if name == text or name.startswith(prefix)}
@@ -107,7 +112,7 @@ class Choice:
                     f"{self._argument}: expected names of variables or prefixes of names, got "
                     f"{text!r}, which none has; {_near(text, names)}"
                 )
-            meant |= found
+            meant.append(found)
         return meant
 
     def _texts_of(self, which: Any) -> Sequence[str]:
@@ -124,6 +129,16 @@ class Choice:
             if not isinstance(text, str):
                 raise TypeError(f"{expected}, got {text!r} among them")
         return texts
+
+
+def _with_owners(some: set[str], meant: set[str], owners: Mapping[str, str]) -> set[str]:
+    """Return ``some`` without the slots whose owners are not ``meant``, if it has other slots.
+
+    So ``["body", "optimizer"]`` has the slots of ``body``, and ``"optimizer"`` alone has all.
+    """
+    slots = some & owners.keys()
+    left = {name for name in slots if owners[name] in meant}
+    return some - (slots - left) if left else some
 
 
 def _near(text: str, names: Sequence[str]) -> str:

@@ -212,7 +212,10 @@ def state(of: Any = keras) -> Any:
     return made, optimizer
 
 
-OF_HEAD = [f"optimizer/{name}/{kind}" for name in HEAD for kind in ("momentums", "velocities")]
+OF_BODY, OF_HEAD = (
+    [f"optimizer/{name}/{kind}" for name in names for kind in ("momentums", "velocities")]
+    for names in (BODY, HEAD)
+)
 
 
 @pytest.mark.parametrize("of", [keras, tf_keras])
@@ -235,6 +238,28 @@ def test_slots_of_an_optimizer_stay_with_their_variable(of: Any) -> None:
     kept = TensorFlowVariables(both, only=lambda slot: not slot.name.startswith("optimizer"))
     assert list(kept.variables) == ALL
     assert counters, "the steps and the learning rate are variables of their own"
+
+
+@pytest.mark.parametrize("of", [keras, tf_keras])
+def test_a_text_for_an_optimizer_has_the_slots_of_the_variables_beside_it(of: Any) -> None:
+    both = state(of)
+    everything = list(TensorFlowVariables(both).variables)
+    optimizer = [name for name in everything if name.startswith("optimizer/")]
+    counters = [name for name in optimizer if len(name.split("/")) == 2]
+    one = "optimizer/head/bias/momentums"
+    expected: dict[tuple[str, ...], list[str]] = {
+        ("head", "optimizer"): [*HEAD, *counters, *OF_HEAD],
+        ("optimizer", "head"): [*HEAD, *counters, *OF_HEAD],
+        ("head/bias", "optimizer/head"): [HEAD[1], *OF_HEAD[2:]],
+        # Slots alone, since nothing else can be meant.
+        ("optimizer",): optimizer,
+        ("optimizer/head",): OF_HEAD,
+        ("body", "optimizer/head"): [*BODY, *OF_BODY, *OF_HEAD],
+        ("body", one): [*BODY, *OF_BODY, one],
+        ("body", "optimizer", one): [*BODY, *counters, *OF_BODY, one],
+    }
+    for only, left in expected.items():
+        assert {*TensorFlowVariables(both, only=only).variables} == {*left}, only
 
 
 def test_a_full_set_sets_the_chosen_ones_without_a_warning() -> None:

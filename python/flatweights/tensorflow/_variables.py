@@ -125,7 +125,9 @@ class TensorFlowVariables:
             exclude: Variables to leave out: names; prefixes of names, up to a ``/`` (``"block"``
                 is ``block/norm/gamma``, but not ``block_1/kernel``); or a function that is true of
                 their `flatweights.Slot`. A text or several; the same in all processes.
-            only: The variables to have, instead of those to leave out.
+            only: The variables to have, instead of those to leave out. Of the optimizer's slots, a
+                text has those whose variables are chosen, too; if it means no such slot, all that
+                it means: ``["body", "optimizer"]`` has the slots of ``body``, ``"optimizer"`` all.
 
         Raises:
             TypeError: If there is something else in ``output``, or a variable whose dtype
