@@ -28,7 +28,7 @@ from reference import clean_environment
 
 from flatweights._numbers import readable_bytes
 from flatweights.ray import Round, WorkerError, WorkerGroup, average
-from flatweights.ray.results._report import METRICS, ROUND, Metrics, rounds_bar
+from flatweights.ray.results._report import METRICS, ROUND, Metrics, report, rounds_bar
 
 pytestmark = pytest.mark.ray
 
@@ -390,6 +390,18 @@ def test_the_log_warns_of_ranks_that_are_skipped(
     assert found[2].endswith("; rank 1: ValueError: rank 1, slot 0 'w': holds NaN or infinity")
 
 
+def test_the_log_counts_the_ranks_that_a_rule_has_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = Round(None, used=[0, 4], failed={1: ValueError("NaN")}, quarantined=[1, 2, 3])
+    with caplog.at_level(logging.INFO, "flatweights"):
+        report(found, already_named=[1])
+        report(Round(None, used=[0, 4], quarantined=[1, 2, 3]))
+    for level, line in lines(caplog):
+        assert level == "INFO"
+        assert line.startswith("average: 2 of 5 ranks, 3 quarantined (1, 2, 3), ")
+
+
 def test_the_log_warns_once_of_who_has_died(
     way: str, lend: Lend, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -436,9 +448,9 @@ def test_a_saved_notebook_has_the_last_state_of_the_bar(monkeypatch: pytest.Monk
     monkeypatch.setattr("rich.jupyter.display", lambda _, text: shown.append(text))
     with rounds_bar(2) as show:
         show(Round(None, (0, 1), {}))
-        show(Round(None, (0,), {1: TimeoutError()}, joined=[2, 3], left=[4]))
+        show(Round(None, (0,), {1: TimeoutError()}, quarantined=[2], joined=[3, 5], left=[4]))
     assert "2/2" in shown[-1]
-    assert "1 of 2 ranks, without 1; 2, 3 joined; 4 left" in shown[-1]
+    assert "1 of 3 ranks, without 1, 2; 3, 5 joined; 4 left" in shown[-1]
 
 
 @pytest.mark.starts_actors

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -176,7 +177,7 @@ METRICS = Metrics()
 def report(result: Round, *, already_named: Collection[int] = (), has_sent: bool = False) -> None:
     """Count a round, and log a line about it.
 
-    If the average lacks ranks that no warning has named yet, the line is a warning with the
+    If ranks were late or have failed that no warning has named yet, the line is a warning with the
     reasons; otherwise it has the level INFO.
 
     Args:
@@ -205,7 +206,8 @@ def report(result: Round, *, already_named: Collection[int] = (), has_sent: bool
     if not _log.isEnabledFor(level):
         return
     name = "average" if result.number is None else f"round {result.number}"
-    texts = [f"{len(result.used)} of {len(result.used) + len(lost)} ranks"]
+    total = len(result.used) + sum(map(len, left_out.values()))
+    texts = [f"{len(result.used)} of {total} ranks"]
     for reason, ranks in left_out.items():
         texts.append(f"{len(ranks)} {reason} ({', '.join(map(str, ranks))})")
     texts[-1] += _news(result)
@@ -289,12 +291,12 @@ def rounds_bar(rounds: int) -> Iterator[Callable[[Round], None]]:
 
 
 def _ranks(result: Round) -> str:
-    lost = sorted({*result.late, *result.failed})
+    left_out = sorted(itertools.chain(*ranks_left_out(result).values()))
     news = _news(result)
-    if not lost:
+    if not left_out:
         return f"{len(result.used)} ranks{news}"
-    without = ", ".join(map(str, lost))
-    total = len(result.used) + len(lost)
+    without = ", ".join(map(str, left_out))
+    total = len(result.used) + len(left_out)
     return f"[yellow]{len(result.used)} of {total} ranks, without {without}{news}[/]"
 
 
