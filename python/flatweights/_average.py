@@ -215,6 +215,8 @@ class Job:
         self.template = template or Template.of(self.models[0])
         self.result = self.template.new() if out is None else out
         self.written = self.template.read_out(self.result)
+        if not all(part.flags.c_contiguous for part in self.written):
+            self.check([])  # raises, before a source that is this result is copied
         self.parts = self.template.read_all(self.models, self.written)
         self.nonfinite = nonfinite
         self._names = names

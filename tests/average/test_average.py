@@ -846,6 +846,15 @@ def test_a_bad_out_is_refused(case: str) -> None:
             fw.average([{"a": np.ones(1), "b": np.ones(3)}], out={"a": np.zeros(1), "b": out})
 
 
+def test_a_source_that_is_an_out_with_strides_is_refused_as_that_out() -> None:
+    base = np.arange(12.0)
+    for out in (base[::2], base.reshape(3, 4).T):
+        for models, target in (([out, out + 1], out), ([{"a": out}, {"a": out + 1}], {"a": out})):
+            for average in (fw.average, median):
+                with refuses(ValueError, "out.*: expected a C-contiguous array, got strides", base):
+                    average(models, out=target)
+
+
 def test_out_consists_of_numpy_arrays() -> None:
     with pytest.raises(TypeError, match="out: expected a NumPy array, got float64"):
         fw.average([np.float64(1)], out=np.float64(0))
