@@ -7,8 +7,8 @@ sources: the models are read once for all distances, and once for the mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -240,6 +240,12 @@ class CenteredClipping(DistanceRule):
         """Check the numbers."""
         _check_length(self.radius, "radius")
         check_count(self.steps, "steps")
+
+    def converted(self, convert: Callable[[Any, str], Any]) -> CenteredClipping:
+        """Return this rule with a converted centre."""
+        if self.center is None:
+            return self
+        return replace(self, center=convert(self.center, "center"))
 
     def _points(self, job: Job) -> list[list[NDArray[Any]]]:
         if self.center is None:

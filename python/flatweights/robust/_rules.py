@@ -68,6 +68,17 @@ class Rule(ABC):
         """How errors name it."""
         return type(self).__name__
 
+    def converted(self, convert: Callable[[Any, str], Any]) -> Rule:
+        """Return this rule for sources that were converted, as its own models are by ``convert``.
+
+        Sources may travel in another form: packed, or as differences from a model. A rule that
+        holds models, such as a centre, returns a copy that holds these in the same form.
+
+        Args:
+            convert: A function of a model and of its name in errors.
+        """
+        return self
+
     def __call__(
         self,
         sources: Iterable[Source],

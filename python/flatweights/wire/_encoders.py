@@ -424,16 +424,38 @@ class DeltaBroadcaster(_Side):
             TypeError: If ``mean`` is not `FlatWeights`.
             ValueError: If it has another layout or is read-only.
         """
-        check_writable(mean, self._layouts.model, "mean")
+        return self._add_to(mean, 1.0, "mean")
+
+    def subtract_from(self, model: FlatWeights) -> FlatWeights:
+        """Subtract `weights` from a model, in place; return it, as a difference like the workers'.
+
+        This undoes `add_to`. Call it for the center of a rule of `flatweights.robust` whose sources
+        are differences that were widened.
+
+        >>> driver = DeltaBroadcaster(FlatWeights({"w": np.float32([1, 2])}), "bfloat16")
+        >>> driver.subtract_from(FlatWeights({"w": np.float32([1.5, 2])}))
+        {'w': array([0.5, 0. ], dtype=float32)}
+
+        Args:
+            model: As for `add_to`.
+
+        Raises:
+            TypeError: As `add_to`.
+            ValueError: As `add_to`.
+        """
+        return self._add_to(model, -1.0, "model")
+
+    def _add_to(self, model: FlatWeights, factor: float, where: str) -> FlatWeights:
+        check_writable(model, self._layouts.model, where)
         names = self._layouts.rounded.names
         _core.axpy_(
             self._layouts.rounded.core,
             False,
-            [mean[name] for name in names],
-            1.0,
+            [model[name] for name in names],
+            factor,
             [self._weights[name] for name in names],
         )
-        return mean
+        return model
 
 
 class GradientEncoder:

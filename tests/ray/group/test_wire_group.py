@@ -12,6 +12,7 @@ from ray_workers import PlainWorker
 
 from flatweights import FlatWeights
 from flatweights.ray import WorkerError, WorkerGroup
+from flatweights.robust import CenteredClipping
 
 pytestmark = pytest.mark.ray
 
@@ -139,6 +140,24 @@ def test_gradients_travel_with_feedback(make: Make) -> None:
     )
     assert total.dtype == np.float32
     assert np.allclose(total, 50 * 1.001, rtol=2**-13 * 2, atol=2**-8)
+
+
+def test_the_centre_of_a_rule_is_compared_with_differences(make: Make) -> None:
+    group = make(wire_dtype="bfloat16")
+    start = FlatWeights({"w": np.full(5, 5, np.float32), "n": np.int64(7)})
+    center = FlatWeights({"w": np.full(5, 6, np.float32), "n": np.int64(9)})
+    for given in (center, dict(center)):
+        group.broadcast(start)
+        rule = CenteredClipping(0.5, steps=1, center=given)
+        found = group.average("train", rule=rule).weights
+        assert np.allclose(found["w"], 6 - 0.5 / np.sqrt(5), atol=3e-4)
+        assert found["n"] == 8
+    assert center["w"].tolist() == [6] * 5
+    rule = CenteredClipping(0.5, steps=1, center={"vector": np.zeros(70, np.float32)})
+    found = group.average("gradient", payload_kind="gradients", rule=rule).weights
+    assert np.allclose(found["vector"], 0.5 / np.sqrt(70), rtol=1e-6)
+    with pytest.raises(ValueError, match="center: expected 2 slots, got 1, without 'n'"):
+        group.average("train", rule=CenteredClipping(0.5, center={"w": center["w"]}))
 
 
 def test_wire_dtype_and_vectors_are_checked(make: Make) -> None:

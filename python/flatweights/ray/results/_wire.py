@@ -139,6 +139,20 @@ class GroupWire:
             return mean
         return self._driver.add_to(mean)
 
+    def relative(self, model: Any, where: str, payload_kind: PayloadKind) -> Any:
+        """Return a model that a rule compares with workers' differences, as such a difference.
+
+        A model of another layout is returned as it is: the rule says what it expects.
+        """
+        if isinstance(model, Mapping):  # as workers may return it
+            model = _named(model)
+        driver = self._driver
+        if payload_kind == "gradients" or driver is None or not isinstance(model, FlatWeights):
+            return model
+        if model.layout.digest != driver.weights.layout.digest:
+            return model
+        return driver.subtract_from(model.copy())
+
 
 def _named(weights: Any) -> FlatWeights:
     """Return ``weights`` as `FlatWeights`."""

@@ -54,7 +54,11 @@ def average_of(
         call = worker_set.call(work.method, work.args, work.kwargs, payload, encoded)
         codec = PLAIN
         if wire is not None and is_encoded:
-            codec = Codec(wire.widen, functools.partial(wire.decode, payload_kind=payload_kind))
+            codec = Codec(
+                wire.widen,
+                functools.partial(wire.decode, payload_kind=payload_kind),
+                functools.partial(wire.relative, payload_kind=payload_kind),
+            )
         elif worker_set.layout is not None:
             codec = Codec(accept=functools.partial(check_result, worker_set.layout, work.method))
         why = worker_set.why_no_agents(called, spec)

@@ -22,12 +22,15 @@ class Codec(NamedTuple):
         decode: A function that decodes a worker's weights, or the average of encoded weights.
         finish: A function that turns the mean of decoded weights into the average; it may change
             the mean.
+        relative: The inverse of ``finish``: a function that turns a model of a rule, named by its
+            text in errors, into one that is comparable to decoded weights; it changes nothing.
         accept: A function that raises unless the first of these weights, or their layout, may be
             averaged; errors name them by its text.
     """
 
     decode: Callable[[Any], Any] = widen
     finish: Callable[[Any], Any] = lambda mean: mean
+    relative: Callable[[Any, str], Any] = lambda model, where: model
     accept: Callable[[Any, str], None] = lambda model, where: None
 
     @property

@@ -181,7 +181,7 @@ class DriverAverage:
     def _apply(self, rule: Rule, models: list[Any], weights: list[float]) -> tuple[Any, list[int]]:
         """Return the result of ``rule``, and the positions of the models not found spoiled."""
         ranks, nonfinite = self._used, self._spec.nonfinite
-        aggregate = rule.apply(
+        aggregate = rule.converted(self._codec.relative).apply(
             models,
             weights if rule.takes_weights else None,
             out=self._out,
