@@ -229,7 +229,8 @@ class CenteredClipping(DistanceRule):
     Attributes:
         radius: The length to which differences from the centre are clipped.
         steps: The number of times that the centre moves.
-        center: The first centre, a model; the source nearest to all others, if None.
+        center: The first centre, a model of the kind of the sources; the source nearest to all
+            others, if None. In calls of a `flatweights.ray.Member`, equal in all members.
     """
 
     radius: float

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from process_groups import LocalProcessGroup, entry_of, with_sessions
-from reference import clean_environment
+from reference import assert_same, clean_environment, same_bits
 
 import flatweights as fw
-from flatweights.ray import MemberDiedError, MemberError, _clock
+from flatweights import FlatWeights
+from flatweights.ray import CallsDifferError, MemberDiedError, MemberError, _clock
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.core._events import Ended, Event, Gave, Tick
 from flatweights.ray.core._peer import PeerState
@@ -31,6 +33,7 @@ from flatweights.ray.members._sessions import RemoteWeights, StoreRequest
 from flatweights.ray.nodes._plan import check_reduce_dtype
 from flatweights.ray.results._report import METRICS, RECEIVED, ROUND, SENT
 from flatweights.ray.support import _failpoints
+from flatweights.robust import CenteredClipping
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 COORDINATOR = """
@@ -202,6 +205,102 @@ def test_a_coordinator_counts_its_averages(monkeypatch: pytest.MonkeyPatch) -> N
     assert {"wait", "average"} <= seconds.keys()
 
 
+def average_all(members: list[Member], models: list[Any], **options: Any) -> list[Any]:
+    """Return what each member gets of an average: its model, or its error."""
+
+    def average(rank: int) -> Any:
+        mine = {name: values[rank] for name, values in options.items()}
+        try:
+            return members[rank].average(models[rank], **mine).weights
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        return [*pool.map(average, range(len(members)))]
+
+
+def test_a_centre_is_of_the_kind_of_the_models() -> None:
+    members = LocalProcessGroup(3).join_all()
+    kinds: list[Callable[[float], Any]] = [
+        lambda x: np.full(3, x),
+        lambda x: {"a": np.full(3, x), "n": np.int64(x)},
+        lambda x: [np.full((2, 2), x), np.full(3, x, np.float32)],
+        lambda x: {"a": [np.full(3, x), {"b": np.full(2, x)}]},
+        lambda x: FlatWeights({"a": np.full(3, x)}),
+    ]
+    for kind in kinds:
+        models = [kind(float(rank)) for rank in range(3)]
+        centers = average_all(members, models)
+        rules = [CenteredClipping(0.5, 2, center) for center in centers]
+        expected = FlatWeights([rules[0](models)])
+        for got in average_all(members, models, rule=rules):
+            assert type(got) is type(models[0])
+            assert_same(FlatWeights([got]), expected)
+    for error in average_all(members, models, rule=[CenteredClipping(0.5, 2, np.ones(3))] * 3):
+        assert "center: expected FlatWeights, got an array" in str(error)
+    packed = [CenteredClipping(0.5, 2, models[1])] * 3
+    for got in average_all(members, [dict(model) for model in models], rule=packed):
+        assert_same(got["a"], packed[0](models)["a"])
+
+
+def test_a_centre_of_variables_is_of_their_names() -> None:
+    class Held:
+        layout = fw.Layout.of({"a": np.zeros(3), "seed": np.int64(0)})
+
+        def __init__(self, value: float) -> None:
+            self.held = FlatWeights({"a": np.full(3, value), "seed": np.int64(value)})
+
+        def gather_into(self, buffer: Any) -> None:
+            buffer[:] = self.held.buffer
+
+        def scatter(self, buffer: Any) -> None:
+            self.held.buffer[:] = buffer
+
+    member = LocalProcessGroup(1).join(0)
+    for center in ({"a": np.zeros(3), "seed": 0}, FlatWeights({"a": np.zeros(3), "seed": 0})):
+        variables = Held(2.0)
+        member.average_variables(variables, rule=CenteredClipping(1.0, 1, center))
+        assert np.allclose(variables.held["a"], 1 / np.sqrt(3))
+
+
+def test_members_with_different_centres_all_raise() -> None:
+    members = LocalProcessGroup(3).join_all()
+    models = [{"a": np.full(3, float(rank)), "seed": np.int64(rank)} for rank in range(3)]
+    for other in (None, {"a": np.full(3, 2.0), "seed": np.int64(0)}):
+        centers = [models[1], models[1], other]
+        rules = [CenteredClipping(0.5, 2, center) for center in centers]
+        for error in average_all(members, models, rule=rules):
+            assert isinstance(error, CallsDifferError)
+            assert "ranks 0, 1: average(layout" in str(error)
+            assert "CenteredClipping(radius=0.5, steps=2), center" in str(error)
+    # Integers do not count: seeds are each member's own.
+    rules = [CenteredClipping(0.5, 2, models[1] | {"seed": np.int64(rank)}) for rank in range(3)]
+    for got in average_all(members, models, rule=rules):
+        assert_same(got["a"], rules[0](models)["a"])
+
+
+def test_a_late_member_goes_on_with_the_centre_of_the_others() -> None:
+    members = LocalProcessGroup(2).join_all()
+    first, late = members
+
+    def rule(center: Any) -> CenteredClipping:
+        return CenteredClipping(0.5, 2, center)
+
+    models = [np.zeros(3), np.ones(3)]
+    centers = average_all(members, models)
+    center = centers[0]
+    for _ in range(2):
+        found = first.average(models[0], rule=rule(center), timeout=0.0, min_results=1)
+        assert found.late == (1,)
+        center = found.weights
+    found = late.average(models[1], rule=rule(centers[1]), timeout=0.0, min_results=1)
+    assert found.late == (1,)
+    assert same_bits(found.weights, center)
+    rules = [rule(center), rule(found.weights)]
+    for got in average_all(members, models, rule=rules):
+        assert_same(got, rules[0](models))
+
+
 class Far:
     """A process group whose rank 1 is on another node; the agent of that is played."""
 
@@ -263,7 +362,7 @@ def test_nobody_waits_for_a_state_at_an_agent_that_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     far, events, state = Far(), list[Any](), Future[Any]()
-    given = fw.FlatWeights({"w": np.arange(5.0)})
+    given = FlatWeights({"w": np.arange(5.0)})
     agent: Any = far.session.agent
     # What Ray returns for a call whose result is still to come.
     agent.handle.give = SimpleNamespace(remote=lambda rank: SimpleNamespace(future=lambda: state))

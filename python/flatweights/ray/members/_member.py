@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import zlib
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
 import ray
@@ -16,12 +17,13 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._average import Nonfinite, check_nonfinite, read_weight
+from flatweights._dtypes import is_averaged
 from flatweights._forks import finalizer
 from flatweights._layout import Layout
 from flatweights._numbers import as_integer, check_count
-from flatweights._sources import Template, check_flat_weights
+from flatweights._sources import Kind, Template, check_flat_weights
 from flatweights._trees import as_array
-from flatweights._weights import frozen
+from flatweights._weights import FlatWeights, frozen
 from flatweights.ray import _clock
 from flatweights.ray.channels._member_channel import SLICE, CoordinatorDiedError
 from flatweights.ray.core._requests import (
@@ -287,7 +289,8 @@ class Member:
                 left, if None. The same in all members, as is ``nonfinite``.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
             rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``; the same
-                in all members. A function runs in the coordinator, on a list of `FlatWeights`.
+                in all members. A function runs in the coordinator, on a list of `FlatWeights`. A
+                center, such as the last average, is of the kind of ``weights``, or `FlatWeights`.
             state: The state of the training, which heals members: a
                 `flatweights.tensorflow.TensorFlowVariables`, or any `Variables`; an object with
                 ``save`` and ``restore`` of bytes (`Saved`), such as a place in the data; or a list
@@ -316,8 +319,9 @@ class Member:
         if targets is not None and out is not weights:  # shared parts of ``weights`` have one mean
             template.check_apart(targets)
         layout = template.layout
+        named = None if rule is None else _SentRule.of(rule, template)
         request = self._request(
-            layout, weight, timeout, min_results, nonfinite, rule=rule, state=state
+            layout, weight, timeout, min_results, nonfinite, rule=named, state=state
         )
         with self._call(state) as coordinator:
             buffer = coordinator.new_buffer(layout)
@@ -351,7 +355,7 @@ class Member:
             timeout: See `average`.
             min_results: See `average`.
             nonfinite: See `average`.
-            rule: See `average`.
+            rule: See `average`. A center is `FlatWeights`, or a mapping by name.
             state: See `average`. It is set before ``variables``.
 
         Returns:
@@ -379,8 +383,9 @@ class Member:
         state = self._whole(state)
         layout = _layout_of(variables, "variables")
         check_flat_weights(layout, "variables")
+        named = None if rule is None else _SentRule.of(rule, _by_name(layout))
         request = self._request(
-            layout, weight, timeout, min_results, nonfinite, rule=rule, state=state
+            layout, weight, timeout, min_results, nonfinite, rule=named, state=state
         )
         if self._twins.is_twin(variables, request.keys[1]):
             request = request._replace(twins=(*request.twins, request.keys[1]))
@@ -653,16 +658,13 @@ class Member:
         min_results: int | None,
         nonfinite: Nonfinite,
         root: int | None = None,
-        rule: AnyRule | None = None,
+        rule: _SentRule | None = None,
         state: Variables | None = None,
     ) -> Request:
         """Return the request, after checking its values."""
         check_nonfinite(nonfinite)
-        checked = None if rule is None else Rule.of(rule)
-        if checked is not None and rule is not None and not isinstance(rule, Rule):
-            checked = Rule.of(_NamedRule(checked.name, rule))
-        if checked is not None and weight != 1.0 and not checked.takes_weights:
-            raise TypeError(f"weight: {checked.name} has no weights, all ranks count alike")
+        if rule is not None and weight != 1.0 and not rule.rule.takes_weights:
+            raise TypeError(f"weight: {rule.rule.name} has no weights, all ranks count alike")
         if min_results is not None:
             min_results = check_count(min_results, "min_results", self.size)
         request = Request(
@@ -673,7 +675,7 @@ class Member:
             check_timeout(timeout),
             min_results,
             nonfinite,
-            None if checked is None else (_name_of(checked), ray.cloudpickle.dumps(checked)),
+            None if rule is None else (rule.name, ray.cloudpickle.dumps(rule.rule)),
             None if state is None else _layout_of(state, "state").digest,
         )
         parts = state.parts if isinstance(state, WholeState) else () if state is None else (state,)
@@ -831,9 +833,59 @@ class _NamedRule:
             raise RuntimeError(f"rule {self.__name__}: {_line_of(error)}") from error
 
 
-def _name_of(rule: Rule) -> str:
-    """Return a name that is the same for equal rules."""
-    return rule.name if type(rule).__repr__ is object.__repr__ else repr(rule)
+class _SentRule(NamedTuple):
+    """A rule for packed weights, as members send them.
+
+    Attributes:
+        rule: The rule.
+        name: A name that is the same for equal rules.
+    """
+
+    rule: Rule
+    name: str
+
+    @classmethod
+    def of(cls, rule: AnyRule, template: Template) -> _SentRule:
+        """Return ``rule``, whose models are like the members' and match ``template``."""
+        checked = Rule.of(rule)
+        if not isinstance(rule, Rule):
+            checked = Rule.of(_NamedRule(checked.name, rule))
+        is_shown = type(checked).__repr__ is not object.__repr__
+        names = [repr(checked) if is_shown else checked.name]
+
+        def packed(model: Any, where: str) -> FlatWeights:
+            weights = _packed(template, model, where)
+            names.append(f"{where} {_checksum(weights):08x}")
+            return weights
+
+        checked = checked.converted(packed)
+        return cls(checked, ", ".join(names))
+
+
+def _packed(template: Template, model: Any, where: str) -> FlatWeights:
+    """Return ``model`` as packed weights of the layout of ``template``."""
+    if isinstance(model, FlatWeights):
+        template.check_layout(model.layout, where)
+        return model
+    template.match(model, where)
+    buffer = template.layout.new_buffer()
+    _core.move_parts(template.parts_in(buffer), template.read(model, where))
+    return FlatWeights.wrap(buffer, template.layout)
+
+
+def _checksum(weights: FlatWeights) -> int:
+    """Return a checksum of all numbers that have a mean; others stay each member's own."""
+    checksum = 0
+    for slot in weights.layout.slots:
+        if is_averaged(slot.dtype):
+            checksum = zlib.crc32(weights.buffer[slot.offset :][: slot.nbytes].data, checksum)
+    return checksum
+
+
+def _by_name(layout: Layout) -> Template:
+    """Return the template of variables of this ``layout`` as weights by name."""
+    kind = Kind.MAPPING if layout.named else Kind.SEQUENCE
+    return Template(kind, layout, layout.names)
 
 
 def _check_thread() -> None:
