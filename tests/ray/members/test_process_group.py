@@ -1,5 +1,6 @@
 """A process group without an actor: its counts, and members whose coordinator is killed."""
 
+import gc
 import json
 import pickle
 import subprocess
@@ -299,6 +300,17 @@ def test_a_late_member_goes_on_with_the_centre_of_the_others() -> None:
     rules = [rule(center), rule(found.weights)]
     for got in average_all(members, models, rule=rules):
         assert_same(got, rules[0](models))
+
+
+def test_a_coordinator_keeps_no_centre_of_earlier_calls() -> None:
+    member = LocalProcessGroup(1).join(0)
+    model = {"a": np.zeros(5000)}
+    for value in range(4):
+        center = {"a": np.full(5000, float(value))}
+        member.average(model, rule=CenteredClipping(0.25, 3, center))
+    gc.collect()
+    rules = [one for one in gc.get_objects() if type(one) is CenteredClipping]
+    assert not [rule for rule in rules if (rule.radius, rule.steps) == (0.25, 3)]
 
 
 class Far:

@@ -98,6 +98,7 @@ from flatweights.ray.support._failpoints import reach
 from flatweights.robust import Rule
 
 _CALLS = 16  # calls that an agent runs at a time, without waiting for each other
+_SMALL_RULE = 1 << 14  # bytes; a larger one holds a model, perhaps another one in each call
 
 _log = logging.getLogger("flatweights")
 
@@ -548,7 +549,9 @@ class ProcessGroup:
         if not any(weights):
             weighted = ", ".join(f"rank {rank}" for rank in sorted(requests))
             raise ValueError(f"expected a positive weight, got only zeros of {weighted}")
-        spec = _spec_of(weights, first.min_results, first.nonfinite, first.rule)
+        spec = _spec_of(weights, first.min_results, first.nonfinite)
+        if first.rule is not None:
+            spec = spec._replace(rule=_rule_of(first.rule[1]))
         arrivals.check(spec)
         return spec
 
@@ -776,15 +779,21 @@ def _spec_of(
     weights: tuple[float, ...],
     min_results: int | None,  # if None, all ranks of the arrivals, including dead and late ones
     nonfinite: Nonfinite,
-    rule: tuple[str, bytes] | None,
 ) -> RoundSpec:
-    """Return the arguments of an average; the same object for the same ones."""
-    applied = None if rule is None else _rule_of(rule[1])
-    return RoundSpec(weights, None, min_results, nonfinite, len(weights), applied)
+    """Return the arguments of an average by the mean; the same object for the same ones."""
+    return RoundSpec(weights, None, min_results, nonfinite, len(weights))
+
+
+def _rule_of(pickled: bytes) -> Rule:
+    """Return a rule; the same object for the same bytes, if these are few."""
+    if len(pickled) <= _SMALL_RULE:
+        return _small_rule_of(pickled)
+    rule: Rule = pickle.loads(pickled)
+    return rule
 
 
 @functools.lru_cache(maxsize=16)
-def _rule_of(pickled: bytes) -> Rule:
+def _small_rule_of(pickled: bytes) -> Rule:
     rule: Rule = pickle.loads(pickled)
     return rule
 
