@@ -5,7 +5,6 @@ import logging
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,7 +28,6 @@ from process_groups import LocalProcessGroup, kill
 
 import flatweights as fw
 from flatweights.ray import CallsDifferError
-from flatweights.ray.core import _response_cache
 from flatweights.server import FedAvgM
 
 # Keras says so of a data set, unless it is told otherwise.
@@ -356,49 +354,6 @@ def test_members_start_from_those_of_another_if_rank_0_dies(dies: str, averages:
     assert all(map(np.array_equal, *ended))
     for weights in first:
         assert all(map(np.array_equal, weights, expected))
-
-
-def test_a_late_member_whose_first_weights_are_no_longer_kept_ends_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import keras
-
-    from flatweights.keras import AverageWeights
-
-    monkeypatch.setattr(_response_cache, "_KEPT", 1)
-    monkeypatch.setattr(_response_cache, "_SMALL", 64)  # bytes: less than those of the weights
-    models = [build("dense", seed=rank) for rank in range(2)]
-    group = LocalProcessGroup(2)
-    first, killed = group.join_all()
-    kill(killed)
-    has_averaged = threading.Event()
-    rounds: list[tuple[int, ...]] = []
-
-    def trained(member: Any, *callbacks: Any) -> Any:
-        model = models[member.rank]
-        model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=True)
-        averaging = AverageWeights(member=member, min_results=1, timeout=1.0)
-
-        def note(epoch: int, logs: Any) -> None:
-            if member is first and epoch == 1:
-                calls.append(threads.submit(outcome, trained, group.join(1)))
-                has_averaged.wait(60)
-            elif member is not first:
-                rounds.append(averaging.round.late)  # type: ignore[union-attr]
-                has_averaged.set()
-
-        noting = keras.callbacks.LambdaCallback(on_epoch_end=note)
-        options = {"epochs": 4, "verbose": 0, "callbacks": [averaging, noting]}
-        model.fit(few(Place(), 1), **options)
-        return averaging.round
-
-    calls: list[Any] = []
-    with ThreadPoolExecutor(2) as threads:
-        calls.append(threads.submit(outcome, trained, first))
-        replies = [calls[0].result(300), *(call.result(300) for call in calls[1:])]
-    assert not any(isinstance(reply, str) for reply in replies), replies
-    assert len(replies) == 2
-    assert rounds[0] == (1,)
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -938,34 +893,50 @@ def test_wrong_lists_of_callbacks_raise_before_the_training() -> None:
     assert all(map(np.array_equal, model.get_weights(), before))
 
 
-def test_without_gradients_late_members_need_averages_at_the_end_of_every_epoch() -> None:
+def test_weights_among_the_slots_are_averaged_too_or_refused() -> None:
     import keras
 
-    from flatweights.keras import AverageLogs, AverageWeights, average_gradients
+    from flatweights.keras import AverageWeights
+
+    kind = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
+    if kind is None:
+        pytest.skip("this Keras has no ScheduleFreeAdamW")
+    (member,) = LocalProcessGroup(1).join_all()
+    with member:
+        for make in (kind, lambda: keras.optimizers.LossScaleOptimizer(kind())):
+            model = compiled(Place())
+            model.compile(make(), "mse")
+            data = few(Place(), 1)
+            with pytest.raises(ValueError, match="expected include_optimizer=True with ScheduleFr"):
+                model.fit(data, verbose=0, callbacks=[AverageWeights(member=member)])
+            averaging = AverageWeights(member=member, include_optimizer=True)
+            model.fit(data, verbose=0, callbacks=[averaging])
+
+
+def test_members_that_may_be_late_need_a_model_that_is_built() -> None:
+    import keras
+
+    from flatweights.keras import AverageWeights
 
     (member,) = LocalProcessGroup(1).join_all()
 
-    def fit(
-        every: int, unit: Any, *others: Any, timeout: float | None = 5, optimizer: Any = "sgd"
-    ) -> None:
-        model = compiled(Place())
-        model.compile(optimizer, "mse")
-        terms: dict[str, Any] = {"timeout": timeout, "min_results": 1}
-        weights = AverageWeights(every, unit, member=member, **terms)
-        model.fit(few(Place(), 1), verbose=0, callbacks=[weights, *others])
+    class Grows(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = keras.layers.BatchNormalization(center=False, scale=False)
+            self.dense = keras.layers.Dense(1)
+            self.dense.build((None, 8))
+            self.built = True
 
-    best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+        def call(self, inputs: Any) -> Any:
+            return self.dense(self.scale(inputs))
+
+    data = few(Place(), 1)
     with member:
-        for every, unit in ((1, "batch"), (2, "epoch")):
-            with pytest.raises(ValueError, match=r"expected AverageWeights\(\) of every epoch"):
-                fit(every, unit, AverageLogs())
-            with pytest.raises(ValueError, match="expected no EarlyStopping"):
-                fit(every, unit, best)
-            fit(every, unit)
-            fit(every, unit, AverageLogs(), best, timeout=None)
-            averaging = average_gradients(keras.optimizers.SGD())
-            fit(every, unit, AverageLogs(), best, optimizer=averaging)
-        fit(1, "epoch", AverageLogs(), best)
+        for model in (keras.Sequential([keras.layers.Dense(1)]), Grows()):
+            model.compile("sgd", "mse", run_eagerly=True)
+            with pytest.raises(ValueError, match=r"^min_results: expected a model .*built before"):
+                model.fit(data, verbose=0, callbacks=[AverageWeights(member=member, min_results=1)])
 
 
 def test_an_optimizer_whose_step_was_traced_before_averages_or_raises() -> None:

@@ -65,6 +65,7 @@ class Fit:
         self.state: Any = None
         self.data: Any = None
         self.patience = PATIENCE  # seconds, at the start
+        self.weights: Any = None  # an AverageWeights, in place of averaged gradients
         self.done: Future[Any] = Future()
 
     def start(self, pool: ThreadPoolExecutor) -> None:
@@ -81,28 +82,31 @@ class Fit:
 
     def _wait_for_others(self, seconds: float) -> None:
         averaging = averaging_of(self.model)
-        assert averaging is not None
-        for handle in (averaging.handle, self.logs._handle):
+        own = self.weights._handle if averaging is None else averaging.handle
+        for handle in (own, self.logs._handle):
             handle.timeout = seconds  # the shortest of all members' counts
         self.member._turn.forget_steps()  # with the old one
 
     def _run(self) -> tuple[Any, list[Any]]:
-        optimizer = average_gradients(
-            self.optimizer,
-            member=self.member,
-            min_results=1,
-            timeout=self.patience,
-            state=self.state,
-        )
+        terms: dict[str, Any] = {"min_results": 1, "timeout": self.patience, "member": self.member}
+        optimizer = self.optimizer
+        if self.weights is None:
+            optimizer = average_gradients(optimizer, state=self.state, **terms)
+        else:
+            self.weights._handle.given |= terms
         self.model.compile(optimizer, "mse", **self.compile)
         x, y = images("dense")
         mine = slice(self.member.rank, None, self.member.size)
-        callbacks = [_Act(self), self.logs, *self.more]
+        averaging = [] if self.weights is None else [self.weights]
+        callbacks = [_Act(self), self.logs, *averaging, *self.more]
         data = (x[mine], y[mine]) if self.data is None else (self.data,)
         history = self.model.fit(*data, callbacks=callbacks, **self.options)
+        weights = [*map(np.asarray, self.model.trainable_weights)]
+        if self.weights is not None:
+            return history, weights
         slots = [np.asarray(one) for one in self.model.optimizer.variables]
         # Moving statistics are each member's own.
-        return history, [*map(np.asarray, self.model.trainable_weights), *slots]
+        return history, [*weights, *slots]
 
 
 class _Act(keras.callbacks.Callback):  # type: ignore[misc]
@@ -732,6 +736,74 @@ def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
     assert [history.epoch for history, _ in ended] == [[0, 1, 2]] * 2
     assert steps
     assert steps[0] > 2 * 20 + 5, "healed in the epoch"
+
+
+@pytest.mark.parametrize(
+    ("every", "unit"),
+    [(1, "epoch"), pytest.param(3, "epoch", marks=pytest.mark.slow), (7, "batch")],
+)
+def test_a_member_that_averages_weights_alone_is_replaced(
+    pool: ThreadPoolExecutor, every: int, unit: Any
+) -> None:
+    group, go_on = LocalProcessGroup(2), threading.Event()
+
+    def train(fit: Fit) -> None:
+        fit.weights = AverageWeights(every, unit)
+        fit.more = [best_of_first(keras.callbacks.EarlyStopping)]
+        fit.start(pool)
+
+    def note(fit: Fit) -> None:
+        began[fit.member.rank] = [*fit.model.get_weights(), int(fit.model.optimizer.iterations)]
+
+    first, dead = fits(group)
+    dead.at[1, 3] = dies(dead)
+    first.at[2, -1] = lambda: go_on.wait(LIMIT)
+    began: dict[int, list[Any]] = {}
+    for fit in (first, dead):
+        train(fit)
+    new = replacement(group, dead)
+    for fit in (first, new):
+        fit.at[2, 0] = functools.partial(note, fit)
+    train(new)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
+    go_on.set()
+    ended = [fit.done.result(LIMIT) for fit in (first, new)]
+    assert [history.epoch for history, _ in ended] == [[*range(EPOCHS)], [*range(2, EPOCHS)]]
+    assert ended[1][0].history["loss"] == ended[0][0].history["loss"][-2:]
+    check_alike([state for _, state in ended])
+    check_alike([began[0], began[1]])
+    assert began[1][-1] == 2 * 20, "it has the slots of the others, too"
+    assert new.weights.round.used == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("every", "unit"), [(3, "batch"), pytest.param(1, "epoch", marks=pytest.mark.slow)]
+)
+def test_a_member_that_averages_weights_alone_is_late(
+    pool: ThreadPoolExecutor, every: int, unit: Any
+) -> None:
+    group, waits = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense", epochs=MORE)
+    for fit in (first, late):
+        fit.weights = AverageWeights(every, unit)
+
+    def wait() -> None:
+        waits.set()
+        group.wait_until(lambda inside: inside.calls.healings or inside.calls.waiting.recovering)
+
+    late.at[1, 4] = lambda: waits.wait(LIMIT)
+    first.at[1, 4] = lambda: first._wait_for_others(1.0)
+    first.at[3, 10] = wait
+    first.at[3, 16] = lambda: first._wait_for_others(PATIENCE)
+    first.at[4, -1] = lambda: group.wait_until(
+        lambda inside: len(inside.calls.waiting.recovering) == 1
+    )
+    for fit in (first, late):
+        fit.start(pool)
+    ended = [fit.done.result(LIMIT) for fit in (first, late)]
+    check_alike([state for _, state in ended])
+    assert ended[1][0].history["loss"][-1] == ended[0][0].history["loss"][-1]
+    assert late.weights.round.used == (0, 1)
 
 
 @pytest.mark.slow

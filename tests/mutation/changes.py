@@ -321,7 +321,7 @@ CHANGES = (
     ),
     Change(
         "python/flatweights/_choice.py",
-        "meant |= {name for name, owner in (owners or {}).items() if owner in meant}",
+        "meant |= {name for name, owner in owners.items() if owner in meant}",
         "meant |= set()",
         ("tests/tensorflow/test_choice.py", "tests/tensorflow/"),
     ),

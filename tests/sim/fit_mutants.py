@@ -101,12 +101,12 @@ FIT = {
     # A stop within an epoch.
     "others wait for the steps of a member that stops": (
         "_average_logs.py",
-        "        if self.model.stop_training and not is_cut:\n",
+        "        if self.model.stop_training and not self._is_cut():\n",
         "        if False:\n",
     ),
     "an epoch goes on that others have ended": (
         "_average_logs.py",
-        "if self.model.stop_training and not is_cut:",
+        "if self.model.stop_training and not self._is_cut():",
         "if self.model.stop_training:",
     ),
     "a stop that is held is lost": (

@@ -35,7 +35,8 @@ def plan_of(seed: int, mix: str) -> Plan:
 
     - ``epochs``, ``steps``, ``execution``: the length of the `fit`, and its steps per execution;
     - ``knows_steps``: whether the number of steps is known; ``every``: batches between two averages
-      of weights, if there are any;
+      of weights, if there are any; ``gradients``: whether steps average gradients: if not, weights
+      are averaged at the end of epochs, unless it is after batches;
     - ``trace``: the most seconds that the first step of a process takes longer than others;
     - ``patience``, ``keeps_best``: of `EarlyStopping`; ``stops``: a rank and an epoch, after which
       that member's own callback ends the training; ``halts``: a rank, an epoch and a batch, after
@@ -91,6 +92,10 @@ def plan_of(seed: int, mix: str) -> Plan:
     if rng.random() < 0.2:
         place = rng.randrange(size), rng.randrange(plan["epochs"]), rng.randrange(plan["steps"])
         plan["halts"] = [*place, rng.random() < 0.5]
+    plan["gradients"] = rng.random() < 0.7
+    if not plan["gradients"]:
+        plan["before"] = None
+        plan["keeps_best"] &= not plan["every"]  # else, each member has other ones
     return plan
 
 
@@ -106,6 +111,7 @@ def _absent(rng: random.Random, calls: int) -> list[dict[str, Any]]:
 _NEUTRAL: tuple[tuple[str, Any], ...] = (
     ("execution", 1),
     ("knows_steps", True),
+    ("gradients", True),
     ("every", 0),
     ("trace", 0.0),
     ("patience", 0),

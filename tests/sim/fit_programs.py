@@ -203,7 +203,7 @@ class Fit:
         self._begin_alike(None)
         variables: Any = self._variables
         progress = self._progress = Progress(self._handle, self._logs, self._callbacks, variables)
-        self._held.begin(model, progress)
+        self._held.begin(model, lambda: progress.is_cut)
         self._held.stand_last(self._callbacks)
         if self.member.lacks_state:
             self._trace()
@@ -212,7 +212,7 @@ class Fit:
         if progress.has_joined and plan["restores"] is not None:  # another callback does
             first, self.weights[:] = plan["restores"], -1.0
         for epoch in range(first, plan["epochs"]):
-            if epoch == first and not progress.has_joined:
+            if epoch == first and plan["gradients"] and not progress.has_joined:
                 self._begin_alike(epoch)
             self.oracle.begins(self.member, epoch, self._stopped)
             progress.begin_epoch(epoch)
@@ -253,13 +253,12 @@ class Fit:
             self._may_stop(epoch, range(begin, end + 1), is_first=True)
             progress.end_batch(end)
             progress.end_batch(end)
-            if not progress.is_apart and plan["every"]:
+            if not progress.is_apart and self._averages_weights:
                 averaging = self._averaging
                 averaging.steps += end - averaging.batch
                 averaging.batch = end
-                if averaging.steps >= plan["every"]:
-                    averaging.steps = 0
-                    self._average("weights", (epoch, end), in_step=False)
+                if averaging.steps >= (plan["every"] or np.inf):
+                    self._average_weights((epoch, end))
                     progress.end_batch(end)
             self._may_stop(epoch, range(begin, end + 1), is_first=False)
             if self._held in self._callbacks:
@@ -295,8 +294,12 @@ class Fit:
             self._exchange_before(plan["before"])
         rank = self.member.rank
         payload = epoch + 3 * rank, 7 * batch + rank
-        mean = payload if progress.is_apart else self._average("gradient", payload, in_step=True)
-        self.weights[:] = self.weights * 0.5 + (payload if mean is None else mean)
+        mean = None
+        if plan["gradients"] and not progress.is_apart:
+            mean = self._average("gradient", payload, in_step=True)
+        # Without gradients, integers stay such.
+        kept = 0.5 * self.weights if plan["gradients"] else self.weights
+        self.weights[:] = kept + (payload if mean is None else mean)
         self.iterations += 1
 
     def _exchange_before(self, what: str) -> None:
@@ -344,18 +347,35 @@ class Fit:
         self.returned(calls[0], result, variables.array)
         return variables.array[-2:].copy()
 
+    @property
+    def _averages_weights(self) -> bool:
+        """Whether weights are averaged: after batches, or at the end of every epoch."""
+        return bool(self._plan["every"]) or not self._plan["gradients"]
+
+    def _average_weights(self, place: Any) -> None:
+        """Average the weights, as `AverageWeights` does."""
+        self._averaging.steps = 0
+        sent = place if self._plan["gradients"] else self.weights
+        mean = self._average("weights", sent, in_step=False)
+        if mean is not None and not self._plan["gradients"]:
+            self.weights[:] = np.round(mean)
+
     def _average_last(self) -> None:
         """Average the weights of batches after the last average, as `AverageWeights` does."""
-        trained = self._plan["every"] and self._averaging.steps
-        self.oracle.averages_last(self.member, bool(trained))
+        trained = self._averages_weights and bool(self._averaging.steps)
+        self.oracle.averages_last(self.member, trained)
         if not trained:
             return
         vector = self.program.vector(self.member)
+        if not self._plan["gradients"]:
+            vector[-2:] = self.weights
         variables = self._named.setdefault("weights", Named(self._world, "weights", vector.size))
         variables.array[:] = vector
         with self.sends(vector, None) as call:
             result = self.member.average_variables(variables, call.weight, **self._handle.terms)
         self.returned(call, result, variables.array)
+        if not self._plan["gradients"]:
+            self.weights[:] = np.round(variables.array[-2:])
 
     def _end_epoch(self, epoch: int) -> None:
         """Call the callbacks, as their list does."""
@@ -373,6 +393,10 @@ class Fit:
             if one is self._held:
                 continue
             progress.end_epoch(one)
+            is_due = one is self._averaging and not (plan["gradients"] or plan["every"])
+            if is_due and not progress.is_apart:
+                self._average_weights(None)
+                progress.end_epoch(one)
             if one is self._logs:
                 self._held.release()
             if one is self._logs and not progress.is_apart:

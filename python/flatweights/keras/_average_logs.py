@@ -16,7 +16,7 @@ from flatweights.keras._callback import MemberCallback
 from flatweights.keras._gradients import averagings_in
 from flatweights.keras._hooks import callbacks_beside
 from flatweights.keras._member_handle import MemberHandle, calls_are_equal
-from flatweights.keras._progress import SAVING, AnyState, Progress, check_before
+from flatweights.keras._progress import SAVING, AnyState, check_before
 from flatweights.keras._report import Report
 from flatweights.keras._samples import Samples
 from flatweights.ray import Member, Round
@@ -94,9 +94,7 @@ class AverageLogs(MemberCallback):
 
         Raises:
             ValueError: If there is another `AverageLogs`, or a callback before this one decides by
-                logs, which are not averages yet. Or if a member may be late, weights are averaged
-                less or more often than logs, and no gradients are averaged: nothing would bring
-                that member to the epoch of the others.
+                logs, which are not averages yet.
         """
         callbacks = callbacks_beside(self)
         if any(isinstance(one, AverageLogs) for one in callbacks if one is not self):
@@ -107,23 +105,12 @@ class AverageLogs(MemberCallback):
         self._samples = Samples(self.model)
         units = {one._unit for one in callbacks if isinstance(one, AverageWeights)}
         in_steps = bool(averagings_in(self.model))
-        if (
-            self._progress is None
-            and self._handle.may_be_late
-            and not all(one._ends_epochs for one in callbacks if isinstance(one, AverageWeights))
-        ):
-            raise ValueError(
-                "AverageLogs: with timeout= and min_results= expected AverageWeights() of every "
-                "epoch, got one of several epochs or of batches: a member that was late would "
-                "average weights when the others average logs. Average the weights of every epoch, "
-                "or compile the model with average_gradients"
-            )
         if self._member.size > 1 and not (units or in_steps):
             _log.warning(
                 "AverageLogs: neither average_gradients nor AverageWeights is part of this fit, so "
                 "each member trains alone"
             )
-        self._held.begin(self.model, self._progress)
+        self._held.begin(self.model, lambda: self._is_cut)
         if self._member.size > 1 and (in_steps or "batch" in units):
             self._held.stand_last(callbacks)
 
@@ -208,14 +195,19 @@ class HeldStop(keras.callbacks.Callback):  # type: ignore[misc]
         """Hold nothing."""
         super().__init__()
         self._callbacks: list[Any] = []
-        self._progress: Progress | None = None
+        self._is_cut: Callable[[], bool] = bool
         self._is_held = False
 
-    def begin(self, model: Any, progress: Progress | None) -> None:
-        """Begin with a `fit` of ``model``; an earlier one may have failed."""
+    def begin(self, model: Any, is_cut: Callable[[], bool]) -> None:
+        """Begin with a `fit` of ``model``; an earlier one may have failed.
+
+        Args:
+            model: The model.
+            is_cut: Returns whether the epoch ends because the others have ended it.
+        """
         self.leave()
         self.set_model(model)
-        self._progress, self._is_held = progress, False
+        self._is_cut, self._is_held = is_cut, False
 
     def stand_last(self, callbacks: list[Any]) -> None:
         """Become the last one of ``callbacks``, after all that may stop the training."""
@@ -229,8 +221,7 @@ class HeldStop(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Hold a stop, unless this epoch ends here because the others have ended it."""
-        is_cut = self._progress is not None and self._progress.is_cut
-        if self.model.stop_training and not is_cut:
+        if self.model.stop_training and not self._is_cut():
             self.model.stop_training, self._is_held = False, True
 
     def release(self) -> None:

@@ -17,13 +17,14 @@ from flatweights._choice import Choice, Which
 from flatweights._numbers import check_count, real_number
 from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
-from flatweights.keras._hooks import callbacks_beside
+from flatweights.keras._hooks import call_after_begin, callbacks_beside
 from flatweights.keras._member_handle import MemberHandle, calls_are_equal, out_of_sync_is_error
 from flatweights.keras._names import inner_variable, named_variables, state_names, with_slots
 from flatweights.keras._progress import (
     SAVING,
     AnyState,
     HasCounts,
+    Progress,
     best_weight_callbacks_among,
     check_before,
 )
@@ -77,6 +78,7 @@ class AverageWeights(MemberCallback, HasCounts):
     """
 
     counted = frozenset(("_steps", "_trained"))
+    makes_progress = True
     round: Round | None
     outer: ServerOptimizer[FlatWeights] | None
 
@@ -107,7 +109,8 @@ class AverageWeights(MemberCallback, HasCounts):
             weight: This member's weight in the average: the ``"samples"`` that it was trained
                 with since the last one, or a number. Samples of a callback's ``evaluate`` do not
                 count.
-            include_optimizer: Whether the optimizer's slots are averaged, too.
+            include_optimizer: Whether the optimizer's slots are averaged, too. Needed for
+                `keras.optimizers.ScheduleFreeAdamW`, whose slots are weights.
             outer: An optimizer of `flatweights.server` for the trainable variables, as
                 ``TensorFlowVariables(model, trainable_only=True)`` names them, such as one that was
                 loaded: the members start from its weights, which are rank 0's. Or a function that
@@ -116,10 +119,11 @@ class AverageWeights(MemberCallback, HasCounts):
             timeout: Seconds that other members may be late; for ever, if None. If one callback or
                 optimizer of a training gets a value, it applies to all of them. Among members,
                 the shortest counts.
-            min_results: The number of members that an average needs; all, if None. A member that is
-                late goes on from the average of the others, but with the epoch that it was in:
-                without `average_gradients`, the others do not wait for it at the end of their
-                training. It applies to all callbacks and optimizers, too.
+            min_results: The number of members that an average needs; all, if None. A member that
+                was late, or a process in place of one that has died, gets the state of the others
+                and goes on where they are: what is averaged, with the optimizer's slots, and their
+                epoch. The model is built before ``fit``. It applies to all callbacks and
+                optimizers, too.
             nonfinite: What to do about NaN and infinity; see `flatweights.average`.
             rule: A rule that replaces the mean, such as ``flatweights.robust.Median()``; see
                 `flatweights.ray.Member.average`. If it has no weights, all members count equally.
@@ -184,9 +188,9 @@ class AverageWeights(MemberCallback, HasCounts):
         Raises:
             ValueError: If a callback before this one saves the model, keeps its best weights, or
                 swaps them: it would keep this member's own weights. Or if there is a
-                `BackupAndRestore`, and an outer optimizer, which it would not restore. Or if a
-                callback keeps the best weights, a member may be late, and neither weights are
-                averaged at the end of every epoch nor gradients.
+                `BackupAndRestore`, and an outer optimizer, which it would not restore. Or if there
+                is ``min_results``, and the model is not built. Or if slots of the optimizer are
+                weights, and not averaged.
         """
         callbacks = callbacks_beside(self)
         check_before(self, callbacks, _keeps, "keep the weights of its own member")
@@ -208,17 +212,36 @@ class AverageWeights(MemberCallback, HasCounts):
         self._last_weight = 0.0  # in the last average, if samples are counted
         self._batch = -1  # the number of the last batch
         super().on_train_begin()
-        if self._best_weight_callbacks and self._progress is None and self._handle.may_be_late:
-            raise ValueError(
-                "AverageWeights: with timeout= and min_results= expected no EarlyStopping("
-                "restore_best_weights=True), got one: a member that was late would not average the "
-                "best weights when the others do. Average the weights of every epoch, or compile "
-                "the model with average_gradients"
-            )
+        if not (self._includes_optimizer or self._averagings):
+            _check_slots(self.model.optimizer)
         self._is_started = self._is_complete = False
         self._found = -1  # variables of the model when it was started
+        may_be_healed = self._handle.min_results is not None
         if self.model.built:
             self._start()
+        elif may_be_healed:
+            raise ValueError("min_results: expected a model that is built before fit")
+        if may_be_healed and not self._averagings:
+            call_after_begin(self, self._make_progress)
+
+    def _make_progress(self) -> None:
+        """Bring members that were late to the place of the others, as `average_gradients` does.
+
+        They get what any `AverageWeights` of this `fit` averages, and the slots of that.
+        """
+        if self._progress is not None:  # another one has made it
+            return
+        of_this_fit = self._of_this_fit()
+        healed: dict[str, Any] = {}
+        for one in of_this_fit:
+            if isinstance(one, AverageWeights):
+                healed |= one._healed
+        state = TensorFlowVariables(dict(sorted(healed.items())))
+        progress = Progress(self._handle, self, callbacks_beside(self), state)
+        for one in of_this_fit:
+            one._progress = progress
+        if progress.has_joined:
+            progress.join()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to count the epoch's samples."""
@@ -236,6 +259,12 @@ class AverageWeights(MemberCallback, HasCounts):
         if not self._is_complete:  # the first batch may have built the model, or layers in it
             self._is_complete = True
             if self._count_variables() != self._found:
+                if self._progress is not None and not self._averagings:
+                    raise ValueError(
+                        "min_results: expected a model and an optimizer that are built before fit, "
+                        "but the first batch has made variables: a member that comes back would "
+                        "not get them"
+                    )
                 self._start()
         if self._unit == "batch":
             self._steps += batch - self._batch  # several, with steps_per_execution
@@ -257,6 +286,7 @@ class AverageWeights(MemberCallback, HasCounts):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Average once more, if a member has trained since; leave, if no member was given."""
+        self._meet_at_end()
         self._count()
         ends = _ends_with_own_averages(self.model.optimizer)
         if ends and self._is_started and not self._trained:
@@ -314,8 +344,9 @@ class AverageWeights(MemberCallback, HasCounts):
     def _start(self) -> None:
         """Find the variables; give all members those of one member."""
         model = self.model
-        has_state = self._progress is not None and self._progress.has_joined
-        if self._includes_optimizer and not model.optimizer.built:
+        has_joined = self._progress is not None and self._progress.has_joined
+        needs_all = self._handle.min_results is None
+        if self._includes_slots and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         outer, self._learned = self._given_outer, None
         if isinstance(outer, ServerOptimizer) and self._stepped is model:
@@ -324,8 +355,11 @@ class AverageWeights(MemberCallback, HasCounts):
         named = named_variables(model.weights, model)
         self._found = self._count_variables()
         plain: dict[str, Any] = {}
+        self._healed: dict[str, Any] = {}
+        if self._includes_slots:
+            self._healed |= with_slots(named, model.optimizer, **self._choice).variables
         if self._includes_optimizer:
-            plain |= with_slots(named, model.optimizer, **self._choice).variables
+            plain |= self._healed
         elif named:
             plain |= TensorFlowVariables(named, **self._choice).variables
         self._averaged = [name in plain for name in named]
@@ -342,7 +376,7 @@ class AverageWeights(MemberCallback, HasCounts):
         self._plain = TensorFlowVariables(plain) if plain else None
         if self._learned is not None and isinstance(outer, ServerOptimizer):
             _check_outer(outer, self._learned)
-        if not has_state:
+        if not has_joined and (needs_all or not self._member.lacks_state):
             self._broadcast(outer)
         if self.outer is not None:
             numbers = {n: f"{one:g}" for n, one in self.outer.state.items() if "/" not in n}
@@ -352,29 +386,38 @@ class AverageWeights(MemberCallback, HasCounts):
             self._stepped = model
         self._is_started = True
 
+    @property
+    def _includes_slots(self) -> bool:
+        """Whether the optimizer's slots are averaged, or heal members that were late."""
+        heals = self._handle.min_results is not None and not self._averagings
+        return self._includes_optimizer or heals
+
     def _count_variables(self) -> int:
-        slots = state_names(self.model.optimizer) if self._includes_optimizer else ()
+        slots = state_names(self.model.optimizer) if self._includes_slots else ()
         return len(self.model.weights) + len(slots)
 
     def _broadcast(self, outer: Outer | None) -> None:
         """Give all the variables, and the outer optimizer, of the lowest rank that takes part.
 
         If that member dies meanwhile, another one takes its place. The others do not wait for a
-        late member: if they train already, and the first weights are no longer kept, its next
-        average returns the latest weights.
+        late member, which then lacks the state of their training.
         """
         handle, member = self._handle, self._member
+        needs_all = handle.min_results is None
         while True:
             given = handle.gather(None, "the first weights", at="start")
-            may_miss = handle.min_results is not None and member.rank in given.late
+            if member.rank in given.late and not needs_all:
+                member.lacks_state = True
+                return
             try:
-                with calls_are_equal(member, "start"), out_of_sync_is_error(member, may_miss):
+                with calls_are_equal(member, "start"), out_of_sync_is_error(member, not needs_all):
                     self._take_from(min(given.used), outer)
                 return
             except OutOfSyncError:
+                member.lacks_state = True
                 return
             except WorkerError:
-                if handle.min_results is None:
+                if needs_all:
                     raise
 
     def _take_from(self, root: int, outer: Outer | None) -> None:
@@ -447,6 +490,17 @@ def _check_outer(outer: Any, learned: TensorFlowVariables) -> None:
             "outer: expected an optimizer of the model's trainable variables, such as FedAvgM("
             "TensorFlowVariables(model, trainable_only=True).get_weights()), got one of other "
             f"weights: {difference}"
+        )
+
+
+def _check_slots(optimizer: Any) -> None:
+    """Raise if slots of ``optimizer`` are weights, too: from them, each member would go on."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # in newer versions of Keras
+    if any(isinstance(one, kind) for one in getattr(inner, "optimizers", [inner])):
+        raise ValueError(
+            "AverageWeights: expected include_optimizer=True with ScheduleFreeAdamW, got False: its "
+            "slots are weights, too, from which each member would go on, in place of the average"
         )
 
 

@@ -20,6 +20,8 @@ _callbacks = SharedWeakSet["MemberCallback"]()
 class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """A callback that averages something in a process group."""
 
+    makes_progress = False  # in a `fit` in which no gradients are averaged
+
     def __init__(self, handle: MemberHandle) -> None:
         """Average with the member of ``handle``, on its terms."""
         super().__init__()
@@ -47,14 +49,14 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Join, if necessary, and give all members the same start if gradients are averaged.
 
         Raises:
-            ValueError: If this worker may be replaced, and no gradients are averaged.
+            ValueError: If this worker may be replaced, and neither weights nor gradients are
+                averaged.
         """
         self._params_of_fit = self.params
         averaging = averaging_of(self.model)
-        # All callbacks of a `fit` have the same dictionary.
-        of_this_fit = [one for one in _callbacks if one.params is self.params is not None]
-        handles = {id(one): one._handle for one in (self, *of_this_fit)}
-        agree([*handles.values(), *([] if averaging is None else [averaging.handle])])
+        of_this_fit = self._of_this_fit()
+        handles = [one._handle for one in of_this_fit]
+        agree([*handles, *([] if averaging is None else [averaging.handle])])
         self._member: Member = self._handle.begin(running_fit(outermost=True))
         if averaging is not None:
             averaging.begin_fit(self)
@@ -63,11 +65,15 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
             one.begin_fit_beside(self)
         self._averagings = more if averaging is None else [averaging, *more]
         self._progress = None if averaging is None else averaging.progress
-        if self._progress is None and self._handle.is_replaceable:
+        is_brought_along = self._progress is not None or any(
+            one.makes_progress for one in of_this_fit
+        )
+        if self._handle.is_replaceable and not is_brought_along:
             raise ValueError(
-                f"{type(self).__name__}: in a worker that ReplaceWorkers replaces, expected a "
-                "model compiled with an optimizer that average_gradients has changed: otherwise, a "
-                "new worker would not learn the epoch of the others"
+                f"{type(self).__name__}: in a worker that ReplaceWorkers replaces, expected "
+                "AverageWeights in the list of callbacks, or a model compiled with an optimizer "
+                "that average_gradients has changed: otherwise, a new worker would not learn the "
+                "epoch of the others"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -87,10 +93,21 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if self._progress is not None:
             self._progress.end_epoch(self)
 
+    def _of_this_fit(self) -> list[MemberCallback]:
+        """Return the callbacks of this package in the same `fit`, which have begun or will."""
+        # All callbacks of a `fit` have the same dictionary.
+        others = [one for one in _callbacks if one.params is self.params is not None]
+        return [self, *(one for one in others if one is not self)]
+
     @property
     def _is_in_fit(self) -> bool:
         """Whether `fit` calls this, rather than an `evaluate` that a user calls."""
         return self.params is self._params_of_fit is not None
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether this epoch ends before its last batch, because the others have ended it."""
+        return self._progress is not None and self._progress.is_cut
 
     @property
     def _is_apart(self) -> bool:
@@ -109,8 +126,14 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
             progress.end_epoch(self)
         return None if progress.is_apart else result
 
+    def _meet_at_end(self) -> None:
+        """Wait a while for members that are late; `average_gradients` has already done so."""
+        if self._progress is not None:
+            self._progress.end()
+
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the process group, if no member was given."""
+        self._meet_at_end()
         for averaging in self._averagings:
             averaging.end_fit()
         self._handle.end()

@@ -25,7 +25,6 @@ from flatweights.keras._hooks import (
     Fit,
     call_after_begin,
     callbacks_beside,
-    prepare_steps,
     replace_clipping,
     running_fit,
     variables_of,
@@ -284,7 +283,7 @@ class Averaging:
                 state = self._exchanges.state_of(model.weights)
                 self.progress = Progress(self.handle, callback, callbacks, state, self._more)
                 if self.progress.has_joined:
-                    call_after_begin(callback, self._join)
+                    call_after_begin(callback, self.progress.join)
             self._begun = lambda: model.trainable_variables
 
     def begin_fit_beside(self, callback: Any) -> None:
@@ -312,12 +311,6 @@ class Averaging:
             self._params, self._begun = callback.params, None
         self._told_by.add(callback)
         return not is_known
-
-    def _join(self) -> None:
-        """Join a training that is under way: from then on, the others wait for this member."""
-        assert self.progress is not None
-        prepare_steps()
-        self.progress.join()
 
     def begin_epoch(self, epoch: int) -> None:
         """Before the first epoch of a `fit`, give all members the same start again.

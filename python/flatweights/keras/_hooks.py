@@ -166,6 +166,9 @@ def call_after_begin(callback: Any, do: Callable[[], object]) -> None:
     A callback at the end of their list calls it, and leaves the list.
     """
     callbacks = callbacks_beside(callback)
+    fit = running_fit()
+    if fit is not None and fit.callbacks is not None:
+        callbacks = fit.callbacks  # another callback may call this one
 
     class _Last(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_begin(self, logs: Any = None) -> None:

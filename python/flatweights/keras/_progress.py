@@ -13,8 +13,9 @@ import keras
 
 from flatweights.keras import _fit_states as fit
 from flatweights.keras._fit_states import Action, FitState, Phase, move
-from flatweights.keras._hooks import SWAPPED, begin_at, end_data, know_direction
+from flatweights.keras._hooks import SWAPPED, begin_at, end_data, know_direction, prepare_steps
 from flatweights.keras._member_handle import MemberHandle
+from flatweights.keras._start import check_first_epochs
 from flatweights.ray import Member, OutOfSyncError, Round, Saved, Variables, WorkerError, _clock
 from flatweights.tensorflow import TensorFlowVariables
 
@@ -186,6 +187,7 @@ class Progress:
 
     def join(self) -> None:
         """Wait until the others begin an epoch or end; get healed, and make `fit` begin there."""
+        prepare_steps()  # from then on, the others wait for this member
         self._receive(fit.Joins())
 
     def begin_epoch(self, epoch: int) -> None:
@@ -209,7 +211,12 @@ class Progress:
         self._receive(fit.EpochEnds())
 
     def end(self) -> None:
-        """Meet the others at the end; wait a while for those that are late or being replaced."""
+        """Meet the others at the end; wait a while for those that are late or being replaced.
+
+        Callbacks and the optimizer call it; only the first call does something.
+        """
+        if self.phase is Phase.ENDED:
+            return
         self._show()
         patience = max(_LAST, self._handle.timeout or 0.0, _REPLACED * self._handle.is_replaceable)
         self._until = _clock.now() + patience
@@ -302,9 +309,9 @@ class Progress:
             # Too few are left for another step, but there is none: this member has the result.
             _log.warning("the end of a training does not wait for other members: %s", error)
             return fit.Met(self._now.epoch, is_over=True)
-        epochs, have_ended, wait = zip(
-            *(met.weights[rank] for rank in sorted(met.used)), strict=True
-        )
+        places = {rank: met.weights[rank] for rank in sorted(met.used)}
+        epochs, have_ended, wait = zip(*places.values(), strict=True)
+        check_first_epochs(dict(zip(places, epochs, strict=True)))
         is_healed = member.rank in met.healed
         if is_healed:
             self._take_over()

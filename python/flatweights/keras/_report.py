@@ -200,6 +200,7 @@ class Report(MemberCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Report the last epoch, if a worker was missing at its end."""
+        self._meet_at_end()
         if is_replaceable():
             last = self._last_unreported()
             # The first report may only complete an old call of rank 0.

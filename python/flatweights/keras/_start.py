@@ -93,14 +93,18 @@ def start_alike(handle: MemberHandle, variables: Variables, own: Callable[[], Fi
 
 def _check(starts: Mapping[int, FitStart]) -> None:
     """Raise if members begin with different epochs or settings."""
-    epochs = {rank: one.epoch for rank, one in starts.items()}
+    check_first_epochs({rank: one.epoch for rank, one in starts.items()})
+    check_alike(
+        "average_gradients: expected optimizers and callbacks that change all members alike",
+        {rank: one.settings for rank, one in starts.items()},
+    )
+
+
+def check_first_epochs(epochs: Mapping[int, int | None]) -> None:
+    """Raise if members begin with different ``epochs``, by rank."""
     if len({*epochs.values()}) > 1:
         begin = [f"rank {rank} begins with epoch {epoch}" for rank, epoch in epochs.items()]
         raise CallsDifferError(
             f"expected all members to begin with the same epoch, got {', '.join(begin)}. Give fit "
             "the same initial_epoch, and a BackupAndRestore either to all members or to none"
         )
-    check_alike(
-        "average_gradients: expected optimizers and callbacks that change all members alike",
-        {rank: one.settings for rank, one in starts.items()},
-    )
