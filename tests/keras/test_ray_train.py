@@ -188,7 +188,7 @@ def test_workers_that_are_replaced_need_averages(monkeypatch: pytest.MonkeyPatch
     model = build("dense", 0)
     model.compile("sgd", "mse")
     logs = AverageLogs(member=member, min_results=1)
-    with pytest.raises(ValueError, match="AverageLogs: .* AverageWeights in the list"):
+    with pytest.raises(ValueError, match=r"AverageLogs: .* AverageWeights in the list"):
         model.fit(*images("dense"), verbose=0, callbacks=[logs])
     model.fit(*images("dense"), verbose=0, callbacks=[logs, AverageWeights()])
 

@@ -225,6 +225,18 @@ with tf.Graph().as_default():
 """
 
 
+def test_an_optimizer_of_a_graph_has_its_slots_outside_of_the_graph_too() -> None:
+    with tf.Graph().as_default():
+        weight = tf1.get_variable("w", [2])
+        optimizer = tf1.train.AdamOptimizer()
+        optimizer.minimize(tf.reduce_sum(weight))
+        session = tf1.Session()
+        inside = TensorFlowVariables([weight, optimizer], session)
+    outside = TensorFlowVariables([weight, optimizer], session)
+    assert [*outside.variables] == [*inside.variables]
+    assert "w/Adam" in outside.variables
+
+
 @pytest.mark.slow
 def test_a_reset_session_is_closed(forks: Forks) -> None:
     done = forks.run(RESET)

@@ -256,7 +256,7 @@ def _over_members(rule: Rule) -> Callable[[list[FlatWeights]], FlatWeights]:
                 result[f"logs/{name}"][...], result[f"samples/{name}"][...] = logs[name], 1.0
         return result
 
-    over_members.__name__ = rule.name
+    over_members.__name__ = repr(rule)  # by which members compare it
     return over_members
 
 

@@ -499,8 +499,8 @@ def _check_slots(optimizer: Any) -> None:
     kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # in newer versions of Keras
     if any(isinstance(one, kind) for one in getattr(inner, "optimizers", [inner])):
         raise ValueError(
-            "AverageWeights: expected include_optimizer=True with ScheduleFreeAdamW, got False: its "
-            "slots are weights, too, from which each member would go on, in place of the average"
+            "AverageWeights: expected include_optimizer=True with ScheduleFreeAdamW, got False: "
+            "its slots are weights, too, from which each member would go on"
         )
 
 

@@ -68,6 +68,10 @@ class Rule(ABC):
         """How errors name it."""
         return type(self).__name__
 
+    def __repr__(self) -> str:
+        """The name and the options, by which members compare their rules."""
+        return self.name
+
     def converted(self, convert: Callable[[Any, str], Any]) -> Rule:
         """Return this rule for sources that were converted, as its own models are by ``convert``.
 

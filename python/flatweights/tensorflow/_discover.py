@@ -1,5 +1,6 @@
 """Finds and names the variables in the objects that a user passes."""
 
+import contextlib
 import re
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -71,10 +72,13 @@ def discover(
     items = [item for _, item in leaves(output, ())]
     symbolic = [item for item in items if is_symbolic(item)]
     layers: list[Any] = []
-    held = find_variables(
-        [item for item in items if not is_symbolic(item)] if symbolic else output, layers=layers
-    )
-    listed = find_variables(input_variables, beside=held, layers=layers)
+    graph = getattr(session, "graph", None)
+    # TF1's optimizers know their slots only within the graph.
+    with graph.as_default() if isinstance(graph, tf.Graph) else contextlib.nullcontext():
+        held = find_variables(
+            [item for item in items if not is_symbolic(item)] if symbolic else output, layers=layers
+        )
+        listed = find_variables(input_variables, beside=held, layers=layers)
     untrained = set[int]()
     if trainable_only:
         untrained = {id(item.variable) for item in (*held, *listed)}

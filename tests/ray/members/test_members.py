@@ -598,6 +598,16 @@ def test_join_names_the_ranks_that_are_missing(puppets: Puppets) -> None:
 
 
 @BY_ONE_WAY
+def test_who_gives_up_to_join_under_a_rank_that_is_taken_is_told_so(puppets: Puppets) -> None:
+    first, second = puppets.idle(2)
+    name = next(NAMES)
+    ray.get(first.join.remote(name, rank=0, size=1))
+    with pytest.raises(TimeoutError, match=r"in 0.5 s; rank 0 is that of another process"):
+        ray.get(second.join.remote(name, rank=0, size=1, timeout=0.5))
+    ray.get(first.leave.remote())
+
+
+@BY_ONE_WAY
 def test_who_joins_after_the_end_is_told_so(puppets: Puppets) -> None:
     first, late = puppets.idle(2)
     name = next(NAMES)

@@ -491,7 +491,8 @@ def enter(
         try:
             if is_late:  # the coordinator ends with its last member
                 own = rank if join_reply is None else join_reply.rank
-                why = _who_is_missing(coordinator, identity.token, own, platform)
+                is_in = join_reply is not None
+                why = _who_is_missing(coordinator, identity.token, own, platform, is_in=is_in)
                 last = platform.last_end(name)
                 if last is not None:
                     ago = f"{last.seconds_since:.0f} s ago"
@@ -514,9 +515,17 @@ def enter(
 
 
 def _who_is_missing(
-    coordinator: ray.actor.ActorHandle, token: bytes, own: int | None, platform: MemberPlatform
+    coordinator: ray.actor.ActorHandle,
+    token: bytes,
+    own: int | None,
+    platform: MemberPlatform,
+    *,
+    is_in: bool,
 ) -> str:
-    """Return a clause about the ranks that have yet to join, or to leave the last process group."""
+    """Return a clause about the ranks that have yet to join, or to leave the last process group.
+
+    ``own`` is the rank of this process; unless it ``is_in``, another process may have that.
+    """
     try:
         ranks, are_to_leave = platform.get(coordinator.awaited_by.remote(token), _ABSENT)
     except ray.exceptions.RayError as error:
@@ -526,6 +535,8 @@ def _who_is_missing(
             f"ranks {', '.join(map(str, ranks))} have not left the process group of this name that "
             "this process has left"
         )
+    if own is not None and own not in ranks and not is_in:
+        return f"rank {own} is that of another process"
     missing = [str(rank) for rank in ranks if rank != own]
     if not missing:
         return "the last of them came just then"

@@ -850,8 +850,7 @@ class _SentRule(NamedTuple):
         checked = Rule.of(rule)
         if not isinstance(rule, Rule):
             checked = Rule.of(_NamedRule(checked.name, rule))
-        is_shown = type(checked).__repr__ is not object.__repr__
-        names = [repr(checked) if is_shown else checked.name]
+        names = [repr(checked)]
 
         def packed(model: Any, where: str) -> FlatWeights:
             weights = _packed(template, model, where)
