@@ -1,6 +1,7 @@
 """`AverageWeights` and `AverageLogs` in several processes."""
 
 import contextlib
+import inspect
 import logging
 import re
 import subprocess
@@ -186,7 +187,11 @@ def rounds_seen(place: Place, every: int) -> list[int]:
 
 
 def test_each_batch_of_an_execution_of_several_counts() -> None:
-    assert in_threads(1, rounds_seen, 4) == [[0, 1, 1, 2]]
+    import keras
+
+    # Older versions of Keras tell the first batch of an execution, not the last one.
+    tells_last = "end_step" in inspect.getsource(keras.Model.fit)
+    assert in_threads(1, rounds_seen, 4) == [[0, 1, 1, 2] if tells_last else [0, 0, 1, 1]]
 
 
 def validated(place: Place) -> Any:
@@ -1210,8 +1215,10 @@ def advised(member: Any, model: Any, options: dict[str, Any]) -> str:
 
 def test_members_whose_calls_differ_get_the_advice_that_fits_the_cause() -> None:
     from flatweights import robust
+    from flatweights.keras import AverageLogs
 
     data = few(Place(), 1)
+    trims = [{"callbacks": [AverageLogs(rule=robust.TrimmedMean(trim))]} for trim in (0, 1)]
     gradients = {"averages": "gradients", "data": data, "epochs": 1}
     weights = {"data": data, "epochs": 1}
     cases: list[tuple[list[str], list[dict[str, Any]], str]] = [
@@ -1226,6 +1233,11 @@ def test_members_whose_calls_differ_get_the_advice_that_fits_the_cause() -> None
             ["dense"] * 2,
             [weights, weights | {"metrics": ["mae"]}],
             "ranks 0, 1 have ended their epoch, but .* need the same metrics",
+        ),
+        (
+            ["dense"] * 2,
+            [weights | trim for trim in trims],
+            r"TrimmedMean\(trim=0\).*TrimmedMean\(trim=1\).* the same arguments of AverageLogs",
         ),
         (
             ["dense"] * 2,

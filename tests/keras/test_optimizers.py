@@ -183,7 +183,8 @@ def test_under_the_policy_of_the_model_it_is_told_how_to_scale(
         ):
             model.fit(*images("dense"), verbose=0, callbacks=callbacks)
     # Eagerly nothing is traced, and members would skip steps that others make.
-    model.compile(average_gradients(keras.optimizers.SGD(0.1), member=member), run_eagerly=True)
+    averaged = average_gradients(keras.optimizers.SGD(0.1), member=member)
+    model.compile(averaged, "mse", run_eagerly=True)
     with pytest.raises(ValueError, match="expected the optimizer of the model, got the one inside"):
         model.fit(*images("dense"), verbose=0)
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))

@@ -114,12 +114,14 @@ def _like(fit: Fit, validation: tuple[Any, Any, Any]) -> Any:
     """
 
     def row(array: Any) -> Any:
+        if array is None:  # there are no weights
+            return None
         if isinstance(array, (np.ndarray, tf.Tensor)):
             return array[:1]
         raise NotImplementedError
 
     if not isinstance(validation[0], tf.data.Dataset):
-        validation = keras.tree.map_structure(row, validation, none_is_leaf=False)
+        validation = keras.tree.map_structure(row, validation)
     (x, y, weight), strategy = validation, fit.model.distribute_strategy
     return type(fit.data)(x=x, y=y, sample_weight=weight, distribute_strategy=strategy)
 
