@@ -420,6 +420,27 @@ def test_members_that_differ_in_a_step_are_an_error_that_says_how_to_start() -> 
         assert list(threads.map(apply, range(2))) == [[-1.0]] * 2
 
 
+def fit_in_float8(place: Place) -> list[list[Any]]:
+    """Return the kernel and the scales of its inputs after each of two `fit`."""
+    layer = keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((8,)), layer])
+    layer.quantize("float8")
+    model.compile(average_gradients(keras.optimizers.Adam(), member=place.member()), "mse")
+    x, y = (one[place.rank : 128 : 2] for one in images("dense"))
+    ended = []
+    for _ in range(2):
+        model.fit((1 + place.rank) * x, y, verbose=0)
+        ended.append([np.asarray(layer.kernel), np.asarray(layer.inputs_scale)])
+    return ended
+
+
+def test_scales_of_float8_are_each_members_own() -> None:
+    first, second = in_threads(2, fit_in_float8)
+    for (kernel, scale), (others, other_scale) in zip(first, second, strict=True):
+        np.testing.assert_array_equal(kernel, others)
+        assert scale != other_scale
+
+
 def test_a_member_that_was_late_does_not_meet_the_end_of_the_others_training() -> None:
     group, both = LocalProcessGroup(2), threading.Barrier(2, timeout=60)
 

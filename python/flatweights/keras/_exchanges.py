@@ -127,11 +127,15 @@ class Exchanges:
             self._states[key] = self.with_slots(variables, f"{name}/" if name else "")
         return self._states[key]
 
-    def with_slots(self, variables: Sequence[Any], prefix: str = "") -> TensorFlowVariables:
-        """Return ``variables`` and the optimizer's slots, in the same order in all members."""
-        return with_slots(
-            self._named(variables), self._optimizer, prefix, without=own_slots(self._optimizer)
-        )
+    def with_slots(
+        self, variables: Sequence[Any], prefix: str = "", *, without: Sequence[Any] = ()
+    ) -> TensorFlowVariables:
+        """Return ``variables`` and the optimizer's slots, in the same order in all members.
+
+        Left out are those ``without``, and the sums of a member's own gradients.
+        """
+        left_out = [*own_slots(self._optimizer), *without]
+        return with_slots(self._named(variables), self._optimizer, prefix, without=left_out)
 
     def name_of(self, variable: Any) -> str:
         """Return the name of a layer's variable, equal in all members."""
@@ -175,6 +179,14 @@ def own_slots(optimizer: Any) -> list[Any]:
     if not adds_up_own(optimizer):
         return []
     return [one for one in optimizer.variables if str(one.name).endswith("gradient_accumulator")]
+
+
+def takes_next_value(variable: Any) -> bool:
+    """Whether Keras passes the next value of ``variable`` as its gradient: each member has its own.
+
+    So it does with the scales of `quantize("float8")`, which it computes from the batches.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def _key_of(variables: Sequence[Any]) -> _Key:

@@ -20,7 +20,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from flatweights._average import Nonfinite, check_nonfinite
 from flatweights._core import CalledTensors
 from flatweights.keras._exchange import Exchange
-from flatweights.keras._exchanges import Exchanges, adds_up_own, own_slots
+from flatweights.keras._exchanges import Exchanges, adds_up_own, own_slots, takes_next_value
 from flatweights.keras._hooks import (
     Fit,
     call_after_begin,
@@ -535,7 +535,8 @@ class Averaging:
         if self.handle.min_results is not None and member.lacks_state:  # it will be healed
             self._is_started = True
             return
-        state = self._exchanges.with_slots(variables)
+        differ = [one for one in variables if takes_next_value(one)]
+        state = self._exchanges.with_slots(variables, without=differ)
 
         def own() -> FitStart:
             try:
@@ -894,5 +895,5 @@ def _averaged(grads: Sequence[Any], variables: Sequence[Any]) -> list[int]:
     return [
         i
         for i, (grad, variable) in enumerate(zip(grads, variables, strict=True))
-        if grad is not None and not getattr(variable, "overwrite_with_gradient", False)
+        if grad is not None and not takes_next_value(variable)
     ]
