@@ -918,6 +918,31 @@ def test_weights_among_the_slots_are_averaged_too_or_refused() -> None:
             model.fit(data, verbose=0, callbacks=[averaging])
 
 
+def test_members_that_may_be_late_may_have_an_optimizer_of_their_own() -> None:
+    import keras
+    import tensorflow as tf
+
+    from flatweights.keras import AverageWeights
+
+    class Own(keras.Sequential):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            self.own.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    (member,) = LocalProcessGroup(1).join_all()
+    model = Own([keras.Input((8,)), keras.layers.Dense(1)])
+    model.own = keras.optimizers.SGD()
+    model.own.build(model.trainable_variables)
+    model.compile(optimizer=None)
+    averaging = AverageWeights(member=member, min_results=1)
+    with member:
+        model.fit(few(Place(), 1), verbose=0, callbacks=[averaging])
+    assert averaging.round is not None
+
+
 def test_members_that_may_be_late_need_a_model_that_is_built() -> None:
     import keras
 

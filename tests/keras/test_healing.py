@@ -19,6 +19,7 @@ from flatweights import Layout
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 from flatweights.keras._gradients import averaging_of
 from flatweights.ray import Member
+from flatweights.tensorflow import TensorFlowVariables
 
 EPOCHS = 4
 MORE = 6  # in trainings of which a member misses some
@@ -66,6 +67,7 @@ class Fit:
         self.data: Any = None
         self.patience = PATIENCE  # seconds, at the start
         self.weights: Any = None  # an AverageWeights, in place of averaged gradients
+        self.holds: Callable[[Any], Any] = lambda callback: callback
         self.done: Future[Any] = Future()
 
     def start(self, pool: ThreadPoolExecutor) -> None:
@@ -97,7 +99,7 @@ class Fit:
         self.model.compile(optimizer, "mse", **self.compile)
         x, y = images("dense")
         mine = slice(self.member.rank, None, self.member.size)
-        averaging = [] if self.weights is None else [self.weights]
+        averaging = [] if self.weights is None else [self.holds(self.weights)]
         callbacks = [_Act(self), self.logs, *averaging, *self.more]
         data = (x[mine], y[mine]) if self.data is None else (self.data,)
         history = self.model.fit(*data, callbacks=callbacks, **self.options)
@@ -774,6 +776,53 @@ def test_a_member_that_averages_weights_alone_is_replaced(
     check_alike([began[0], began[1]])
     assert began[1][-1] == 2 * 20, "it has the slots of the others, too"
     assert new.weights.round.used == (0, 1)
+
+
+class Holds(keras.callbacks.Callback):  # type: ignore[misc]
+    """Calls another callback."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self._held = held
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith(("on_", "set_")):
+            return getattr(self._held, name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("holds", [lambda callback: callback, Holds], ids=["listed", "held"])
+def test_a_replaced_member_has_the_counts_of_the_others_and_its_own_variables(
+    pool: ThreadPoolExecutor, holds: Any
+) -> None:
+    group, go_on = LocalProcessGroup(2), threading.Event()
+    own: dict[int, list[Any]] = {}
+
+    def train(fit: Fit) -> None:
+        kernels = [name for name in TensorFlowVariables(fit.model).variables if "kernel" in name]
+        fit.weights, fit.holds = AverageWeights(only=kernels), holds
+        fit.more = [best_of_first(keras.callbacks.EarlyStopping)]
+        fit.start(pool)
+
+    def note(fit: Fit) -> None:
+        own[fit.member.rank] = [*fit.model.get_weights()[1::2], int(fit.model.optimizer.iterations)]
+
+    first, dead = fits(group, "dense")
+    dead.at[1, 3] = dies(dead)
+    first.at[1, 0] = functools.partial(note, first)
+    first.at[2, -1] = lambda: go_on.wait(LIMIT)
+    for fit in (first, dead):
+        train(fit)
+    new = replacement(group, dead, kind="dense")
+    new.at[2, 0] = functools.partial(note, new)
+    train(new)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
+    go_on.set()
+    ended = [fit.done.result(LIMIT) for fit in (first, new)]
+    check_alike([state[::2] for _, state in ended])  # of the best epoch, before the replacement
+    for rank, (_, state) in enumerate(ended):
+        check_alike([state[1::2], own[rank][:-1]])
+    assert own[1][-1] == 2 * 20
 
 
 @pytest.mark.parametrize(

@@ -399,14 +399,13 @@ def test_something_is_called_once_all_callbacks_have_begun() -> None:
 
         def on_train_begin(self, logs: Any = None) -> None:
             told.append(self.name)
-            if self.name == "first":
-                _hooks.call_after_begin(self, lambda: told.append("after"))
+            _hooks.call_after_begin(self, lambda: told.append(f"after {self.name}"))
 
     model = network()
     given = [Tells("first"), Tells("last")]
     callbacks = keras.callbacks.CallbackList(given, add_history=True, model=model)
     model.fit(*DATA, verbose=0, callbacks=callbacks)
-    assert told == ["first", "last", "after"]
+    assert told == ["first", "last", "after first", "after last"]
     assert len(callbacks.callbacks) == 3, installed_is_known("CallbackList.on_train_begin: self")
 
 

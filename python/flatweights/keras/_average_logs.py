@@ -103,7 +103,7 @@ class AverageLogs(MemberCallback):
         check_before(self, callbacks, _uses_logs, would)
         super().on_train_begin()
         self._samples = Samples(self.model)
-        units = {one._unit for one in callbacks if isinstance(one, AverageWeights)}
+        units = {one._unit for one in self._of_this_fit() if isinstance(one, AverageWeights)}
         in_steps = bool(averagings_in(self.model))
         if self._member.size > 1 and not (units or in_steps):
             _log.warning(

@@ -17,7 +17,7 @@ from flatweights._choice import Choice, Which
 from flatweights._numbers import check_count, real_number
 from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
-from flatweights.keras._hooks import call_after_begin, callbacks_beside
+from flatweights.keras._hooks import call_after_begin, callbacks_beside, callbacks_of_fit
 from flatweights.keras._member_handle import MemberHandle, calls_are_equal, out_of_sync_is_error
 from flatweights.keras._names import inner_variable, named_variables, state_names, with_slots
 from flatweights.keras._progress import (
@@ -216,12 +216,11 @@ class AverageWeights(MemberCallback, HasCounts):
             _check_slots(self.model.optimizer)
         self._is_started = self._is_complete = False
         self._found = -1  # variables of the model when it was started
-        may_be_healed = self._handle.min_results is not None
         if self.model.built:
             self._start()
-        elif may_be_healed:
+        elif self._handle.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
-        if may_be_healed and not self._averagings:
+        if self._heals:
             call_after_begin(self, self._make_progress)
 
     def _make_progress(self) -> None:
@@ -237,7 +236,11 @@ class AverageWeights(MemberCallback, HasCounts):
             if isinstance(one, AverageWeights):
                 healed |= one._healed
         state = TensorFlowVariables(dict(sorted(healed.items())))
-        progress = Progress(self._handle, self, callbacks_beside(self), state)
+        ids = {id(inner_variable(one)) for one in healed.values()}
+        weights = map(inner_variable, self.model.weights)
+        own = {k for k, one in enumerate(weights) if id(one) not in ids}
+        callbacks = callbacks_of_fit(self)
+        progress = Progress(self._handle, self, callbacks, state, own=own)
         for one in of_this_fit:
             one._progress = progress
         if progress.has_joined:
@@ -355,13 +358,18 @@ class AverageWeights(MemberCallback, HasCounts):
         named = named_variables(model.weights, model)
         self._found = self._count_variables()
         plain: dict[str, Any] = {}
-        self._healed: dict[str, Any] = {}
-        if self._includes_slots:
-            self._healed |= with_slots(named, model.optimizer, **self._choice).variables
         if self._includes_optimizer:
-            plain |= self._healed
+            plain |= with_slots(named, model.optimizer, **self._choice).variables
         elif named:
             plain |= TensorFlowVariables(named, **self._choice).variables
+        self._healed = plain
+        if self._heals and model.optimizer is not None:
+            # Of the optimizer, slots stay with their variable; counts belong to all.
+            left_out = named.keys() - plain.keys()
+            choice: dict[str, Any] = {}
+            if left_out:
+                choice["exclude"] = lambda slot: slot.name in left_out
+            self._healed = plain | with_slots(named, model.optimizer, **choice).variables
         self._averaged = [name in plain for name in named]
         if outer is not None:
             trained = {id(inner_variable(one)) for one in model.trainable_variables}
@@ -387,9 +395,14 @@ class AverageWeights(MemberCallback, HasCounts):
         self._is_started = True
 
     @property
+    def _heals(self) -> bool:
+        """Whether members that were late get what this one averages, and the slots of that."""
+        return self._handle.min_results is not None and not self._averagings
+
+    @property
     def _includes_slots(self) -> bool:
         """Whether the optimizer's slots are averaged, or heal members that were late."""
-        heals = self._handle.min_results is not None and not self._averagings
+        heals = self._heals and self.model.optimizer is not None
         return self._includes_optimizer or heals
 
     def _count_variables(self) -> int:

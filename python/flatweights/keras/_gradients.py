@@ -24,7 +24,7 @@ from flatweights.keras._exchanges import Exchanges, adds_up_own, own_slots, take
 from flatweights.keras._hooks import (
     Fit,
     call_after_begin,
-    callbacks_beside,
+    callbacks_of_fit,
     replace_clipping,
     running_fit,
     variables_of,
@@ -268,7 +268,7 @@ class Averaging:
         self._exchanges.know(model)
         if not model.built and self.handle.min_results is not None:
             raise ValueError("min_results: expected a model that is built before fit")
-        callbacks = callbacks_beside(callback)
+        callbacks = callbacks_of_fit(callback)
         self._callbacks = callbacks
         function = model.train_function
         if function is not None and not hasattr(function, "raises_causes"):

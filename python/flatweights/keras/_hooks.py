@@ -167,17 +167,33 @@ def call_after_begin(callback: Any, do: Callable[[], object]) -> None:
 
     A callback at the end of their list calls it, and leaves the list.
     """
-    callbacks = callbacks_beside(callback)
-    fit = running_fit()
-    if fit is not None and fit.callbacks is not None:
-        callbacks = fit.callbacks  # another callback may call this one
+    callbacks = callbacks_of_fit(callback)
+    if not isinstance(callbacks[-1], _Last):  # two would not both be called: they leave the list
+        callbacks.append(_Last(callbacks))
+    callbacks[-1].todo.append(do)
 
-    class _Last(keras.callbacks.Callback):  # type: ignore[misc]
-        def on_train_begin(self, logs: Any = None) -> None:
-            callbacks.remove(self)
+
+class _Last(keras.callbacks.Callback):  # type: ignore[misc]
+    """Does something once all others of ``callbacks`` have begun."""
+
+    def __init__(self, callbacks: list[Any]) -> None:
+        super().__init__()
+        self.todo: list[Callable[[], object]] = []
+        self._callbacks = callbacks
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._callbacks.remove(self)
+        for do in self.todo:
             do()
 
-    callbacks.append(_Last())
+
+def callbacks_of_fit(callback: Any) -> list[Any]:
+    """Return all callbacks of the `fit` in which ``callback`` begins, in the list of Keras.
+
+    Another callback may call it, which is in that list in its place.
+    """
+    fit = running_fit()
+    return callbacks_beside(callback) if fit is None or fit.callbacks is None else fit.callbacks
 
 
 def callbacks_beside(callback: Any) -> list[Any]:

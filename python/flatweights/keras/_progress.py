@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
@@ -140,6 +140,7 @@ class Progress:
         callbacks: list[Any],
         state: TensorFlowVariables,
         more: Sequence[Any] = (),
+        own: Collection[int] = (),
     ) -> None:
         """Begin, before the first epoch.
 
@@ -149,6 +150,7 @@ class Progress:
             callbacks: All callbacks of the `fit`, in the list by which Keras calls them.
             state: The variables and the optimizer's slots, which heal a member.
             more: Other parts of its state, such as a position in the data.
+            own: The positions of the model's weights that are no part of the state.
         """
         self.params: dict[str, Any] = callback.params
         self.has_joined = handle.take().lacks_state
@@ -158,8 +160,10 @@ class Progress:
         self._state: AnyState = [state, self._position, *more]
         self._list = callbacks  # of which some are missing at the end of an epoch that is skipped
         self._whole: list[Any] = []  # then, all of them
-        self._callbacks = [*callbacks]
-        self._named = dict(zip(names_of(callbacks), callbacks, strict=True))
+        is_held = all(one is not callback for one in callbacks)  # by another callback
+        self._callbacks = [*callbacks, callback] if is_held else [*callbacks]
+        self._named = dict(zip(names_of(self._callbacks), self._callbacks, strict=True))
+        self._own = own
         by_one = callback.model.steps_per_execution == 1
         self._now = FitState(steps=self.params.get("steps") if by_one else None)
         self._last: Any = None  # the callback that has told the end of the epoch
@@ -355,6 +359,11 @@ class Progress:
         for name, counts in donor.counts.items():
             one = self._named.get(name)
             if one is not None and isinstance(one, kinds) and not isinstance(one, but):
+                best = counts.get("best_weights")
+                if best is not None and self._own:
+                    own = vars(one).get("best_weights") or self._model.get_weights()
+                    best = [own[k] if k in self._own else best[k] for k in range(len(best))]
+                    counts = {**counts, "best_weights": best}
                 vars(one).update(counts)
 
 
