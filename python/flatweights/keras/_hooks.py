@@ -179,10 +179,10 @@ class _Last(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, callbacks: list[Any]) -> None:
         super().__init__()
         self.todo: list[Callable[[], object]] = []
-        self._callbacks = callbacks
+        self.callbacks = callbacks
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._callbacks.remove(self)
+        self.callbacks.remove(self)
         for do in self.todo:
             do()
 
