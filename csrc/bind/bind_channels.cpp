@@ -100,7 +100,12 @@ void bind_channels(py::module_& m) {
       .def(
           "enter", [](const BoundMailbox& s, std::uint32_t call) { s.box().enter(call); },
           py::arg("call"))
-      .def("wait", &BoundMailbox::await, py::arg("seconds"), py::arg("call"))
+      .def(
+          "wait",
+          [](const BoundMailbox& s, double seconds, std::uint32_t call) {
+            return s.await(seconds, call);
+          },
+          py::arg("seconds"), py::arg("call"))
       .def("read_message", &read_message, py::arg("of_worker"), py::arg("segments"))
       .def(
           "release_message",

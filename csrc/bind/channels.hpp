@@ -153,13 +153,15 @@ struct BoundMailbox {
     return Mailbox::watch(boxes, enough, static_cast<std::int64_t>(seconds * 1e9));
   }
 
-  [[nodiscard]] bool await(double seconds, std::uint32_t call) const {
+  // Polls for the first `watch` seconds; see `Mailbox::await`.
+  [[nodiscard]] bool await(double seconds, std::uint32_t call, double watch = 0.0) const {
     const auto end = in_seconds(seconds);
+    const auto watched = in_seconds(watch);
     for (;;) {
       Mailbox::Awaited outcome;
       {
         const WithoutGil nogil;
-        outcome = box().await(end, call);
+        outcome = box().await(end, call, watched);
       }
       if (outcome != Mailbox::Awaited::kInterrupted) return outcome == Mailbox::Awaited::kTaken;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();

@@ -75,7 +75,7 @@ bool MemberTurn::is_own() const {
   return owner_ == PyThread_get_thread_ident();
 }
 
-void MemberTurn::allow(std::int64_t op, std::shared_ptr<const RepeatedStep> step) {
+void MemberTurn::allow(std::int64_t op, std::shared_ptr<RepeatedStep> step) {
   MemberTurns& turns = MemberTurns::instance();
   {
     const std::lock_guard lock(turns.mutex);
@@ -94,7 +94,7 @@ void MemberTurn::forget_steps() {
 StepStart MemberTurn::start(std::int64_t op, const CalledTensor* tensors,
                             std::size_t count) noexcept {
   if (!try_take()) return StepStart::kNot;
-  std::shared_ptr<const RepeatedStep> step;
+  std::shared_ptr<RepeatedStep> step;
   {
     const std::lock_guard lock(mutex_);
     const auto found = steps_.find(op);

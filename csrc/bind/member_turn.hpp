@@ -30,7 +30,7 @@ class MemberTurn : public std::enable_shared_from_this<MemberTurn> {
   [[nodiscard]] bool is_own() const;
 
   // Makes the op with this id repeat a call from now on. With the turn.
-  void allow(std::int64_t op, std::shared_ptr<const RepeatedStep> step);
+  void allow(std::int64_t op, std::shared_ptr<RepeatedStep> step);
   // Makes the next call of each op go through Python. In a fork of the process, it does nothing.
   void forget_steps();
 
@@ -59,7 +59,7 @@ class MemberTurn : public std::enable_shared_from_this<MemberTurn> {
   struct Begun {
     std::int64_t op;
     const void* output;  // of its first tensor, which no other execution of the op has
-    std::shared_ptr<const RepeatedStep> step;
+    std::shared_ptr<RepeatedStep> step;
     bool has_come;  // whether there is a response, which Python has to read
   };
 
@@ -70,7 +70,7 @@ class MemberTurn : public std::enable_shared_from_this<MemberTurn> {
   std::optional<bool> asked_;   // what `resume` returns
   bool is_left_ = false;
   double moment_ = 1e-3;  // seconds for which `start` waits
-  std::map<std::int64_t, std::shared_ptr<const RepeatedStep>> steps_;
+  std::map<std::int64_t, std::shared_ptr<RepeatedStep>> steps_;
   const pid_t process_ = getpid();
 };
 

@@ -15,6 +15,14 @@ namespace {
 
 constexpr std::uint32_t kStay = RepeatedRequest::kStay;
 
+// The response comes once the last member has asked, so a member waits for as long as their steps
+// differ. It polls only with a small model: the average of a large one takes all processors, which
+// a poll would delay.
+constexpr double kPolled = 1e-3;                        // seconds
+constexpr std::size_t kSmall = std::size_t{128} << 10;  // bytes
+
+double polled(std::size_t nbytes) { return nbytes <= kSmall ? kPolled : 0.0; }
+
 void ask(const BoundMailbox& mailbox, const BoundDoorbell& bell, const RepeatedRequest& request,
          double weight) {
   request.ask(mailbox.box(), weight);
@@ -38,6 +46,9 @@ std::optional<std::vector<Copy>> copies(const Layout& layout, const CalledTensor
 
 }  // namespace
 
+RepeatedStep::RepeatedStep(Parts parts)
+    : parts_(std::move(parts)), polling_(polled(parts_.layout.nbytes())) {}
+
 bool RepeatedStep::ask(const CalledTensor* tensors, std::size_t count) const noexcept {
   if (process_ != getpid() || !parts_.request.may_ask(parts_.mailbox.box())) return false;
   try {
@@ -56,13 +67,16 @@ bool RepeatedStep::ask(const CalledTensor* tensors, std::size_t count) const noe
 }
 
 RepeatedStep::Ended RepeatedStep::wait(const CalledTensor* tensors, std::size_t count,
-                                       double seconds) const noexcept {
+                                       double seconds) noexcept {
   Mailbox& box = parts_.mailbox.box();
   box.enter(kStay);
+  const double begin = seconds_now();
   const auto end = in_seconds(seconds);
+  const auto watched = in_seconds(polling_.seconds());
   Mailbox::Awaited awaited;
-  do awaited = box.await(end, kStay);
+  do awaited = box.await(end, kStay, watched);
   while (awaited == Mailbox::Awaited::kInterrupted);
+  polling_.note(seconds_now() - begin);
   if (awaited != Mailbox::Awaited::kTaken) return Ended::kAsked;
   try {
     const auto told = told_again(box);
@@ -91,6 +105,7 @@ BoundRepeatedRequest::BoundRepeatedRequest(BoundMailbox mailbox,
       bell_(std::move(bell)),
       segments_(std::move(segments)),
       request_{call, {}},
+      polling_(polled(extent ? std::get<3>(*extent) : 0)),
       segment_(std::move(segment)) {
   if (!extent) return;
   const auto [index, generation, offset, nbytes] = *extent;
@@ -101,13 +116,16 @@ BoundRepeatedRequest::BoundRepeatedRequest(BoundMailbox mailbox,
   request_.extent = Extent{index, generation, offset, nbytes};
 }
 
-py::object BoundRepeatedRequest::exchange(double weight, double seconds) const {
+py::object BoundRepeatedRequest::exchange(double weight, double seconds) {
   Mailbox& box = mailbox_.box();
   if (box.state() != Mailbox::State::kBusy) throw std::runtime_error("mailbox: no command");
   if (!request_.may_ask(box)) return py::none();
   ask(mailbox_, *bell_, request_, weight);
   box.enter(kStay);
-  if (!mailbox_.await(seconds, kStay)) return py::bool_(false);
+  const double begin = seconds_now();
+  const bool has_come = mailbox_.await(seconds, kStay, polling_.seconds());
+  polling_.note(seconds_now() - begin);
+  if (!has_come) return py::bool_(false);
   const auto told = told_again(box);
   if (!told) return py::bool_(true);
   const auto& [index, generation, offset, nbytes] = told->extent;
@@ -119,11 +137,10 @@ py::object BoundRepeatedRequest::exchange(double weight, double seconds) const {
                         segment.view(mailbox_, true, index, offset, nbytes));
 }
 
-std::shared_ptr<const RepeatedStep> BoundRepeatedRequest::step(const BoundLayout& bound,
-                                                               double weight,
-                                                               double seconds) const {
+std::shared_ptr<RepeatedStep> BoundRepeatedRequest::step(const BoundLayout& bound, double weight,
+                                                         double seconds) const {
   if (!request_.extent || request_.extent->nbytes != bound.layout.nbytes()) return nullptr;
-  return std::make_shared<const RepeatedStep>(RepeatedStep::Parts{
+  return std::make_shared<RepeatedStep>(RepeatedStep::Parts{
       mailbox_, bell_, request_, segment_->file().data() + request_.extent->offset, segment_,
       known_segments(segments_), bound.layout, weight, seconds});
 }

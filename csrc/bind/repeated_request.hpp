@@ -17,6 +17,7 @@
 
 #include "channels.hpp"
 #include "checks.hpp"
+#include "flatweights/polling.hpp"
 #include "flatweights/repeated_request.hpp"
 #include "flatweights/segment.hpp"
 #include "tensorflow/variables_api.hpp"
@@ -42,18 +43,19 @@ class RepeatedStep {
     double seconds;  // to wait for the response
   };
 
-  explicit RepeatedStep(Parts parts) : parts_(std::move(parts)) {}
+  explicit RepeatedStep(Parts parts);
 
   // Gathers and asks. Returns false, with nothing done, if it cannot.
   bool ask(const CalledTensor* tensors, std::size_t count) const noexcept;
   // Waits for the response, for at most as long as a request, and scatters.
-  Ended wait(const CalledTensor* tensors, std::size_t count) const noexcept {
+  Ended wait(const CalledTensor* tensors, std::size_t count) noexcept {
     return wait(tensors, count, parts_.seconds);
   }
-  Ended wait(const CalledTensor* tensors, std::size_t count, double seconds) const noexcept;
+  Ended wait(const CalledTensor* tensors, std::size_t count, double seconds) noexcept;
 
  private:
   Parts parts_;
+  Polling polling_;
   pid_t process_ = getpid();
 };
 
@@ -71,17 +73,18 @@ class BoundRepeatedRequest {
   // Asks, and waits for at most `seconds`. Returns number and seconds of the response, and its
   // weights; None, if nothing was sent, since the coordinator still holds the segment; True, if the
   // coordinator has told something else, which is to be read; False, if it has told nothing.
-  [[nodiscard]] pybind11::object exchange(double weight, double seconds) const;
+  [[nodiscard]] pybind11::object exchange(double weight, double seconds);
 
   // The same call as a step; null, if it sends no model of this layout.
-  [[nodiscard]] std::shared_ptr<const RepeatedStep> step(const BoundLayout& bound, double weight,
-                                                         double seconds) const;
+  [[nodiscard]] std::shared_ptr<RepeatedStep> step(const BoundLayout& bound, double weight,
+                                                   double seconds) const;
 
  private:
   BoundMailbox mailbox_;
   std::shared_ptr<BoundDoorbell> bell_;
   pybind11::dict segments_;
   RepeatedRequest request_;
+  Polling polling_;
   std::shared_ptr<Segment> segment_;
 };
 

@@ -7,7 +7,6 @@
 #include "flatweights/futex.hpp"
 
 namespace flatweights {
-
 Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t calls,
                               bool wakes) noexcept {
   if (!is_answered() || command.size() > kBytes) return Posted::kRefused;
@@ -68,8 +67,8 @@ void Mailbox::note_end(std::uint32_t call) noexcept {
   }
 }
 
-Mailbox::Awaited Mailbox::await(std::chrono::steady_clock::time_point end,
-                                std::uint32_t call) noexcept {
+Mailbox::Awaited Mailbox::await(std::chrono::steady_clock::time_point end, std::uint32_t call,
+                                std::chrono::steady_clock::time_point watched) noexcept {
   for (;;) {
     std::uint32_t word = word_.load(std::memory_order_acquire);
     switch (state_of(word)) {
@@ -81,14 +80,17 @@ Mailbox::Awaited Mailbox::await(std::chrono::steady_clock::time_point end,
         if (change(word, State::kBusy)) return Awaited::kTaken;
         continue;
       case State::kWaiting: {
-        const std::int64_t left =
-            std::chrono::nanoseconds(end - std::chrono::steady_clock::now()).count();
+        const auto now = std::chrono::steady_clock::now();
+        const std::int64_t left = std::chrono::nanoseconds(end - now).count();
         if (left <= 0 || call <= dismissed_.load()) {
           note_end(call);
           if (change(word, State::kAway)) return Awaited::kLeft;
           continue;
         }
-        if (sleep_on(word_, word, left)) return Awaited::kInterrupted;
+        if (now < watched)
+          std::this_thread::yield();
+        else if (sleep_on(word_, word, left))
+          return Awaited::kInterrupted;
         continue;
       }
       default:

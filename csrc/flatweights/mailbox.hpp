@@ -3,7 +3,7 @@
 // One atomic word says whose turn it is: a sequence number and a state.
 //
 //   AWAY n      command n was answered; the worker does not wait: a post may need a Ray call
-//   WAITING n   command n was answered; the worker sleeps on the word
+//   WAITING n   command n was answered; the worker polls the word, or sleeps on it
 //   COMMAND n   the driver has posted command n; the worker has not taken it
 //   BUSY n      the worker runs command n
 //
@@ -81,10 +81,12 @@ class Mailbox {
   [[nodiscard]] std::span<const std::byte> answer() const noexcept;
 
   // Worker, in the Ray call with the number `call`, from 1. `enter` comes before each series of
-  // `await`. `await` sleeps until it has taken a command, the driver has dismissed the worker or
-  // the time is up (kLeft), or a signal came.
+  // `await`. `await` waits until it has taken a command, the driver has dismissed the worker or
+  // the time is up (kLeft), or a signal came. Until `watched`, it polls, and yields in between;
+  // then it sleeps.
   void enter(std::uint32_t call) noexcept;
-  Awaited await(std::chrono::steady_clock::time_point end, std::uint32_t call) noexcept;
+  Awaited await(std::chrono::steady_clock::time_point end, std::uint32_t call,
+                std::chrono::steady_clock::time_point watched = {}) noexcept;
   [[nodiscard]] std::span<const std::byte> command() const noexcept;
   // Only while BUSY. An answer is at most kBytes long. answer_and_stay leaves the worker WAITING.
   void answer_and_stay(std::span<const std::byte> answer) noexcept;

@@ -15,8 +15,6 @@ namespace flatweights {
 namespace {
 
 constexpr double kForever = std::numeric_limits<double>::infinity();
-constexpr double kWatch = 150e-6;     // seconds of polling before the coordinator sleeps
-constexpr double kSoon = 2 * kWatch;  // if the last wait took no longer, polling was enough
 
 }  // namespace
 
@@ -98,7 +96,7 @@ std::optional<RepeatedCalls::Ended> RepeatedCalls::wait(double begin, double end
                                                         const Sleep& sleep,
                                                         const std::atomic<bool>& queued) {
   double now = begin;
-  const double watched = last_wait_ <= kSoon ? begin + kWatch : begin;
+  const double watched = begin + polling_.seconds();
   for (;;) {
     const Found found = look(now);
     if (found == Found::kOther) return Ended::kOther;
@@ -194,7 +192,7 @@ RepeatedCalls::Ended RepeatedCalls::run(std::int64_t number, double seconds, con
     const auto ended = wait(begin, end, sleep, queued);
     pending_ = seconds_now() - begin;
     if (ended) return *ended;
-    last_wait_ = pending_;
+    polling_.note(pending_);
     if (!make(number + count_ + 1, pending_)) return Ended::kOther;
     ++count_;
     std::ranges::fill(seen_, 0.0);

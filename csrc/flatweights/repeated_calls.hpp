@@ -22,6 +22,7 @@
 #include "flatweights/layout.hpp"
 #include "flatweights/mailbox.hpp"
 #include "flatweights/message.hpp"
+#include "flatweights/polling.hpp"
 
 namespace flatweights {
 
@@ -116,7 +117,7 @@ class RepeatedCalls {
   std::vector<Repeat> requests_;
   std::vector<std::optional<Extent>> extents_;
   std::vector<const std::byte*> models_;
-  double last_wait_ = 0;
+  Polling polling_{150e-6};
   std::int64_t count_ = 0;
   double pending_ = 0;
 };
