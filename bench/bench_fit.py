@@ -4,14 +4,16 @@
 
 Our first row averages the gradients of every batch; another averages the weights after every tenth;
 a third has moments over the batches of all processes in each layer of `BatchNormalization`.
-The rival is `tf_keras` under `MultiWorkerMirroredStrategy` with ring communication, since Keras 3
-raises under that strategy. "without exchange" trains the same Keras 3 model in as many processes at
-the same time, each by itself: the difference is the cost of the exchange. All processes have one
-thread for TensorFlow's operations. Contenders take turns, one `fit` each, and the slowest process
-counts. The time is that of the epoch, from its first batch to its end. The rest of `fit` is left
-out, because for every contender it waits for a thread of `tf.data` that wakes up 10, 30, 70, 150,
-310, 630 ... ms after it has started. Before timing, the bench checks that all our members have the
-same bits and have learned.
+"without exchange" trains the same Keras 3 model in as many processes at the same time, each by
+itself: the difference is the cost of the exchange. The rival is `tf_keras` under
+`MultiWorkerMirroredStrategy` with ring communication, since Keras 3 raises under that strategy.
+All processes have one thread for TensorFlow's operations. Contenders take turns, one `fit` each,
+and the slowest process counts. The rival's processes start after our rows, since they compute while
+they wait; then it takes turns with our first row, with which it is compared. The time is that of
+the epoch, from its first batch to its end. The rest of `fit` is left out, because for every
+contender it waits for a thread of `tf.data` that wakes up 10, 30, 70, 150, 310, 630 ... ms after it
+has started. Before timing, the bench checks that all our members have the same bits and have
+learned.
 
 "the exchange alone" is the difference of the medians with and without exchange, beside averages of
 as many numbers by Open MPI's ``Allreduce``, if it is installed, and by bare memory with futexes.
@@ -181,15 +183,24 @@ def free_addresses(count: int) -> list[str]:
             one.close()
 
 
+def in_turns(
+    ways: dict[str, Callable[[], float]], steps: int, budget: float
+) -> dict[str, list[float]]:
+    """Return the seconds per step of each way; they take turns, after one `fit` each."""
+    for call in ways.values():
+        call()
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    end = time.perf_counter() + budget
+    while time.perf_counter() < end or len(times[runner.OURS]) < 5:
+        for way, call in ways.items():
+            times[way].append(call() / steps)
+    return times
+
+
 def time_kind(kind: str, size: int, budget: float, *, rival: bool) -> list[runner.Row]:
     """Time one kind of model on ``size`` processes."""
     actor: Any = ray.remote(num_cpus=0)(Ours)
     members = [actor.remote(kind, f"bench {kind} {size}", rank, size) for rank in range(size)]
-    others: list[Any] = []
-    if rival:
-        mirrored: Any = ray.remote(num_cpus=0)(Mirrored)
-        addresses = free_addresses(size)
-        others = [mirrored.remote(kind, addresses, rank) for rank in range(size)]
 
     def fit(way: str) -> float:
         replies = ray.get([one.fit.remote(way) for one in members])
@@ -199,8 +210,6 @@ def time_kind(kind: str, size: int, budget: float, *, rival: bool) -> list[runne
         way: partial(fit, way)
         for way in (runner.OURS, WEIGHTS, ALONE, *([SYNCHRONIZED] if kind in NORMALIZED else []))
     }
-    if others:
-        ways[RIVAL] = lambda: max(ray.get([one.fit.remote() for one in others]))
     losses: list[float] = []
     while len(losses) < 2 or (losses[-1] >= losses[0] and len(losses) < 10):
         replies = ray.get([member.fit.remote(runner.OURS) for member in members])
@@ -209,17 +218,24 @@ def time_kind(kind: str, size: int, budget: float, *, rival: bool) -> list[runne
     assert all(all(map(np.array_equal, first, weights)) for weights in rest), "members differ"
     assert losses[-1] < losses[0], f"nothing was learned: {losses}"
 
-    for call in ways.values():
-        call()
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    end = time.perf_counter() + budget
-    while time.perf_counter() < end or len(times[runner.OURS]) < 5:
-        for way, call in ways.items():
-            times[way].append(call() / STEPS[kind])
     case = f"{kind}, {size} processes"
+    times = in_turns(ways, STEPS[kind], budget)
     rows = [runner.row_of(case, way, seconds) for way, seconds in times.items()]
     for row in rows:
         row.ratio = row.seconds / rows[0].seconds
+    others: list[Any] = []
+    if rival:
+        mirrored: Any = ray.remote(num_cpus=0)(Mirrored)
+        addresses = free_addresses(size)
+        others = [mirrored.remote(kind, addresses, rank) for rank in range(size)]
+        both = {
+            runner.OURS: ways[runner.OURS],
+            RIVAL: lambda: max(ray.get([one.fit.remote() for one in others])),
+        }
+        times = in_turns(both, STEPS[kind], budget / 2)
+        ours, theirs = (runner.row_of(case, way, times[way]) for way in both)
+        theirs.ratio = theirs.seconds / ours.seconds
+        rows.append(theirs)
     for one in (*members, *others):
         ray.kill(one)
     seconds = {row.contender: row.seconds for row in rows}
