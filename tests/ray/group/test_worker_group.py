@@ -168,6 +168,22 @@ def test_so_are_small_arguments_that_are_large_together(
             assert len(passed) == count + other + 1
 
 
+def test_what_arguments_refer_to_is_kept_no_longer_than_they_are(
+    passed_by: Callable[[ActorSpec], list[tuple[Any, ...]]],
+) -> None:
+    ref = ray.put(np.ones(LARGE))
+    key = ref.hex()
+    spec = ActorSpec(ray.remote(PlainWorker), [{"data": [ref]}], None, {"max_restarts": -1})
+    passed = passed_by(spec)
+    assert passed == [({"data": [ref]},)] * 2
+    counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts
+    assert key.encode() in counts()
+    spec.forget(range(2))
+    del ref, spec, passed
+    gc.collect()
+    assert key.encode() not in counts()
+
+
 def test_create_refuses_what_is_no_worker() -> None:
     with pytest.raises(
         TypeError, match="worker: expected a subclass of FlatWorker, got <class 'dict'>"

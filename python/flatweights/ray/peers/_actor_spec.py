@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -85,8 +86,22 @@ def _by_reference(arguments: Sequence[Any], nbytes: int = 0) -> tuple[tuple[Any,
     """
     passed = list[Any]()
     for one in arguments:
-        size = 0 if isinstance(one, ray.ObjectRef) else len(ray.cloudpickle.dumps(one))
+        size = _nbytes_of(one)
         travels = size <= BY_VALUE and nbytes + size <= _ALL_BY_VALUE
         nbytes += size if travels else 0
         passed.append(one if travels else ray.put(one))
     return tuple(passed), nbytes
+
+
+def _nbytes_of(argument: Any) -> int:
+    """Return the size of ``argument`` as it travels, without what is in the store."""
+    written = io.BytesIO()
+    _Measuring(written).dump(argument)
+    return written.tell()
+
+
+class _Measuring(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
+    """Pickles all but references: Ray keeps what they mean for ever once they are pickled so."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "reference" if isinstance(value, ray.ObjectRef) else None
