@@ -778,6 +778,63 @@ def test_a_member_that_averages_weights_alone_is_replaced(
     assert new.weights.round.used == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("every", "unit"),
+    [(1, "epoch"), pytest.param(7, "batch", marks=pytest.mark.slow)],
+)
+def test_a_member_with_nan_gets_the_slots_of_the_others_too(
+    pool: ThreadPoolExecutor, every: int, unit: Any
+) -> None:
+    first, spoiled = fits(LocalProcessGroup(2), "dense")
+
+    def spoil() -> None:
+        kernel = spoiled.model.weights[0]
+        kernel.assign(np.full(kernel.shape, np.nan))
+
+    spoiled.at[1, 4] = spoil
+    for fit in (first, spoiled):
+        fit.weights = AverageWeights(every, unit, nonfinite="skip")
+        fit.start(pool)
+    ended = [fit.done.result(LIMIT) for fit in (first, spoiled)]
+    check_alike([state for _, state in ended])
+    assert spoiled.weights.round.used == (0, 1)
+    for slot in spoiled.model.optimizer.variables:
+        assert np.all(np.isfinite(slot)), slot.path
+
+
+@pytest.mark.slow
+def test_samples_of_a_training_that_was_given_up_do_not_count(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, waits = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense", epochs=MORE)
+    sent: list[float] = []
+    average_variables = late.member.average_variables
+
+    def noted(variables: Any, weight: float = 1.0, **options: Any) -> Any:
+        sent.append(weight)
+        return average_variables(variables, weight, **options)
+
+    def wait() -> None:
+        waits.set()
+        group.wait_until(lambda inside: inside.calls.healings or inside.calls.waiting.recovering)
+
+    monkeypatch.setattr(late.member, "average_variables", noted)
+    late.at[1, 4] = lambda: waits.wait(LIMIT)
+    first.at[1, 4] = lambda: first._wait_for_others(1.0)
+    first.at[3, 10] = wait
+    first.at[4, -1] = lambda: group.wait_until(
+        lambda inside: len(inside.calls.waiting.recovering) == 1
+    )
+    first.at[4, 0] = lambda: first._wait_for_others(PATIENCE)
+    for fit in (first, late):
+        fit.weights = AverageWeights(every=5)
+        fit.start(pool)
+    ended = [fit.done.result(LIMIT) for fit in (first, late)]
+    check_alike([state for _, state in ended])
+    assert sent == [20 * BATCH // 2] * 2, "of the epoch before which it was healed, and of the last"
+
+
 class Holds(keras.callbacks.Callback):  # type: ignore[misc]
     """Calls another callback."""
 

@@ -306,6 +306,10 @@ class AverageWeights(MemberCallback, HasCounts):
             self._average_best(keeper)
         super().on_train_end()
 
+    def forget_own(self) -> None:
+        """Do not count the samples of a training that was given up for that of another member."""
+        self._since, self._counted = 0.0, self._read()
+
     def _average_best(self, keeper: Any) -> None:
         """Average the best weights that ``keeper`` is about to set: no average ended that epoch."""
         handle, best = self._handle, keeper.best_weights

@@ -67,6 +67,9 @@ class HasCounts:
 
     counted: frozenset[str] = frozenset()
 
+    def forget_own(self) -> None:
+        """Forget what it has counted in this member's own training, which has been given up."""
+
 
 class Position(NamedTuple):
     """A member's place in its training.
@@ -252,6 +255,8 @@ class Progress:
         if member.rank in result.healed:
             donor = self._take_over()
             self._receive(fit.Healed(donor.epoch, donor.steps, in_step))
+        elif not in_step and member.rank in result.quarantined:
+            member.lacks_state = True  # it has their weights, but its slots may be NaN, too
         return result
 
     def _receive(self, event: fit.Event) -> None:
@@ -365,6 +370,8 @@ class Progress:
                     best = [own[k] if k in self._own else best[k] for k in range(len(best))]
                     counts = {**counts, "best_weights": best}
                 vars(one).update(counts)
+                if isinstance(one, HasCounts):
+                    one.forget_own()
 
 
 def check_before(

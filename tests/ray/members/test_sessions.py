@@ -702,6 +702,24 @@ def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     finish(local, first)
 
 
+def test_a_response_that_cannot_be_read_is_named(threads: ThreadPoolExecutor) -> None:
+    local = LocalProcessGroup(2)
+    first, second = local.join_all()
+
+    def read() -> Any:
+        raise ChannelError("Too many open files")
+
+    second._coordinator._channel.read = read  # type: ignore[attr-defined]
+    asked = threads.submit(first.average, np.ones(1))
+    with pytest.raises(MemberError, match="could not be read: Too many open files"):
+        second.average(np.ones(1))
+    asked.result(PATIENCE)
+    local.wait_until(lambda group: group.rendezvous.sessions[1].state is PeerState.DEAD)
+    with pytest.raises(WorkerError, match=r"^rank 1 left with ChannelError: Too many open files"):
+        first.average(np.ones(1))
+    finish(local, first)
+
+
 class Breaking(TheState):
     """Variables, or a state, that cannot be set the first time."""
 

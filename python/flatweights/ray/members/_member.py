@@ -750,7 +750,8 @@ class Member:
             MemberError: Instead of ``error``, if the coordinator is gone.
         """
         if isinstance(error, CoordinatorDiedError):
-            self._break_off(str(error))  # unless another thread has ended this member
+            # Unless another thread has ended this member. It may be the response that is at fault.
+            self._break_off(str(error), error.__cause__)
             raise MemberError(f"process group {self.name!r}: {self._over}") from None
         if isinstance(error, ray.exceptions.RayError):
             self._break_off(f"the coordinator cannot be reached: {error}")
