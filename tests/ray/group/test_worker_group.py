@@ -169,19 +169,19 @@ def test_so_are_small_arguments_that_are_large_together(
 
 
 def test_what_arguments_refer_to_is_kept_no_longer_than_they_are(
-    passed_by: Callable[[ActorSpec], list[tuple[Any, ...]]],
+    request: pytest.FixtureRequest,
 ) -> None:
-    ref = ray.put(np.ones(LARGE))
-    key = ref.hex()
-    spec = ActorSpec(ray.remote(PlainWorker), [{"data": [ref]}], None, {"max_restarts": -1})
-    passed = passed_by(spec)
-    assert passed == [({"data": [ref]},)] * 2
     counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts
-    assert key.encode() in counts()
-    spec.forget(range(2))
-    del ref, spec, passed
-    gc.collect()
-    assert key.encode() not in counts()
+    actor = ray.remote(num_cpus=0)(PlainWorker).remote(0)
+    process = psutil.Process(ray.get(actor.pid.remote()))
+    ref = ray.put(np.ones(LARGE))
+    passed_by = request.getfixturevalue("passed_by")  # from now on, no actor starts
+    before = counts()
+    spec = ActorSpec(ray.remote(PlainWorker), [[ref, actor]], None, {"max_restarts": -1})
+    assert passed_by(spec) == [([ref, actor],)] * 2
+    assert counts() == before
+    del actor, spec
+    process.wait(60)
 
 
 def test_create_refuses_what_is_no_worker() -> None:

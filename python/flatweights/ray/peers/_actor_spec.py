@@ -104,4 +104,5 @@ class _Measuring(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
     """Pickles all but references: Ray keeps what they mean for ever once they are pickled so."""
 
     def persistent_id(self, value: Any) -> str | None:
-        return "reference" if isinstance(value, ray.ObjectRef) else None
+        is_reference = isinstance(value, ray.ObjectRef | ray.actor.ActorHandle)
+        return "reference" if is_reference else None
