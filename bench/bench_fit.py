@@ -9,11 +9,11 @@ itself: the difference is the cost of the exchange. The rival is `tf_keras` unde
 `MultiWorkerMirroredStrategy` with ring communication, since Keras 3 raises under that strategy.
 All processes have one thread for TensorFlow's operations. Contenders take turns, one `fit` each,
 and the slowest process counts. The rival's processes start after our rows, since they compute while
-they wait; then it takes turns with our first row, with which it is compared. The time is that of
-the epoch, from its first batch to its end. The rest of `fit` is left out, because for every
-contender it waits for a thread of `tf.data` that wakes up 10, 30, 70, 150, 310, 630 ... ms after it
-has started. Before timing, the bench checks that all our members have the same bits and have
-learned.
+they wait; then it takes turns with our first row, which is slower beside them than in its own row.
+The rival's ratio is to that. The time is that of the epoch, from its first batch to its end. The
+rest of `fit` is left out, because for every contender it waits for a thread of `tf.data` that wakes
+up 10, 30, 70, 150, 310, 630 ... ms after it has started. Before timing, the bench checks that all
+our members have the same bits and have learned.
 
 "the exchange alone" is the difference of the medians with and without exchange, beside averages of
 as many numbers by Open MPI's ``Allreduce``, if it is installed, and by bare memory with futexes.

@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <exception>
 #include <stdexcept>
 
@@ -49,7 +50,7 @@ std::optional<std::vector<Copy>> copies(const Layout& layout, const CalledTensor
 RepeatedStep::RepeatedStep(Parts parts)
     : parts_(std::move(parts)), polling_(polled(parts_.layout.nbytes())) {}
 
-bool RepeatedStep::ask(const CalledTensor* tensors, std::size_t count) const noexcept {
+bool RepeatedStep::ask(const CalledTensor* tensors, std::size_t count) noexcept {
   if (process_ != getpid() || !parts_.request.may_ask(parts_.mailbox.box())) return false;
   try {
     const auto gathered =
@@ -63,6 +64,7 @@ bool RepeatedStep::ask(const CalledTensor* tensors, std::size_t count) const noe
     return false;
   }
   bind::ask(parts_.mailbox, *parts_.bell, parts_.request, parts_.weight);
+  asked_ = seconds_now();
   return true;
 }
 
@@ -70,14 +72,14 @@ RepeatedStep::Ended RepeatedStep::wait(const CalledTensor* tensors, std::size_t 
                                        double seconds) noexcept {
   Mailbox& box = parts_.mailbox.box();
   box.enter(kStay);
-  const double begin = seconds_now();
   const auto end = in_seconds(seconds);
-  const auto watched = in_seconds(polling_.seconds());
+  // Since it asked: a long wait is made in two parts.
+  const auto watched = in_seconds(std::max(0.0, asked_ + polling_.seconds() - seconds_now()));
   Mailbox::Awaited awaited;
   do awaited = box.await(end, kStay, watched);
   while (awaited == Mailbox::Awaited::kInterrupted);
-  polling_.note(seconds_now() - begin);
   if (awaited != Mailbox::Awaited::kTaken) return Ended::kAsked;
+  polling_.note(seconds_now() - asked_);
   try {
     const auto told = told_again(box);
     const std::byte* const mean =
@@ -105,7 +107,7 @@ BoundRepeatedRequest::BoundRepeatedRequest(BoundMailbox mailbox,
       bell_(std::move(bell)),
       segments_(std::move(segments)),
       request_{call, {}},
-      polling_(polled(extent ? std::get<3>(*extent) : 0)),
+      polling_(extent ? polled(std::get<3>(*extent)) : 0.0),
       segment_(std::move(segment)) {
   if (!extent) return;
   const auto [index, generation, offset, nbytes] = *extent;

@@ -46,7 +46,7 @@ class RepeatedStep {
   explicit RepeatedStep(Parts parts);
 
   // Gathers and asks. Returns false, with nothing done, if it cannot.
-  bool ask(const CalledTensor* tensors, std::size_t count) const noexcept;
+  bool ask(const CalledTensor* tensors, std::size_t count) noexcept;
   // Waits for the response, for at most as long as a request, and scatters.
   Ended wait(const CalledTensor* tensors, std::size_t count) noexcept {
     return wait(tensors, count, parts_.seconds);
@@ -56,6 +56,7 @@ class RepeatedStep {
  private:
   Parts parts_;
   Polling polling_;
+  double asked_ = 0;  // the time at which it asked
   pid_t process_ = getpid();
 };
 

@@ -7,6 +7,7 @@
 #include "flatweights/futex.hpp"
 
 namespace flatweights {
+
 Mailbox::Posted Mailbox::post(std::span<const std::byte> command, std::uint32_t calls,
                               bool wakes) noexcept {
   if (!is_answered() || command.size() > kBytes) return Posted::kRefused;

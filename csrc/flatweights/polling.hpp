@@ -1,8 +1,8 @@
 // Whether a wait polls before it sleeps.
 //
 // A thread that sleeps is woken by another one, which takes tens of microseconds if its processor
-// is idle, and longer in a virtual machine. So a wait polls for a time, if that was about enough
-// for the last one. It yields in between: other threads of this processor go on.
+// is idle, and longer in a virtual machine. So a wait polls for a time, if the last one took no
+// longer than twice that. It yields in between: other threads of this processor go on.
 #pragma once
 
 namespace flatweights {

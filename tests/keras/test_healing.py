@@ -19,6 +19,7 @@ from flatweights import Layout
 from flatweights.keras import AverageLogs, AverageWeights, average_gradients
 from flatweights.keras._gradients import averaging_of
 from flatweights.ray import Member
+from flatweights.robust import Krum, Median
 from flatweights.tensorflow import TensorFlowVariables
 
 EPOCHS = 4
@@ -800,6 +801,20 @@ def test_a_member_with_nan_gets_the_slots_of_the_others_too(
     assert spoiled.weights.round.used == (0, 1)
     for slot in spoiled.model.optimizer.variables:
         assert np.all(np.isfinite(slot)), slot.path
+
+
+def test_a_member_that_a_rule_leaves_out_is_not_healed(pool: ThreadPoolExecutor) -> None:
+    members = fits(LocalProcessGroup(3), "dense", epochs=2)
+    rounds: list[Any] = []
+    for fit in members:
+        fit.weights = AverageWeights(5, "batch", rule=Krum(0))
+        fit.logs = AverageLogs(rule=Median())
+        for at in ((0, 6), (0, 11), (0, 16), (1, 1), (1, 6)):
+            fit.at[at] = lambda fit=fit: rounds.append(fit.weights.round)  # type: ignore[misc]
+        fit.start(pool)
+    check_alike([fit.done.result(LIMIT)[1] for fit in members])
+    assert len(rounds) == 15
+    assert all(one.healed == () and len(one.quarantined) == 2 for one in rounds), rounds
 
 
 @pytest.mark.slow

@@ -255,8 +255,10 @@ class Progress:
         if member.rank in result.healed:
             donor = self._take_over()
             self._receive(fit.Healed(donor.epoch, donor.steps, in_step))
-        elif not in_step and member.rank in result.quarantined:
-            member.lacks_state = True  # it has their weights, but its slots may be NaN, too
+        elif not in_step and member.rank in result.quarantined and member.rank in result.failed:
+            # It has their weights, but its slots may be NaN, too: the next meeting or average heals
+            # it. A member that a rule has left out has not failed.
+            member.lacks_state = True
         return result
 
     def _receive(self, event: fit.Event) -> None:

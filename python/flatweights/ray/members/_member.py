@@ -750,7 +750,8 @@ class Member:
             MemberError: Instead of ``error``, if the coordinator is gone.
         """
         if isinstance(error, CoordinatorDiedError):
-            # Unless another thread has ended this member. It may be the response that is at fault.
+            # Without effect if another thread has ended this member. There is a cause if the
+            # response could not be read, which the others cannot know.
             self._break_off(str(error), error.__cause__)
             raise MemberError(f"process group {self.name!r}: {self._over}") from None
         if isinstance(error, ray.exceptions.RayError):

@@ -15,6 +15,7 @@ from flatweights.ray.peers._transport import BY_VALUE
 # Up to this size, all arguments of an actor together travel with the call that starts it. Ray lets
 # some 10 MB do so, and keeps the rest only until the actor is built.
 _ALL_BY_VALUE = 4 << 20
+_REFERENCE = 256  # bytes of a reference, about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,5 +105,6 @@ class _Measuring(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
     """Pickles all but references: Ray keeps what they mean for ever once they are pickled so."""
 
     def persistent_id(self, value: Any) -> str | None:
-        is_reference = isinstance(value, ray.ObjectRef | ray.actor.ActorHandle)
-        return "reference" if is_reference else None
+        if not isinstance(value, ray.ObjectRef | ray.actor.ActorHandle):
+            return None
+        return f"{id(value):<{_REFERENCE}}"  # texts that differ, since equal ones are written once
