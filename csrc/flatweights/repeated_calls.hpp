@@ -117,7 +117,7 @@ class RepeatedCalls {
   std::vector<Repeat> requests_;
   std::vector<std::optional<Extent>> extents_;
   std::vector<const std::byte*> models_;
-  Polling polling_{150e-6};
+  Polling polling_{150e-6};  // seconds, before the coordinator sleeps
   std::int64_t count_ = 0;
   double pending_ = 0;
 };

@@ -168,6 +168,14 @@ def test_so_are_small_arguments_that_are_large_together(
             assert len(passed) == count + other + 1
 
 
+def test_references_travel_as_they_are_however_many_there_are(
+    passed_by: Callable[[ActorSpec], list[tuple[Any, ...]]],
+) -> None:
+    refs = [ray.put(0)] * 20_000
+    spec = ActorSpec(ray.remote(PlainWorker), refs, None, {"max_restarts": -1})
+    assert passed_by(spec) == [tuple(refs)] * 2
+
+
 def test_what_arguments_refer_to_is_kept_no_longer_than_they_are(
     request: pytest.FixtureRequest,
 ) -> None:
@@ -176,6 +184,7 @@ def test_what_arguments_refer_to_is_kept_no_longer_than_they_are(
     process = psutil.Process(ray.get(actor.pid.remote()))
     ref = ray.put(np.ones(LARGE))
     passed_by = request.getfixturevalue("passed_by")  # from now on, no actor starts
+    gc.collect()  # of other tests
     before = counts()
     spec = ActorSpec(ray.remote(PlainWorker), [[ref, actor]], None, {"max_restarts": -1})
     assert passed_by(spec) == [([ref, actor],)] * 2

@@ -29,6 +29,9 @@ IN_BAND = 1024  # bytes of the largest buffer that travels in the body
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), pickle.PickleBuffer, FlatWeights}
 
+# Objects of Ray, which counts the references to them: only Ray itself may pickle these.
+COUNTED = (ray.ObjectRef, ray.actor.ActorHandle)
+
 
 class Message(NamedTuple):
     """A value that is ready for mailboxes.
@@ -44,8 +47,8 @@ class Message(NamedTuple):
 
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
-        """Refuse objects of Ray, which counts the references to them."""
-        if isinstance(value, (ray.ObjectRef, ray.actor.ActorHandle)):
+        """Refuse objects of Ray."""
+        if isinstance(value, COUNTED):
             raise TypeError(f"{type(value).__name__} is not for channels")
         return super().reducer_override(value)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from flatweights.ray.channels._message import COUNTED
 from flatweights.ray.peers._by_rank import ByRank, check_by_rank, more_arguments
 from flatweights.ray.peers._transport import BY_VALUE
 
@@ -88,7 +89,8 @@ def _by_reference(arguments: Sequence[Any], nbytes: int = 0) -> tuple[tuple[Any,
     passed = list[Any]()
     for one in arguments:
         size = _nbytes_of(one)
-        travels = size <= BY_VALUE and nbytes + size <= _ALL_BY_VALUE
+        is_small = size <= BY_VALUE and nbytes + size <= _ALL_BY_VALUE
+        travels = is_small or isinstance(one, ray.ObjectRef)
         nbytes += size if travels else 0
         passed.append(one if travels else ray.put(one))
     return tuple(passed), nbytes
@@ -102,9 +104,9 @@ def _nbytes_of(argument: Any) -> int:
 
 
 class _Measuring(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Pickles all but references: Ray keeps what they mean for ever once they are pickled so."""
+    """Pickles all but objects of Ray: it keeps these for ever once they are pickled so."""
 
     def persistent_id(self, value: Any) -> str | None:
-        if not isinstance(value, ray.ObjectRef | ray.actor.ActorHandle):
+        if not isinstance(value, COUNTED):
             return None
         return f"{id(value):<{_REFERENCE}}"  # texts that differ, since equal ones are written once
