@@ -5,7 +5,9 @@
 Our first row averages the gradients of every batch; another averages the weights after every tenth;
 a third has moments over the batches of all processes in each layer of `BatchNormalization`.
 "without exchange" trains the same Keras 3 model in as many processes at the same time, each by
-itself: the difference is the cost of the exchange. The rival is `tf_keras` under
+itself: the difference is the cost of the exchange. "the slowest of each step" is the same, but each
+step counts as long as it took in its slowest process: no exchange can do better, since a step that
+averages waits for all. The rival is `tf_keras` under
 `MultiWorkerMirroredStrategy` with ring communication, since Keras 3 raises under that strategy.
 All processes have one thread for TensorFlow's operations. Contenders take turns, one `fit` each,
 and the slowest process counts. The rival's processes start after our rows, since they compute while
@@ -39,6 +41,7 @@ BATCH = 16
 STEPS = {"dense": 1000, "residual": 60, "resnet20": 40, "MobileNetV2": 10}
 NORMALIZED = ("residual", "resnet20")  # 7 and 19 layers of BatchNormalization
 ALONE = "without exchange"
+SLOWEST = f"{ALONE}, the slowest of each step"
 WEIGHTS = f"{runner.OURS}, weights of every 10th batch"
 SYNCHRONIZED = f"{runner.OURS}, synchronized BatchNormalization"
 RIVAL = "MultiWorkerMirroredStrategy, ring"
@@ -133,6 +136,19 @@ class Ours:
         history = self._models[way].fit(*self._data, BATCH, verbose=0, callbacks=callbacks)
         return self._epoch.seconds, history.history["loss"][0]
 
+    def seconds_of_steps(self) -> Any:
+        """Train for one epoch without exchange; return the seconds of each step."""
+        import keras
+
+        ends: list[float] = []
+
+        def note(_: int, logs: Any = None) -> None:
+            ends.append(time.perf_counter())
+
+        callback = keras.callbacks.LambdaCallback(on_epoch_begin=note, on_train_batch_end=note)
+        self._models[ALONE].fit(*self._data, BATCH, verbose=0, callbacks=[callback])
+        return np.diff(ends)
+
     def weights(self) -> list[Any]:
         """Return the trained weights of the model whose gradients are averaged."""
         return [np.asarray(v) for v in self._models[runner.OURS].trainable_variables]
@@ -210,6 +226,9 @@ def time_kind(kind: str, size: int, budget: float, *, rival: bool) -> list[runne
         way: partial(fit, way)
         for way in (runner.OURS, WEIGHTS, ALONE, *([SYNCHRONIZED] if kind in NORMALIZED else []))
     }
+    ways[SLOWEST] = lambda: float(
+        np.max(ray.get([one.seconds_of_steps.remote() for one in members]), axis=0).sum()
+    )
     losses: list[float] = []
     while len(losses) < 2 or (losses[-1] >= losses[0] and len(losses) < 10):
         replies = ray.get([member.fit.remote(runner.OURS) for member in members])
