@@ -263,6 +263,11 @@ class Simulated(MemberPlatform):
         return False
 
     @staticmethod
+    def other_jobs_with(name: str) -> list[str]:
+        """Know of no other jobs."""
+        return []
+
+    @staticmethod
     def check_connected(session: str | None = None) -> None:
         """Ray is never shut down."""
 

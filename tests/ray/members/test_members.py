@@ -592,9 +592,22 @@ def test_join_names_the_ranks_that_are_missing(puppets: Puppets) -> None:
         coordinator.awaited_by.remote(b"")
     ) != ([0, 2], False):
         time.sleep(0.05)
-    with pytest.raises(TimeoutError, match=r"expected 3 members in 0.5 s; missing ranks: 2"):
+    with pytest.raises(TimeoutError, match=r"expected 3 members in 0.5 s; missing ranks: 2$"):
         ray.get(second.join.remote(name, rank=0, size=3, timeout=0.5))
     ray.kill(first)
+
+
+@BY_ONE_WAY
+def test_join_names_another_job_in_which_others_may_wait(puppets: Puppets) -> None:
+    (puppet,), name = puppets.idle(1), next(NAMES)
+    of_job = {"name": f"flatweights:{name}", "namespace": "flatweights-0a0a0000"}
+    kind: Any = Puppet
+    actor = kind.options(**of_job, lifetime="detached").remote("")
+    ray.get(actor.pid.remote())
+    message = "missing ranks: 1; a name is local to its Ray job, .* also in use in job 0a0a0000$"
+    with pytest.raises(TimeoutError, match=message):
+        ray.get(puppet.join.remote(name, rank=0, size=2, timeout=0.5))
+    ray.kill(actor)
 
 
 @BY_ONE_WAY

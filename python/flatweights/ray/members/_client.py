@@ -497,6 +497,10 @@ def enter(
                 if last is not None:
                     ago = f"{last.seconds_since:.0f} s ago"
                     why += f"; a process group of this name has ended {ago}"
+                others = platform.other_jobs_with(name)
+                if others:
+                    jobs = ", ".join(others)
+                    why += f"; a name is local to its Ray job, and it is also in use in job {jobs}"
         finally:
             with contextlib.suppress(ray.exceptions.RayError):
                 coordinator.lose.remote(

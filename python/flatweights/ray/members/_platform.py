@@ -23,7 +23,11 @@ from flatweights.ray.members._ended import last_end, mark_end
 from flatweights.ray.nodes._plan import ReduceDType
 from flatweights.ray.peers._by_agent import AgentClient, Agents
 from flatweights.ray.peers._platform import GroupPlatform
-from flatweights.ray.peers._shared_actor import has_shared_actor, shared_actor
+from flatweights.ray.peers._shared_actor import (
+    has_shared_actor,
+    other_jobs_with,
+    shared_actor,
+)
 
 _TOKEN = 16
 # With Ray 2.51.0 and 2.51.1, a node ends if two threads of one process get the same object at the
@@ -95,6 +99,7 @@ class MemberPlatform(GroupPlatform):
         return shared_actor(cls, name, node, concurrency, *args)
 
     has_coordinator = staticmethod(has_shared_actor)
+    other_jobs_with = staticmethod(other_jobs_with)
 
     def introduce(self) -> tuple[bytes, str]:
         """Return a token by which a coordinator recognises this process, and its name in errors."""

@@ -14,6 +14,7 @@ from flatweights.ray import _clock
 
 _TRIES = 10
 _PAUSE = 0.05  # seconds between two tries
+_SPACE = "flatweights-"
 
 
 def actor_class(cls: type) -> Any:
@@ -84,6 +85,14 @@ def has_shared_actor(name: str) -> bool:
     return True
 
 
+def other_jobs_with(name: str) -> list[str]:
+    """Return the ids of other Ray jobs of the cluster that have an actor ``name``."""
+    own = _address(name)
+    every = ray.util.list_named_actors(all_namespaces=True)
+    spaces = [one["namespace"] for one in every if one["name"] == own["name"]]
+    return sorted(one.removeprefix(_SPACE) for one in spaces if one != own["namespace"])
+
+
 def _address(name: str) -> dict[str, str]:
     job = ray.get_runtime_context().get_job_id()
-    return {"name": f"flatweights:{name}", "namespace": f"flatweights-{job}"}
+    return {"name": f"flatweights:{name}", "namespace": f"{_SPACE}{job}"}
