@@ -415,8 +415,8 @@ MUTANTS = {
     ),
     "a member repeats with other arguments": Mutant(
         "members/_member.py",
-        " and again.arguments == arguments\n",
-        "\n",
+        " or again.arguments != arguments:\n",
+        ":\n",
     ),
     "a member repeats what its coordinator does not": Mutant(
         "members/_repeated_call.py",

@@ -494,13 +494,24 @@ def test_a_series_is_logged_and_counted(
     assert nbytes == averages * 2 * 64
 
 
-def test_a_repeated_call_enters_few_functions(threads: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize(("is_model", "most"), [(False, 28), (True, 66)])
+def test_a_repeated_call_enters_few_functions(
+    threads: ThreadPoolExecutor, is_model: bool, most: int
+) -> None:
+    """Ten of the functions are those of `Held` itself."""
     group = Watched(2)
 
     def act(member: Member) -> int:
-        variables = Held(w=np.zeros(8))
+        variables, model = Held(w=np.zeros(8)), fw.FlatWeights({"w": np.zeros(8)})
+
+        def average() -> None:
+            if is_model:
+                member.average(model, out=model)
+            else:
+                member.average_variables(variables)
+
         for _ in range(10):
-            member.average_variables(variables)
+            average()
         entered: list[str] = []
 
         def note(_frame: Any, event: str, _arg: Any) -> None:
@@ -509,14 +520,43 @@ def test_a_repeated_call_enters_few_functions(threads: ThreadPoolExecutor) -> No
 
         sys.setprofile(note)
         try:
-            member.average_variables(variables)
+            average()
         finally:
             sys.setprofile(None)
         return len(entered)
 
-    moves = 2 * 5  # of `Held` itself
     counts = all_of(threads, group.members, act)
-    assert max(counts) <= moves + 18, counts
+    assert max(counts) <= most, counts
+
+
+def test_models_of_any_kind_and_their_results_take_turns(threads: ThreadPoolExecutor) -> None:
+    """A call is recognised by its layout, which several models and results share."""
+    group = Watched(2)
+
+    def act(member: Member) -> None:
+        flat = fw.FlatWeights({"w": np.zeros(3), "b": np.zeros(2)})
+        others = [fw.FlatWeights.empty(flat.layout) for _ in range(2)]
+        for step in range(48):
+            mean = step + 0.5
+            flat.buffer.view(np.float64)[:] = step + member.rank
+            out = [None, flat, *others][step % 4]
+            result = member.average(flat, out=out).weights
+            assert out is None or result is out
+            assert out is flat or (flat["w"] == step + member.rank).all()
+            assert (result["w"] == mean).all()
+            assert (result["b"] == mean).all()
+            assert result["w"].flags.writeable == (out is not None)
+            parts = {name: array.copy() for name, array in flat.items()}
+            again = member.average(parts).weights
+            assert type(again) is dict
+            assert all(same_bits(again[name], parts[name]) for name in parts) == (out is flat)
+            vector = np.full(5, mean)
+            assert member.average(vector, out=vector).weights is vector
+            strided = np.full(10, 1.0 + step + 2 * member.rank)[::2]
+            assert (member.average(strided).weights == 2.0 + step).all()
+
+    all_of(threads, group.members, act)
+    assert group.made >= 4 * 40
 
 
 def test_a_weight_that_changes_in_place_counts(threads: ThreadPoolExecutor) -> None:

@@ -220,7 +220,7 @@ class Member:
         self.raise_if_out_of_sync = False
         self._coordinator = coordinator
         self._twins = Twins(name)
-        self._again: dict[int, RepeatedCall | None] = {}  # by the id of their variables
+        self._again: dict[int, RepeatedCall | None] = {}  # by the id of what they are known by
         self._states: list[WholeState] = []  # of the last calls, the newest first
         self._turn = _core.MemberTurn()
         self._over: str = ""
@@ -313,21 +313,15 @@ class Member:
         """
         self._check_process()
         state = self._whole(state)
-        template = Template.of(weights, "weights")
-        parts = template.read(weights, "weights")
-        targets = None if out is None else template.targets(out)
-        if targets is not None and out is not weights:  # shared parts of ``weights`` have one mean
-            template.check_apart(targets)
-        layout = template.layout
+        arguments = weight, timeout, min_results, nonfinite
+        moved = _MovedModel(weights, out)
+        template, layout = moved.template, moved.layout
+        result = self._average_again(moved, layout, arguments, rule, state)
+        if result is not None:
+            return result
         named = None if rule is None else _SentRule.of(rule, template)
-        request = self._request(
-            layout, weight, timeout, min_results, nonfinite, rule=named, state=state
-        )
-        with self._call(state) as coordinator:
-            buffer = coordinator.new_buffer(layout)
-            _core.move_parts(template.parts_in(buffer), parts)
-            response, mean = self._exchange(coordinator, request, layout, buffer, state)
-            return self._round(response, _model(template, mean, out, targets))
+        request = self._request(layout, *arguments, rule=named, state=state)
+        return self._average(moved, layout, arguments, request, state)
 
     def average_variables(
         self,
@@ -371,35 +365,49 @@ class Member:
             has_come = self._turn.resume()
             if has_come is not None:
                 return self._go_on(again, variables, state, has_come)
-        try:
-            repeats = again is not None and rule is None and again.arguments == arguments
-        except (ValueError, RuntimeWarning):  # a weight is an array, or too large for the other
-            repeats = False
-        if again is not None and repeats:
-            result = self._average_again(again, variables, state)
-            if result is not None:
-                return result
+        result = self._average_again(variables, variables, arguments, rule, state)
+        if result is not None:
+            return result
         self._check_process()
         state = self._whole(state)
         layout = _layout_of(variables, "variables")
         check_flat_weights(layout, "variables")
         named = None if rule is None else _SentRule.of(rule, _by_name(layout))
-        request = self._request(
-            layout, weight, timeout, min_results, nonfinite, rule=named, state=state
-        )
+        request = self._request(layout, *arguments, rule=named, state=state)
         if self._twins.is_twin(variables, request.keys[1]):
             request = request._replace(twins=(*request.twins, request.keys[1]))
         if state is None and hasattr(variables, "let_repeat"):  # a tensor of a step
             request = request._replace(from_state=True)
+        return self._average(variables, variables, arguments, request, state)
+
+    def _average(
+        self,
+        variables: Variables,
+        known_by: Any,
+        arguments: tuple[Any, ...],
+        request: Request,
+        state: Variables | None,
+    ) -> Round:
+        """Average ``variables``, and note how to make the same call again.
+
+        Args:
+            variables: What is averaged, in place.
+            known_by: An object by which `_average_again` recognises the next such call.
+            arguments: What `average` and `average_variables` have in common, but ``rule``.
+            request: What to ask.
+            state: The state that heals members.
+        """
         with self._call(state) as coordinator:
             request, sent = coordinator.gather(variables, request)
-            response, mean = self._exchange(coordinator, request, layout, sent, state)
+            response, mean = self._exchange(coordinator, request, variables.layout, sent, state)
             scatter(variables, mean)
-            result = self._round(response, None)
+            result = self._round(response, _made_by(variables))
             way = coordinator.again(request, sent)
             if way is not None:
-                again = RepeatedCall.of(variables, state, arguments, request, way, self._twins)
-                remember(self._again, id(variables), again)
+                again = RepeatedCall.of(
+                    variables, known_by, state, arguments, request, way, self._twins
+                )
+                remember(self._again, id(known_by), again)
             return result
 
     def _go_on(
@@ -414,8 +422,21 @@ class Member:
         finally:
             self._turn.give_back()
 
-    def _average_again(self, again: RepeatedCall, variables: Variables, state: Any) -> Round | None:
-        """Average as before; None, with nothing done, if this call is not like that one."""
+    def _average_again(
+        self,
+        variables: Variables,
+        known_by: Any,
+        arguments: tuple[Any, ...],
+        rule: AnyRule | None,
+        state: State | None,
+    ) -> Round | None:
+        """Average as before; None, with nothing done, if this call is not like one before."""
+        again = self._again.get(id(known_by))
+        try:
+            if again is None or rule is not None or again.arguments != arguments:
+                return None
+        except (ValueError, RuntimeWarning):  # a weight is an array, or too large for the other
+            return None
         if self._process != os.getpid() or _get_running_loop() is not None:
             return None
         if state is not None:
@@ -427,7 +448,7 @@ class Member:
             if (
                 self._over
                 or self._turn.is_left
-                or not (is_healthy and again.is_for(variables, state, self._twins))
+                or not (is_healthy and again.is_for(known_by, variables, state, self._twins))
             ):
                 return None
             return self._exchange_again(again, variables, state)
@@ -461,6 +482,7 @@ class Member:
                 if told is None:
                     coordinator.is_asking = False
                     return None
+            response = None
             if isinstance(told, bool):
                 self._turn.forget_steps()
                 coordinator.was_asked(again.request, again.known, told)
@@ -468,17 +490,18 @@ class Member:
                 response, mean = self._exchange(
                     coordinator, again.request, again.layout, sent, whole
                 )
-                result = self._round(response, None)
             else:
                 coordinator.is_asking, coordinator.is_told = False, True
                 if _failpoints.hook is not None:
                     _failpoints.reach("told")
                 *numbers, mean = told
-                result = Round(None, *repeated_arguments(again.known.response.arguments, *numbers))
                 if again.is_in_step and _failpoints.hook is None:
                     cast("Any", variables).let_repeat(shortcut.request, self._turn, SLICE)
             variables.scatter(mean, **again.options)
-            return result
+            weights = _made_by(variables)
+            if response is not None:
+                return self._round(response, weights)
+            return Round(weights, *repeated_arguments(again.known.response.arguments, *numbers))
         except BaseException as error:
             self._fail(error, state)
             raise
@@ -515,7 +538,7 @@ class Member:
                 _core.move_parts(template.parts_in(buffer), parts)
             response, got = coordinator.exchange(request, layout, buffer)
             self._note(response)
-            model: Model = _model(template, got, None, None)
+            model: Model = _model_of(template, got)
             return model
 
     def broadcast_variables(
@@ -928,12 +951,42 @@ def _check_rank(rank: int, size: int, name: str) -> int:
     return checked
 
 
-def _model(
-    template: Template, mean: NDArray[np.uint8], out: Any, targets: list[NDArray[Any]] | None
-) -> Any:
-    """Return ``out`` or a new model with the values of the packed ``mean``."""
-    model = template.new() if targets is None else out
-    if targets is None:
-        targets = template.read_out(model)
-    _core.move_parts(targets, template.parts_in(mean))
-    return frozen(model) if out is None else model
+def _model_of(template: Template, mean: NDArray[np.uint8]) -> Any:
+    """Return a new model with the values of the packed ``mean``."""
+    model = template.new()
+    _core.move_parts(template.read_out(model), template.parts_in(mean))
+    return frozen(model)
+
+
+def _made_by(variables: Variables) -> Any:
+    """Return the model that ``variables``, which were just set, have made; None for others."""
+    return variables.result if isinstance(variables, _MovedModel) else None
+
+
+class _MovedModel:
+    """A model that is averaged, as `Variables`, which are set by making or writing another one.
+
+    Attributes:
+        template: The kind and layout of the model.
+        layout: The layout.
+        result: The average, once it is set.
+    """
+
+    def __init__(self, weights: Model, out: Model | None) -> None:
+        """Read the parts of both; raises as `Member.average` does."""
+        self.template = Template.of(weights, "weights")
+        self.layout = self.template.layout
+        self.result: Any = out
+        self._parts = self.template.read(weights, "weights")
+        self._targets = None if out is None else self.template.targets(out)
+        if self._targets is not None and out is not weights:  # shared parts of it have one mean
+            self.template.check_apart(self._targets)
+
+    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
+        _core.move_parts(self.template.parts_in(buffer), self._parts)
+
+    def scatter(self, buffer: NDArray[np.uint8]) -> None:
+        if self._targets is None:
+            self.result = _model_of(self.template, buffer)
+        else:
+            _core.move_parts(self._targets, self.template.parts_in(buffer))

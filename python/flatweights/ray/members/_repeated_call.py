@@ -1,8 +1,8 @@
 """A member's call that may be made again: what need not be found out anew.
 
-If the coordinator repeats calls (`RepeatedCalls`), `Member.average_variables` consists of three
-steps: the variables are gathered into a segment of this process, one function of C++ asks and
-waits, and the variables are set from the coordinator's segment. Anything else makes it a call like
+If the coordinator repeats calls (`RepeatedCalls`), an average consists of three steps: the
+variables, or the parts of a model, are gathered into a segment of this process, one function of C++
+asks and waits, and they are set from the coordinator's segment. Anything else makes it a call like
 the first.
 
 The tensors of a step of TensorFlow's (`flatweights.keras`) need no Python for these three: from the
@@ -51,10 +51,10 @@ def response_again(response: Response, number: int, *seconds: float) -> Response
 
 
 class RepeatedCall(NamedTuple):
-    """A call of `Member.average_variables` that may be made again.
+    """A call of `Member.average` or `average_variables` that may be made again.
 
     Attributes:
-        variables: The variables that it averages.
+        known_by: What the next such call has, too: the same variables, or a model of this layout.
         state: The state that heals members; None without one.
         arguments: Its other arguments, in their order.
         layout: The layout of the variables.
@@ -67,7 +67,7 @@ class RepeatedCall(NamedTuple):
             without Python.
     """
 
-    variables: weakref.ref[Any]
+    known_by: weakref.ref[Any]
     state: weakref.ref[Any] | None
     arguments: tuple[Any, ...]
     layout: Layout
@@ -82,6 +82,7 @@ class RepeatedCall(NamedTuple):
     def of(
         cls,
         variables: Any,
+        known_by: Any,
         state: Any,
         arguments: tuple[Any, ...],
         request: Request,
@@ -91,7 +92,8 @@ class RepeatedCall(NamedTuple):
         """Return a call that was just made; None, if it cannot be made again.
 
         Args:
-            variables: See the attribute, also for the following.
+            variables: What it averaged.
+            known_by: See the attribute, also for the following.
             state: See the attribute.
             arguments: See the attribute.
             request: See the attribute.
@@ -101,16 +103,16 @@ class RepeatedCall(NamedTuple):
         if not all(isinstance(one, _FIXED) for one in arguments):
             return None
         try:
-            refs = weakref.ref(variables), None if state is None else weakref.ref(state)
+            refs = weakref.ref(known_by), None if state is None else weakref.ref(state)
         except TypeError:  # a class has no weak references
             return None
         options, is_in_step = without_seeds(variables), hasattr(variables, "let_repeat")
         layout = variables.layout
         return cls(*refs, arguments, layout, request, *way, twins.changes, options, is_in_step)
 
-    def is_for(self, variables: Variables, state: Any, twins: Twins) -> bool:
+    def is_for(self, known_by: Any, variables: Variables, state: Any, twins: Twins) -> bool:
         """Whether the next call with these objects is like this one."""
-        if self.variables() is not variables:
+        if self.known_by() is not known_by:
             return False
         layout: Layout = variables.layout
         if layout is not self.layout:
