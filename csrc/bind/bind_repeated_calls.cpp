@@ -120,10 +120,10 @@ void bind_repeated_calls(py::module_& m) {
 
   py::class_<BoundRepeatedRequest>(m, "RepeatedRequest")
       .def(py::init<BoundMailbox, std::shared_ptr<BoundDoorbell>, py::dict, std::uint64_t,
-                    const std::optional<BoundRepeatedRequest::Position>&,
+                    std::size_t, const std::optional<BoundRepeatedRequest::Position>&,
                     std::shared_ptr<Segment>>(),
            py::arg("mailbox"), py::arg("doorbell"), py::arg("segments"), py::arg("call"),
-           py::arg("extent"), py::arg("segment"))
+           py::arg("size"), py::arg("extent"), py::arg("segment"))
       .def("exchange", &BoundRepeatedRequest::exchange, py::arg("weight"), py::arg("seconds"));
 
   py::class_<BoundRepeatedCalls>(m, "RepeatedCalls")

@@ -100,14 +100,14 @@ RepeatedStep::Ended RepeatedStep::wait(const CalledTensor* tensors, std::size_t 
 
 BoundRepeatedRequest::BoundRepeatedRequest(BoundMailbox mailbox,
                                            std::shared_ptr<BoundDoorbell> bell, py::dict segments,
-                                           std::uint64_t call,
+                                           std::uint64_t call, std::size_t size,
                                            const std::optional<Position>& extent,
                                            std::shared_ptr<Segment> segment)
     : mailbox_(std::move(mailbox)),
       bell_(std::move(bell)),
       segments_(std::move(segments)),
       request_{call, {}},
-      polling_(extent ? polled(std::get<3>(*extent)) : 0.0),
+      polling_(polled(size)),
       segment_(std::move(segment)) {
   if (!extent) return;
   const auto [index, generation, offset, nbytes] = *extent;

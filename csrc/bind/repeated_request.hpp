@@ -65,10 +65,10 @@ class BoundRepeatedRequest {
   // Segment, generation, offset and bytes of a model.
   using Position = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>;
 
-  // `segments`: as in `read_message`. `extent`: where the member's model is, in `segment`, which is
-  // its own; none, if it sends none.
+  // `segments`: as in `read_message`. `size`: bytes of the model. `extent`: where the member's is,
+  // in `segment`, which is its own; none, if it sends none.
   BoundRepeatedRequest(BoundMailbox mailbox, std::shared_ptr<BoundDoorbell> bell,
-                       pybind11::dict segments, std::uint64_t call,
+                       pybind11::dict segments, std::uint64_t call, std::size_t size,
                        const std::optional<Position>& extent, std::shared_ptr<Segment> segment);
 
   // Asks, and waits for at most `seconds`. Returns number and seconds of the response, and its

@@ -138,6 +138,7 @@ class RepeatedRequest:
         doorbell: Doorbell,
         segments: dict[int, tuple[int, PeerSegment]],
         call: int,
+        size: int,
         extent: tuple[int, int, int, int] | None,
         segment: Segment | None,
     ) -> None: ...

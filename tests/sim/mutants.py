@@ -418,6 +418,21 @@ MUTANTS = {
         " or again.arguments != arguments:\n",
         ":\n",
     ),
+    "a member repeats a broadcast and does not set it": Mutant(
+        "members/_member.py",
+        "if again.is_set or (response",
+        "if (response",
+    ),
+    "a root that has joined again keeps what it sent": Mutant(
+        "members/_member.py",
+        "if is_set or self._session not in response.sessions:",
+        "if is_set:",
+    ),
+    "a member repeats a broadcast of another root": Mutant(
+        "members/_member.py",
+        "self._again.get((id(known_by), root))",
+        "next((one for key, one in self._again.items() if key[0] == id(known_by)), None)",
+    ),
     "a member repeats what its coordinator does not": Mutant(
         "members/_repeated_call.py",
         " and self.known.was_repeated and ",

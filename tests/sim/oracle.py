@@ -167,7 +167,7 @@ class Record:
 
     def newest_joined(self, rank: int) -> Noted | None:
         """Return the newest process of a rank that has joined."""
-        return next((one for one in reversed(self.entered[rank]) if one.has_joined), None)
+        return next((one for one in reversed(self.entered.get(rank, ())) if one.has_joined), None)
 
     def missed(self) -> set[int]:
         """Return the ranks that have joined and not left; a leave may still be on its way."""
@@ -812,9 +812,12 @@ class Oracle:
         if root is None or result.used != (root,) or root not in parts:
             self._fail(f"{number}: broadcast of {root} used {result.used}")
             return
-        state = parts[root].call.state
-        if state is not None and state != self._state_in(content):
+        call = parts[root].call
+        if call.state is not None and call.state != self._state_in(content):
             self._fail(f"{number}: not the state of the root")
+        own = None if call.vector is None else call.vector.tobytes()
+        if own is not None and content is not None and content[: len(own)] != own:
+            self._fail(f"{number}: not the weights of the root")
 
     def _check_ranks(
         self, record: Record, number: int, result: Round, parts: dict[int, Sent]
@@ -823,7 +826,7 @@ class Oracle:
         for rank in result.late:
             if rank in parts:
                 self._fail(f"{number}: rank {rank} took part and is late")
-            entered = record.entered[rank]
+            entered = record.entered.get(rank, [])
             if not any(one.counts or one.open is not None for one in entered):
                 self._fail(f"{number}: rank {rank} is late, and has not joined")
         for rank, why in result.failed.items():

@@ -109,6 +109,7 @@ def plan_of(seed: int, mix: str) -> Plan:
     - ``in_place``: whether members average variables; ``alone``: after how many calls twins begin
       to take turns;
     - ``repeats``: the share of repeated calls that are made without the process group's thread;
+    - ``broadcasts``: of how many calls of the program "weights" one is a broadcast, or None;
     - ``yields``: how likely a task is preempted at a point.
     """
     rng = random.Random(f"{seed} {mix}")
@@ -172,6 +173,7 @@ def plan_of(seed: int, mix: str) -> Plan:
     plan["in_place"] = rng.random() < (0.7 if mix == "repeats" else 0.2)
     plan["alone"] = rng.choice((0, 0, 5)) if mix != "repeats" else 8
     plan["repeats"] = rng.choice((0.0, 0.5, 0.9, 1.0, 1.0))
+    plan["broadcasts"] = rng.choice((None, None, None, 1, 2))
     return plan
 
 

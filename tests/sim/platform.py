@@ -914,9 +914,9 @@ class SimulatedMemberChannel:
             or self.is_closed
         )
 
-    def shortcut(self, call: int, buffer: Any) -> Shortcut | None:
+    def shortcut(self, call: int, size: int, buffer: Any) -> Shortcut | None:
         world = self._world
-        memory = buffer.copy()
+        memory = None if buffer is None else buffer.copy()
 
         def exchange(weight: float, seconds: float) -> Any:
             body = ASKED_AGAIN.pack(call, weight)

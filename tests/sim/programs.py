@@ -302,8 +302,23 @@ class Program:
         return mean
 
     def _average_weights(self, member: Member) -> None:
+        every = self._plan.get("broadcasts")
+        if every and self._calls % every == every - 1:
+            self._broadcast_weights(member, self._calls // every % member.size)
+            return
         kind = self._calls % self._plan["kinds"]
         self._average(member, f"part {kind}", (self._rank, self._calls))
+        self._calls += 1
+
+    def _broadcast_weights(self, member: Member, root: int) -> None:
+        vector, name = self._vector(member), "of a root"
+        timeout = self._plan["timeout"]
+        with self._call(vector, 1.0) as call:
+            variables = self._in_place.get(name) or Named(self._world, name, vector.size)
+            self._in_place[name] = variables
+            variables.array[:] = vector
+            result = member.broadcast_variables(variables, root, timeout=timeout)
+        self._oracle.returned(call, member, result, variables.array)
         self._calls += 1
 
     def _average_twins(self, member: Member) -> None:

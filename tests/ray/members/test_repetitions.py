@@ -529,6 +529,67 @@ def test_a_repeated_call_enters_few_functions(
     assert max(counts) <= most, counts
 
 
+@pytest.mark.parametrize("is_model", [False, True])
+def test_broadcasts_from_any_root_are_repeated(threads: ThreadPoolExecutor, is_model: bool) -> None:
+    group = Watched(3)
+
+    def act(member: Member) -> int:
+        variables = Held(w=np.zeros(5), steps=np.zeros(2, np.int64))
+        entered: list[str] = []
+
+        def note(_frame: Any, event: str, _arg: Any) -> None:
+            if event == "call":
+                entered.append(event)
+
+        for step in range(60):
+            root = step // 3 % 3 if step < 30 else 1
+            own = 100.0 * step + member.rank
+            variables.arrays["w"][:] = own
+            variables.arrays["steps"][:] = own
+            sys.setprofile(note if step == 59 else None)
+            try:
+                if is_model:
+                    result = member.broadcast(variables.arrays, root)
+                else:
+                    told = member.broadcast_variables(variables, root)
+                    result = variables.arrays
+                    assert told.used == (root,)
+                    assert told.number == step + 1
+            finally:
+                sys.setprofile(None)
+            for name, array in result.items():
+                assert (array == 100 * step + root).all(), (step, name)
+            assert not is_model or variables.arrays["w"][0] == own
+        return len(entered)
+
+    counts = all_of(threads, group.members, act)
+    assert group.made >= 50
+    if not is_model:
+        assert max(counts) <= 25, counts
+
+
+def test_a_root_that_is_late_for_a_repeated_broadcast_sends_it(
+    threads: ThreadPoolExecutor,
+) -> None:
+    group = Watched(2)
+    is_waiting = threading.Event()
+
+    def act(member: Member) -> list[float]:
+        variables, told = Held(w=np.zeros(4)), []
+        for step in range(20):
+            variables.arrays["w"][:] = 10.0 * step + member.rank
+            if member.rank == 1 and step == 10:
+                assert is_waiting.wait(PATIENCE)
+                time.sleep(0.4)  # longer than a member waits in C++
+            elif step == 10:
+                is_waiting.set()
+            member.broadcast_variables(variables, 1)
+            told.append(float(variables.arrays["w"][0]))
+        return told
+
+    assert all_of(threads, group.members, act) == [[10.0 * step + 1 for step in range(20)]] * 2
+
+
 def test_models_of_any_kind_and_their_results_take_turns(threads: ThreadPoolExecutor) -> None:
     """A call is recognised by its layout, which several models and results share."""
     group = Watched(2)
@@ -697,7 +758,7 @@ def test_a_call_is_late_by_the_timeout_of_a_member_that_has_asked() -> None:
     for box in boxes[:2]:  # the third member does not ask
         box.enter(1)
         assert box.wait(0.0, 1)
-        asks = _core.RepeatedRequest(box, bell, {}, 1, None, None)
+        asks = _core.RepeatedRequest(box, bell, {}, 1, 64, None, None)
         assert asks.exchange(1.0, 0.0) is False
     calls = _core.RepeatedCalls(boxes, [{}, {}, {}])
     calls.prepare(1, layout.core, results, None, False, [None, 0.01, None])

@@ -35,13 +35,14 @@ class Shortcut(NamedTuple):
     Attributes:
         request: Its `exchange` asks and waits. If that returns a truth value, this is to become
             `MemberChannel.pending`.
-        memory: The memory in a segment from which the coordinator reads the weights.
+        memory: The memory in a segment from which the coordinator reads the weights; None, if none
+            are sent.
         segments: The segments of the channel.
         changes: How often they had changed.
     """
 
     request: _core.RepeatedRequest
-    memory: NDArray[np.uint8]
+    memory: NDArray[np.uint8] | None
     segments: Segments
     changes: int
 
@@ -122,20 +123,29 @@ class MemberChannel(WorkerChannel):
         why = "has ended" if has_ended else f"did not get a segment: {error}"
         return CoordinatorDiedError(f"{self.peer} {why}")
 
-    def shortcut(self, call: int, buffer: NDArray[np.uint8]) -> Shortcut | None:
+    def shortcut(self, call: int, size: int, buffer: NDArray[np.uint8] | None) -> Shortcut | None:
         """Return the way to ask again for ``call``, with weights where ``buffer`` is.
 
+        Args:
+            call: The number by which the coordinator knows it.
+            size: The bytes of its weights.
+            buffer: The packed weights; None, if none are sent.
+
         Returns:
-            None, if it does not lie in a segment.
+            None, if the buffer does not lie in a segment.
         """
         segments = self._segments
-        extent = segments.find(buffer)
-        if extent is None or self._doorbell is None:
+        if self._doorbell is None:
             return None
-        segment = segments[extent.segment]
+        extent = segment = memory = None
+        if buffer is not None:
+            extent = segments.find(buffer)
+            if extent is None:
+                return None
+            segment = segments[extent.segment]
+            memory = segment.memory()[extent.offset : extent.offset + extent.nbytes]
         ends = self.mailbox, self._doorbell
-        request = _core.RepeatedRequest(*ends, self._of_peer, call, extent, segment)
-        memory = segment.memory()[extent.offset : extent.offset + extent.nbytes]
+        request = _core.RepeatedRequest(*ends, self._of_peer, call, size, extent, segment)
         return Shortcut(request, memory, segments, segments.changes)
 
     def response(self, seconds: float | None) -> tuple[bytes, list[Any], int]:

@@ -123,8 +123,16 @@ class CoordinatorClient(ABC):
         """Return the request of a member that sends nothing; it tells where ``variables`` are."""
         return request
 
-    def again(self, request: Request, buffer: Sent) -> tuple[Shortcut, Repeatable] | None:
-        """Return the way to make a call again that was just made; None, if there is none."""
+    def again(
+        self, request: Request, size: int, buffer: Sent
+    ) -> tuple[Shortcut, Repeatable] | None:
+        """Return the way to make a call again that was just made; None, if there is none.
+
+        Args:
+            request: The request.
+            size: The bytes of its weights.
+            buffer: What was sent with it.
+        """
         return None
 
     def was_asked(  # noqa: B027 - as for `offer`
@@ -270,12 +278,16 @@ class ChannelClient(CoordinatorClient):
         uuid = gpu_of(variables)
         return request if uuid is None else request._replace(gpu=OnGpu(uuid))
 
-    def again(self, request: Request, buffer: Sent) -> tuple[Shortcut, Repeatable] | None:
+    def again(
+        self, request: Request, size: int, buffer: Sent
+    ) -> tuple[Shortcut, Repeatable] | None:
         """Return the way to ask again, if the coordinator has just repeated the call."""
         known = self._prepared.get(request.signature)
-        if known is None or not known.was_repeated or not isinstance(buffer, np.ndarray):
+        if known is None or not known.was_repeated or isinstance(buffer, OwnSegment):
             return None
-        shortcut = self._channel.shortcut(known.response.prepared, buffer)
+        if buffer is None and request.gpu is not None:  # the weights may come in a segment of it
+            return None
+        shortcut = self._channel.shortcut(known.response.prepared, size, buffer)
         return None if shortcut is None else (shortcut, known)
 
     def was_asked(self, request: Request, known: Repeatable, has_come: bool) -> None:

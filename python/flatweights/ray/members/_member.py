@@ -220,7 +220,8 @@ class Member:
         self.raise_if_out_of_sync = False
         self._coordinator = coordinator
         self._twins = Twins(name)
-        self._again: dict[int, RepeatedCall | None] = {}  # by the id of what they are known by
+        # By the id of what they are known by, and the root.
+        self._again: dict[tuple[int, int | None], RepeatedCall | None] = {}
         self._states: list[WholeState] = []  # of the last calls, the newest first
         self._turn = _core.MemberTurn()
         self._over: str = ""
@@ -316,12 +317,13 @@ class Member:
         arguments = weight, timeout, min_results, nonfinite
         moved = _MovedModel(weights, out)
         template, layout = moved.template, moved.layout
-        result = self._average_again(moved, layout, arguments, rule, state)
-        if result is not None:
-            return result
+        if rule is None:
+            result = self._call_again(moved, layout, arguments, state)
+            if result is not None:
+                return result
         named = None if rule is None else _SentRule.of(rule, template)
         request = self._request(layout, *arguments, rule=named, state=state)
-        return self._average(moved, layout, arguments, request, state)
+        return self._call_once(moved, layout, arguments, request, state)
 
     def average_variables(
         self,
@@ -360,14 +362,15 @@ class Member:
             Exception: As `average`; the variables have not changed.
         """
         arguments = weight, timeout, min_results, nonfinite
-        again = self._again.get(id(variables))
+        again = self._again.get((id(variables), None))
         if again is not None and again.is_in_step and self._process == os.getpid():
             has_come = self._turn.resume()
             if has_come is not None:
                 return self._go_on(again, variables, state, has_come)
-        result = self._average_again(variables, variables, arguments, rule, state)
-        if result is not None:
-            return result
+        if rule is None:
+            result = self._call_again(variables, variables, arguments, state)
+            if result is not None:
+                return result
         self._check_process()
         state = self._whole(state)
         layout = _layout_of(variables, "variables")
@@ -378,9 +381,9 @@ class Member:
             request = request._replace(twins=(*request.twins, request.keys[1]))
         if state is None and hasattr(variables, "let_repeat"):  # a tensor of a step
             request = request._replace(from_state=True)
-        return self._average(variables, variables, arguments, request, state)
+        return self._call_once(variables, variables, arguments, request, state)
 
-    def _average(
+    def _call_once(
         self,
         variables: Variables,
         known_by: Any,
@@ -388,26 +391,34 @@ class Member:
         request: Request,
         state: Variables | None,
     ) -> Round:
-        """Average ``variables``, and note how to make the same call again.
+        """Average or broadcast ``variables``, and note how to make the same call again.
 
         Args:
-            variables: What is averaged, in place.
-            known_by: An object by which `_average_again` recognises the next such call.
-            arguments: What `average` and `average_variables` have in common, but ``rule``.
+            variables: What is averaged or broadcast, in place.
+            known_by: An object by which `_call_again` recognises the next such call.
+            arguments: The arguments that make up the request.
             request: What to ask.
             state: The state that heals members.
         """
+        root, layout = request.root, variables.layout
+        is_set = root != self.rank or known_by is not variables  # models are made anew
         with self._call(state) as coordinator:
-            request, sent = coordinator.gather(variables, request)
-            response, mean = self._exchange(coordinator, request, variables.layout, sent, state)
-            scatter(variables, mean)
+            sent: Sent = None
+            if root is None or root == self.rank:
+                request, sent = coordinator.gather(variables, request)
+            else:
+                request = coordinator.on_gpu(variables, request)
+            response, got = self._exchange(coordinator, request, layout, sent, state)
+            # If the root has joined again, the weights are those of its predecessor.
+            if is_set or self._session not in response.sessions:
+                scatter(variables, got)
             result = self._round(response, _made_by(variables))
-            way = coordinator.again(request, sent)
+            way = coordinator.again(request, layout.nbytes, sent)
             if way is not None:
                 again = RepeatedCall.of(
-                    variables, known_by, state, arguments, request, way, self._twins
+                    variables, known_by, state, arguments, request, way, self._twins, is_set=is_set
                 )
-                remember(self._again, id(known_by), again)
+                remember(self._again, (id(known_by), root), again)
             return result
 
     def _go_on(
@@ -422,18 +433,18 @@ class Member:
         finally:
             self._turn.give_back()
 
-    def _average_again(
+    def _call_again(
         self,
         variables: Variables,
         known_by: Any,
         arguments: tuple[Any, ...],
-        rule: AnyRule | None,
-        state: State | None,
+        state: State | None = None,
+        root: int | None = None,
     ) -> Round | None:
-        """Average as before; None, with nothing done, if this call is not like one before."""
-        again = self._again.get(id(known_by))
+        """Make a call as before; None, with nothing done, if there was none like it."""
+        again = self._again.get((id(known_by), root))
         try:
-            if again is None or rule is not None or again.arguments != arguments:
+            if again is None or again.arguments != arguments:
                 return None
         except (ValueError, RuntimeWarning):  # a weight is an array, or too large for the other
             return None
@@ -460,7 +471,7 @@ class Member:
         state: State | None,
         has_come: bool | None = None,
     ) -> Round | None:
-        """Average as before; None, with nothing done, if the segment is not free.
+        """Make the call as before; None, with nothing done, if the segment is not free.
 
         Args:
             again: The call.
@@ -474,7 +485,8 @@ class Member:
             told: Any = has_come
             whole = self._whole(state)
             if has_come is None:
-                variables.gather_into(shortcut.memory)
+                if shortcut.memory is not None:
+                    variables.gather_into(shortcut.memory)
                 coordinator.is_asking = True
                 if _failpoints.hook is not None:
                     _failpoints.reach("asking")
@@ -497,7 +509,8 @@ class Member:
                 *numbers, mean = told
                 if again.is_in_step and _failpoints.hook is None:
                     cast("Any", variables).let_repeat(shortcut.request, self._turn, SLICE)
-            variables.scatter(mean, **again.options)
+            if again.is_set or (response is not None and self._session not in response.sessions):
+                variables.scatter(mean, **again.options)
             weights = _made_by(variables)
             if response is not None:
                 return self._round(response, weights)
@@ -526,20 +539,10 @@ class Member:
         if not isinstance(weights, (Mapping, Sequence)):  # a bare array of integers has no mean
             bare = [as_array(weights, "weights")]
             return cast("Model", self.broadcast(bare, root, timeout=timeout)[0])
-        template = Template.of(weights, "weights")
-        parts = template.read(weights, "weights")
-        layout = template.layout
-        root = _check_rank(root, self.size, "root")
-        request = self._request(layout, 1.0, timeout, None, "propagate", root)
-        with self._call() as coordinator:
-            buffer = None
-            if request.root == self.rank:
-                buffer = coordinator.new_buffer(layout)
-                _core.move_parts(template.parts_in(buffer), parts)
-            response, got = coordinator.exchange(request, layout, buffer)
-            self._note(response)
-            model: Model = _model_of(template, got)
-            return model
+        moved = _MovedModel(weights, None)
+        self._broadcast(moved, moved.layout, root, timeout)
+        result: Model = moved.result
+        return result
 
     def broadcast_variables(
         self, variables: Variables, root: int = 0, *, timeout: float | None = None
@@ -558,22 +561,23 @@ class Member:
             Exception: As `broadcast`; the variables have not changed.
         """
         self._check_process()
-        layout = _layout_of(variables, "variables")
+        _layout_of(variables, "variables")
+        return self._broadcast(variables, variables, root, timeout)
+
+    def _broadcast(
+        self, variables: Variables, known_by: Any, root: int, timeout: float | None
+    ) -> Round:
         root = _check_rank(root, self.size, "root")
-        request = self._request(layout, 1.0, timeout, None, "propagate", root)
-        request = request._replace(only_next=self.raise_if_out_of_sync)
-        if self._twins.is_twin(variables, request.keys[1]):
+        only_next = self.raise_if_out_of_sync
+        arguments = 1.0, timeout, only_next
+        result = self._call_again(variables, known_by, arguments, None, root)
+        if result is not None:
+            return result
+        request = self._request(variables.layout, 1.0, timeout, None, "propagate", root)
+        request = request._replace(only_next=only_next)
+        if known_by is variables and self._twins.is_twin(variables, request.keys[1]):
             request = request._replace(twins=request.keys[1:])
-        with self._call() as coordinator:
-            sent: Sent = None
-            if request.root == self.rank:
-                request, sent = coordinator.gather(variables, request)
-            else:
-                request = coordinator.on_gpu(variables, request)
-            response, got = coordinator.exchange(request, layout, sent)
-            if self._session not in response.sessions or request.root != self.rank:
-                scatter(variables, got)  # if the root has joined again, those of its predecessor
-            return self._round(response, None)
+        return self._call_once(variables, known_by, arguments, request, None)
 
     def all_gather(
         self,

@@ -51,7 +51,7 @@ def response_again(response: Response, number: int, *seconds: float) -> Response
 
 
 class RepeatedCall(NamedTuple):
-    """A call of `Member.average` or `average_variables` that may be made again.
+    """A call of a member, an average or a broadcast, that may be made again.
 
     Attributes:
         known_by: What the next such call has, too: the same variables, or a model of this layout.
@@ -63,6 +63,7 @@ class RepeatedCall(NamedTuple):
         known: What is known of such calls.
         changes: How often another model had taken its turn.
         options: Those with which the variables are set.
+        is_set: Whether the variables are set: not if they are the root's of a broadcast.
         is_in_step: Whether the variables are the tensors of a step, whose op may repeat the call
             without Python.
     """
@@ -76,6 +77,7 @@ class RepeatedCall(NamedTuple):
     known: Repeatable
     changes: int
     options: dict[str, bool]
+    is_set: bool
     is_in_step: bool
 
     @classmethod
@@ -88,17 +90,20 @@ class RepeatedCall(NamedTuple):
         request: Request,
         way: tuple[Shortcut, Repeatable],
         twins: Twins,
+        *,
+        is_set: bool,
     ) -> RepeatedCall | None:
         """Return a call that was just made; None, if it cannot be made again.
 
         Args:
-            variables: What it averaged.
+            variables: What it averaged or broadcast.
             known_by: See the attribute, also for the following.
             state: See the attribute.
             arguments: See the attribute.
             request: See the attribute.
             way: The shortcut, and what is known of such calls.
             twins: Those of the member.
+            is_set: See the attribute.
         """
         if not all(isinstance(one, _FIXED) for one in arguments):
             return None
@@ -107,8 +112,8 @@ class RepeatedCall(NamedTuple):
         except TypeError:  # a class has no weak references
             return None
         options, is_in_step = without_seeds(variables), hasattr(variables, "let_repeat")
-        layout = variables.layout
-        return cls(*refs, arguments, layout, request, *way, twins.changes, options, is_in_step)
+        layout, changes = variables.layout, twins.changes
+        return cls(*refs, arguments, layout, request, *way, changes, options, is_set, is_in_step)
 
     def is_for(self, known_by: Any, variables: Variables, state: Any, twins: Twins) -> bool:
         """Whether the next call with these objects is like this one."""
