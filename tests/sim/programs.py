@@ -318,6 +318,8 @@ class Program:
             self._in_place[name] = variables
             variables.array[:] = vector
             result = member.broadcast_variables(variables, root, timeout=timeout)
+        if result.used != (root,):
+            self._world.fail(f"a broadcast of {result.used} in place of {root}")
         self._oracle.returned(call, member, result, variables.array)
         self._calls += 1
 

@@ -30,6 +30,7 @@ from flatweights.ray.rounds._as_completed import AsCompleted
 from flatweights.ray.rounds._barrier import average_of, results_of, send
 from flatweights.ray.rounds._run import RoundRun
 from flatweights.ray.rounds._work import Work
+from flatweights.ray.support._errors import SHUT_DOWN
 from flatweights.ray.support._turn import Turn, alone
 from flatweights.robust import AnyRule
 from flatweights.wire import WireDType
@@ -670,6 +671,7 @@ class WorkerGroup:
                 ...
         """
         self._worker_set.shut_down()
+        self._turn.end(SHUT_DOWN, self._worker_set.close)
         if self._actor_spec is not None:
             self._actor_spec.forget([*self._actor_spec.kept])
 

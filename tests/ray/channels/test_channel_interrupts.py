@@ -264,23 +264,23 @@ class Puzzling(PlainWorker):
         return Unreadable()
 
 
-def test_channels_whose_answers_cannot_be_read_do_not_pile_up(lend: Lend) -> None:
-    group = lend(Puzzling, 1, SIZE)
-    start = weights_of(3.0, SIZE)
+def test_a_result_that_cannot_be_unpickled_is_an_error_of_its_method(lend: Lend) -> None:
+    group = lend(Puzzling, 2, SIZE)
+    group.broadcast(weights_of(3.0, SIZE))
 
-    def lose_a_channel() -> tuple[int, int]:
-        group.broadcast(start)
-        while group.average("train").transports[0] != "shm":
-            pass
-        with pytest.raises(WorkerError, match="rank 0: LostResultError: TypeError: expected str"):
-            group.step("puzzle")
-        assert group.restore(timeout=60) == [0]
+    def puzzle() -> tuple[int, int]:
+        found = group.average("train")
+        assert found.transports == {0: "shm", 1: "shm"}
+        text = r"rank 1: UnreadableResultError: its result cannot be unpickled: TypeError: expected"
+        with pytest.raises(WorkerError, match=rf"rank 0: Unr[^\n]*\n{text} str"):
+            group.step("puzzle", broadcast=found)
+        assert group.healthy_actor_ids() == [0, 1]
         maps = [memory_files(pid)[0] for pid in (os.getpid(), *group.step("pid").values())]
         return maps[0], maps[1]
 
-    before = lose_a_channel()
+    before = puzzle()
     for _ in range(3):
-        after = lose_a_channel()
+        after = puzzle()
     assert after[0] < before[0] + 3, "a mailbox and a segment for each channel"
     assert after[1] < before[1] + 3
 

@@ -1,9 +1,11 @@
 """A group that two threads call at once: it refuses, and works as before."""
 
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,37 @@ class Patient(PlainWorker):
         while not Path(file).exists():
             time.sleep(0.01)
         return self.train(step)
+
+
+@pytest.mark.parametrize("by", ["a handler", "a thread"])
+@pytest.mark.parametrize("call", ["average", "step", "as_completed"])
+def test_a_group_that_is_shut_down_in_a_call_says_so(
+    lend: Lend, tmp_path: Path, call: str, by: str
+) -> None:
+    group = lend(Patient, 2)
+    group.broadcast({"w": np.zeros(5), "n": np.int64(0)})
+    wait, go = partial(getattr(group, call), "wait"), str(tmp_path / "go")
+
+    def shut_down() -> None:
+        while not Path(f"{go}.awaited").exists():
+            time.sleep(0.01)
+        if by == "a thread":
+            group.shutdown()
+        else:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    thread = threading.Thread(target=shut_down)
+    before = signal.signal(signal.SIGUSR1, lambda *_: group.shutdown())
+    try:
+        thread.start()
+        with pytest.raises(RuntimeError, match=r"^the group was shut down$"):
+            next(iter(wait(go, 1.0)))
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert group._worker_set.channels.made is None
+    with pytest.raises(RuntimeError, match=r"^the group was shut down$"):
+        group.step("get_weights")
 
 
 def test_a_call_while_another_thread_is_in_one_is_refused(lend: Lend, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray.experimental import internal_kv
 from ray_workers import wait_for
 
 import flatweights as fw
@@ -647,8 +648,17 @@ def test_wrong_calls_are_refused() -> None:
             subscriber.update()
     with pytest.raises(RuntimeError, match="closed"):
         publisher.publish()
-    with pytest.raises(TimeoutError, match=rf"process {os.getpid()} on .* was the last"):
+    why = r"ConnectionError: ConnectionRefusedError: .*; through Ray, no answer within"
+    with pytest.raises(TimeoutError, match=rf"process {os.getpid()} on .* was the last: {why}"):
         Subscriber("wrong", timeout=0.05)
+
+
+def test_publishers_of_other_jobs_are_named() -> None:
+    text = f"publisher:0a0a0000:{b'elsewhere'.hex()}:000000000000".encode()
+    internal_kv._internal_kv_put(text, b"", namespace=b"flatweights")
+    message = "there was none yet; a name is local to its Ray job, and job 0a0a0000 has used it"
+    with pytest.raises(TimeoutError, match=message):
+        Subscriber("elsewhere", timeout=0.05)
 
 
 def test_the_end_of_the_time_does_not_hide_why_a_publisher_cannot_be_read(

@@ -35,6 +35,7 @@ from flatweights.ray.channels._protocol import (
 from flatweights.ray.channels._segments import Extent, Segments
 from flatweights.ray.results._result import Packed
 from flatweights.ray.support import _failpoints as failpoints
+from flatweights.ray.support._errors import UnreadableResultError, reason_in_a_line
 from flatweights.ray.support._listener import Listener, PendingConnection, RefusedError
 
 _Result = TypeVar("_Result")
@@ -209,7 +210,11 @@ class DriverChannel(ChannelEnd):
         if kind == VALUE and body == _NOTHING:
             return kind, None
         if kind == VALUE:
-            value = pickle.loads(body, buffers=buffers)
+            try:
+                value = pickle.loads(body, buffers=buffers)
+            except Exception as error:
+                reason = reason_in_a_line(error)
+                raise UnreadableResultError(f"its result cannot be unpickled: {reason}") from None
             if type(value) is FlatWeights:
                 self._layout = value.layout
                 self._digest = value.layout.digest.encode()

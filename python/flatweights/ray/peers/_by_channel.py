@@ -42,6 +42,7 @@ from flatweights.ray.peers._transport import (
     plain_weights,
 )
 from flatweights.ray.results._result import is_arrays, may_change
+from flatweights.ray.support._errors import SHUT_DOWN, UnreadableResultError
 
 _MOST_OFFERED = 3  # segments for averages that the user keeps
 _INSIST = 120.0  # seconds that a worker has to attach if FLATWEIGHTS_RAY=shm
@@ -53,7 +54,7 @@ _log = logging.getLogger("flatweights")
 
 
 class LostResultError(ray.exceptions.RayError):  # type: ignore[misc]
-    """A worker has answered, but its answer cannot be mapped or unpickled."""
+    """A worker has answered, but its answer cannot be read."""
 
 
 class GroupChannels:
@@ -99,7 +100,7 @@ class GroupChannels:
         self.done()
         self._close()
         self.made = None
-        self.backoff = Backoff("workers are", "the group was shut down")
+        self.backoff = Backoff("workers are", SHUT_DOWN)
 
     def command(self, call: Call) -> Message | None:
         """Return the command for ``call``, one for all workers; None if it goes through Ray."""
@@ -320,6 +321,8 @@ class ChannelResult(PendingResult):
                     self._value = value
                 else:
                     self._ask_ray(kind, value)
+            except UnreadableResultError as error:
+                self._error = error.with_traceback(None)
             except BaseException as error:  # after an interrupt, it may be half read
                 self._worker.give_up(channel, "its answer could not be read")
                 if not isinstance(error, Exception):

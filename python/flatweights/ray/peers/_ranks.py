@@ -19,6 +19,7 @@ from flatweights.ray.peers._store import RayResult
 from flatweights.ray.peers._transport import Call, PendingResult, Stamp
 from flatweights.ray.peers._wait import wait_any
 from flatweights.ray.support._errors import (
+    SHUT_DOWN,
     is_lost,
     is_restarting,
     reason_in_a_line,
@@ -402,7 +403,7 @@ class Ranks:
         leaving = [record for record, kill in self._leaving if kill]
         for record in [*self.every().values(), *leaving]:
             self.platform.end(record.worker.handle)
-            record.end(RuntimeError("the group was shut down"))
+            record.end(RuntimeError(SHUT_DOWN))
         self._joining.clear()
         self._leaving.clear()
 

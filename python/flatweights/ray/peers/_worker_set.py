@@ -49,6 +49,7 @@ from flatweights.ray.results._round import Round
 from flatweights.ray.results._wire import GroupWire, PayloadKind, nbytes_of
 from flatweights.ray.support._errors import (
     FULL,
+    SHUT_DOWN,
     WorkerError,
     has_left_weights,
     is_refusal,
@@ -109,6 +110,7 @@ class WorkerSet:
         self._start = GroupStart(initial, platform)
         self._nbytes = 0  # of the last average that was made in this process
         self._name, self._counts = secrets.token_hex(8), itertools.count(1)
+        self._is_closed = False
 
     @property
     def layout(self) -> Layout | None:
@@ -509,14 +511,22 @@ class WorkerSet:
         return ranks
 
     def shut_down(self) -> None:
-        """End all workers; none is called any more. In a fork of the process, it does nothing."""
-        if self.ranks.over:
+        """End all workers; none is called any more. A call that runs notices it.
+
+        In a fork of the process, it does nothing.
+        """
+        if self.ranks.over not in ("", SHUT_DOWN) or self._is_closed:
             return
+        self.ranks.over = SHUT_DOWN
         self.ranks.end_all()
         self.agents.shut_down()
-        self.channels.close()
-        self.ranks.over = "the group was shut down"
-        self.latest = Latest(platform=self.platform)
+
+    def close(self) -> None:
+        """Release the memory, after `shut_down`, once no call runs."""
+        if self.ranks.over == SHUT_DOWN:
+            self.channels.close()
+            self.latest = Latest(platform=self.platform)
+            self._is_closed = True
 
     def _next_stamp(self) -> Stamp:
         return self._name, next(self._counts)

@@ -80,6 +80,15 @@ def find(name: str) -> PublisherRecord | None:
     return _read(max(keys)) if keys else None
 
 
+def other_jobs_with(name: str) -> list[str]:
+    """Return the ids of other Ray jobs that have, or had, a publisher of ``name``."""
+    check_connected()
+    of_name, own = name.encode().hex(), str(ray.get_runtime_context().get_job_id())
+    keys = internal_kv._internal_kv_list(b"publisher:", namespace=_NAMESPACE)
+    jobs = {job for _, job, one, _ in (key.decode().split(":") for key in keys) if one == of_name}
+    return sorted(jobs - {own})
+
+
 def is_superseded(name: str, number: int) -> bool:
     """Whether the publisher with this number is not the last one of ``name``.
 

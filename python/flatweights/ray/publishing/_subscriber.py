@@ -303,6 +303,10 @@ class _Subscription:
                         raise self._mismatch
                     return
             if _clock.now() >= end:
+                others = _names.other_jobs_with(self._name)
+                if others:
+                    jobs = ", ".join(others)
+                    why += f"; a name is local to its Ray job, and job {jobs} has used it, too"
                 raise TimeoutError(
                     f"expected a publisher of {self._name!r} within {timeout:g} s; {why}"
                 )

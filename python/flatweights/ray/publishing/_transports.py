@@ -91,6 +91,8 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
         proxy, newest = _answering_proxy(name, record, end)
     except ray.exceptions.RayTaskError as error:
         raise ConnectionError(str(error.cause)) from None
+    except ray.exceptions.GetTimeoutError as error:
+        raise ConnectionError(f"{why}; through Ray, {error}") from None
     _log.info("weights of %r come through Ray: %s", name, why)
     source = PulledSource(record, lambda seen: _pulled(proxy, seen))
     try:

@@ -25,9 +25,12 @@ EARLIER_SESSION = (
 )
 """The error of what was made before the process joined another session."""
 
+SHUT_DOWN = "the group was shut down"
+"""The error of calls of a group, and of its workers, after that."""
+
 IN_FORK = (
-    "Ray does not work in a fork of a process that is connected to it, and may hang: start this "
-    "process in another way, such as multiprocessing.get_context('spawn')"
+    "Ray does not work in a fork of a process that is connected to it, and may hang: use a Ray "
+    "task or actor instead"
 )
 """The error of what needs Ray in such a process."""
 
@@ -61,6 +64,10 @@ class WorkerError(RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments of the constructor."""
         return type(self), (self.failed, self._remedy)
+
+
+class UnreadableResultError(RuntimeError):
+    """The result of a method has come, and cannot be unpickled here."""
 
 
 class StaleWorkerError(RuntimeError):
@@ -147,7 +154,8 @@ def is_lost(error: Exception) -> bool:
     """Whether the worker, rather than its method, failed: it died, is stale, or is late."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return is_stale(error)
-    is_raised = isinstance(error, _UNSERIALIZABLE)
+    # A result that does not unpickle here is the second.
+    is_raised = isinstance(error, (_UNSERIALIZABLE, ray.exceptions.RaySystemError))
     return isinstance(error, (ray.exceptions.RayError, TimeoutError)) and not is_raised
 
 
@@ -244,7 +252,7 @@ def error_of_rank(rank: int, error: Exception) -> str:
     return f"rank {rank}: {reason_of(error)}"
 
 
-def _lines_of(error: Exception) -> list[str]:
+def _lines_of(error: BaseException) -> list[str]:
     text = _COLOURS.sub("", str(error))
     return [shortened(line) for line in map(str.strip, text.splitlines()) if line]
 
@@ -255,6 +263,6 @@ def _cause_in_constructor(lines: list[str]) -> str:
     return f"its constructor raised {lines[-1]}" if is_one else ""  # Ray's last line is the error
 
 
-def _shown(error: Exception) -> Exception:
+def _shown(error: Exception) -> BaseException:
     cause = getattr(error, "cause", None)  # the cause of a RayTaskError
-    return cause if isinstance(cause, Exception) else error
+    return cause if isinstance(cause, BaseException) else error

@@ -35,6 +35,8 @@ class Turn:
         self._ident = thread
         self._thread = 0  # the thread that is in a call; 0, if none is
         self._admits = False  # whether the call is one of a loop that others may be beside
+        self._ended = ""  # why there are no more calls
+        self._close: Callable[[], object] | None = None  # what is to follow the last call
         # Held during calls for which other threads wait.
         self._short: Any = threading.RLock() if lock is None else lock
 
@@ -46,7 +48,7 @@ class Turn:
             admits: Whether it is one of a loop, which admits calls `beside` it.
 
         Raises:
-            RuntimeError: If another thread is in a call.
+            RuntimeError: If another thread is in a call; or if the call has failed after `end`.
         """
         own = self._ident()
         if self._thread == own:
@@ -57,9 +59,29 @@ class Turn:
                     raise self._error()
                 self._thread, self._admits = own, admits
             return call()
+        except Exception as error:
+            if self._ended and self._thread == own:
+                raise RuntimeError(self._ended) from error
+            raise
         finally:
             if self._thread == own:
                 self._thread = 0
+                self._close_now()
+
+    def end(self, why: str, close: Callable[[], object]) -> None:
+        """Run ``close`` once no call runs: now, or at the end of one that runs.
+
+        If that call raises an error, it may be because of what has ended it, which ``why`` tells.
+        A signal handler and other threads may end an object that is in a call.
+        """
+        self._ended, self._close = why, close
+        if not self._thread:
+            self._close_now()
+
+    def _close_now(self) -> None:
+        close, self._close = self._close, None
+        if close is not None:
+            close()
 
     def briefly(self, call: Callable[[], Result]) -> Result:
         """Make a call for which other threads wait, and return its result.
