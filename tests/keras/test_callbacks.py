@@ -361,21 +361,37 @@ def test_members_start_from_those_of_another_if_rank_0_dies(dies: str, averages:
         assert all(map(np.array_equal, weights, expected))
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_members_end_with_the_average_of_their_moving_averages(every: int) -> None:
-    """With an average after the epoch, or none."""
+@pytest.mark.parametrize(
+    ("every", "kind"),
+    [pytest.param(1, "", marks=pytest.mark.slow), (2, ""), (1, "of layers"), (1, "outer")],
+)
+def test_members_end_with_the_average_of_their_moving_averages(every: int, kind: str) -> None:
+    """With an average after the epoch, or none; such an average is no step of an outer optimizer.
+
+    An optimizer that consists of others has moving averages if one of these has.
+    """
     import keras
 
     from flatweights.keras import AverageWeights
 
+    if kind == "of layers" and not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("this Keras has none")
+
     def trained(place: Place, model: Any, callbacks: Any) -> Any:
         averaged = keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5)
+        if kind == "of layers":
+            chosen = keras.optimizers.OptimizerMap(averaged)
+            averaged = keras.optimizers.MultiOptimizer(chosen)
         model.compile(averaged, "mse", run_eagerly=True)
         model.fit(batches(part(place)), verbose=0, callbacks=callbacks)
         return model.get_weights()
 
     def member_trained(place: Place, member: Any, model: Any) -> Any:
-        return trained(place, model, [AverageWeights(every, member=member)])
+        outer = partial(FedAvgM, momentum=0.9) if kind == "outer" else None
+        averaging = AverageWeights(every, member=member, outer=outer)
+        weights = trained(place, model, [averaging])
+        assert averaging.outer is None or averaging.outer.steps == 1
+        return weights
 
     alone = [trained(Place("", rank, 2), build("dense", seed=0), []) for rank in range(2)]
     expected = fw.average(alone, [1.0, 2.0])
@@ -579,6 +595,29 @@ def test_logs_that_are_no_numbers_are_left_as_they_are() -> None:
         members = LocalProcessGroup(3).join_all()
         replies = pool.map(logged, members, models, [logs] * 3, [False] * 3, [{}] * 3)
         assert [*replies] == [(logs, False)] * 3
+
+
+def test_arrays_of_the_models_metrics_are_averaged_and_others_are_not() -> None:
+    import keras
+
+    models = [keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]) for _ in range(2)]
+    for model in models:
+        metrics = [keras.metrics.F1Score(threshold=0.5, name="f1")]
+        model.compile("sgd", "mse", metrics=metrics, run_eagerly=True)
+        model.train_on_batch(np.ones((4, 2)), np.ones((4, 3)))
+    own = {"f1": np.array([0.0, 0.5, 1.0], np.float32), "val_f1": np.array([0.5], np.float32)}
+    drawn = np.array([1, 2, 3])
+    logs: list[Any] = [
+        {"f1": rank * own["f1"], "val_f1": rank * own["val_f1"], "drawn": drawn[rank:]}
+        for rank in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        members = LocalProcessGroup(2).join_all()
+        replies = pool.map(logged, members, models, logs, [False] * 2, [{}] * 2)
+        for rank, (told, _) in enumerate(replies):
+            assert told["f1"].tolist() == [0.0, 0.25, 0.5]
+            assert told["val_f1"].tolist() == [0.25]
+            assert told["drawn"].tolist() == drawn[rank:].tolist()
 
 
 def unequal(place: Place, way: str) -> Any:

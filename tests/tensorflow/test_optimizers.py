@@ -316,6 +316,30 @@ def test_an_optimizer_for_each_layer() -> None:
     assert layouts[0] == layouts[1]
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_an_optimizer_of_layers_that_are_frozen_has_no_slots(is_scaled: bool) -> None:
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("this Keras has none")
+    layouts = []
+    for _ in range(2):
+        model = model_of("keras")
+        chosen = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, momentum=0.9))
+        chosen["nothing"] = keras.optimizers.Adam(0.1)
+        optimizer = keras.optimizers.MultiOptimizer(chosen)
+        if is_scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        with pytest.raises(ValueError, match="is not built"):
+            TensorFlowVariables([model, optimizer])
+        optimizer.build(model.trainable_variables)
+        weights = TensorFlowVariables({"m": model, "o": optimizer})
+        assert {"o/m/dense/kernel/momentums"} <= set(weights.variables)
+        assert {id(one.value) for one in optimizer.variables} <= {
+            id(getattr(one, "value", one)) for one in weights.variables.values()
+        }
+        layouts.append(weights.layout)
+    assert layouts[0] == layouts[1]
+
+
 def test_the_loss_scale_of_tf_keras_is_state() -> None:
     inner = tf_keras.optimizers.Adam(0.01)
     optimizer = tf_keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=8)

@@ -39,7 +39,8 @@ class AverageLogs(MemberCallback):
     weights or masks weight (``weighted_metrics``, or the accuracy of masked sequences) is weighted
     by the sum of these instead. That is exact for means, such as losses and accuracies. For a
     metric that is not a mean over samples (AUC, precision), the average of the members' values is
-    close to the value over all samples, but not the same. The average of counts and sums, such as
+    close to the value over all samples, but not the same. So is that of a metric with an array of
+    values, such as `keras.metrics.F1Score`. The average of counts and sums, such as
     those of `keras.metrics.TruePositives`, is what a member has counted on average: multiply it by
     the number of members. With a ``rule``, all members count equally.
 
@@ -142,13 +143,14 @@ class AverageLogs(MemberCallback):
         if self._is_apart:
             return
         logs = {} if logs is None else logs
-        own = {name: one for name, value in logs.items() if (one := _number(value)) is not None}
+        own = self._numbers_in(logs)
         samples = {name: np.float64(self._samples.weight_of(name)) for name in own}
         if self._rule is not None:
             samples = dict.fromkeys(own, np.float64(1))
-        counts = self._nonfinite != "skip" or all(map(np.isfinite, own.values()))
-        if not counts:
-            own = samples = dict.fromkeys(own, np.float64(0))  # but it may stop the training
+        counts = self._nonfinite != "skip" or all(np.isfinite(one).all() for one in own.values())
+        if not counts:  # but it may stop the training
+            own = {name: np.zeros_like(one) for name, one in own.items()}
+            samples = dict.fromkeys(own, np.float64(0))
         part = {
             "logs": {name: value * samples[name] for name, value in own.items()},
             "samples": samples,
@@ -174,9 +176,26 @@ class AverageLogs(MemberCallback):
         empty = 0.0 if mean["counts"] else np.nan
         for name in own:
             weight = mean["samples"][name]
-            logs[name] = float(mean["logs"][name] / weight) if weight else empty
+            numbers = mean["logs"][name] / weight if weight else np.full(own[name].shape, empty)
+            logs[name] = numbers if own[name].shape else float(numbers)
         # Its own stop may have come too late for this average.
         self.model.stop_training = self.model.stop_training or bool(mean["stops"])
+
+    def _numbers_in(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Return the logs that are numbers, and the arrays of the model's own metrics.
+
+        Arrays of others, such as a user's callback, may have another shape in each member.
+        """
+        own: dict[str, Any] = {}
+        for name, value in logs.items():
+            number = _number(value)
+            if number is not None:
+                own[name] = number
+            elif isinstance(value, np.ndarray) and np.can_cast(value.dtype, np.float64):
+                result = self.model.get_metrics_result()
+                if name in result or name.removeprefix("val_") in result:
+                    own[name] = value.astype(np.float64)
+        return own
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the process group, if no member was given."""

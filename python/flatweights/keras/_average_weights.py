@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, Literal
 
@@ -291,9 +291,10 @@ class AverageWeights(MemberCallback, HasCounts):
         """Average once more, if a member has trained since; leave, if no member was given."""
         self._meet_at_end()
         self._count()
+        # Keras has then just set the weights to this member's own moving averages, whose mean is no
+        # step of an outer optimizer.
         ends = _ends_with_own_averages(self.model.optimizer)
         if ends and self._is_started and not self._trained:
-            # Keras has just set the weights to this member's own moving averages.
             self._trained, self._since = True, self._last_weight
         trained, handle = self._trained, self._handle
         # Members that have been late are not at the same call as the others.
@@ -301,7 +302,7 @@ class AverageWeights(MemberCallback, HasCounts):
             trained = any(handle.gather(trained, "the end of training", at="end").weights.values())
         if trained:
             self._progress = None  # all members that are still there have the state
-            self._average("epoch")
+            self._average("epoch", steps=not ends)
         for keeper in self._best_weight_callbacks:
             self._average_best(keeper)
         super().on_train_end()
@@ -453,7 +454,7 @@ class AverageWeights(MemberCallback, HasCounts):
             self.outer = outer(self._learned.get_weights())
             _check_outer(self.outer, self._learned)
 
-    def _average(self, at: Literal["batch", "epoch"]) -> None:
+    def _average(self, at: Literal["batch", "epoch"], *, steps: bool = True) -> None:
         self._count()
         weight = self._weight
         if weight == "samples":
@@ -464,7 +465,8 @@ class AverageWeights(MemberCallback, HasCounts):
                 self.round = self._member.average(
                     weights, weight, timeout=self._handle.timeout, **self._options
                 )
-                self._learned.set_weights(self.outer.step(self.round.weights))
+                mean = self.round.weights
+                self._learned.set_weights(self.outer.step(mean) if steps else mean)
             if self._plain is not None:
                 plain = functools.partial(self._average_plain, self._plain, weight)
                 result = self._average_at(plain, at=at)
@@ -512,18 +514,24 @@ def _check_outer(outer: Any, learned: TensorFlowVariables) -> None:
 
 def _check_slots(optimizer: Any) -> None:
     """Raise if slots of ``optimizer`` are weights, too: from them, each member would go on."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
     kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # in newer versions of Keras
-    if any(isinstance(one, kind) for one in getattr(inner, "optimizers", [inner])):
+    if any(isinstance(one, kind) for one in _parts_of(optimizer)):
         raise ValueError(
             "AverageWeights: expected include_optimizer=True with ScheduleFreeAdamW, got False: "
             "its slots are weights, too, from which each member would go on"
         )
 
 
+def _parts_of(optimizer: Any) -> Sequence[Any]:
+    """Return the optimizers in ``optimizer``, which may scale the loss or consist of several."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    parts: Sequence[Any] = getattr(inner, "optimizers", [inner])
+    return parts
+
+
 def _ends_with_own_averages(optimizer: Any) -> bool:
     """Whether Keras sets the weights to moving averages of ``optimizer`` at the end of `fit`."""
-    return bool(getattr(getattr(optimizer, "inner_optimizer", optimizer), "use_ema", False))
+    return any(getattr(one, "use_ema", False) for one in _parts_of(optimizer))
 
 
 def _keeps(callback: Any) -> bool:

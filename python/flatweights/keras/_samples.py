@@ -108,11 +108,20 @@ class Samples:
         weight it, the sum of these; 1 if no samples were counted.
         """
         self.end_training()
-        if log.startswith("val_"):
+        if self._is_of_validation(log):
             total, counts = self._tested, self._tested_by_log
+            log = log.removeprefix("val_")
         else:
             total, counts = self._trained, self._trained_by_log
-        return counts.get(log.removeprefix("val_"), total) if total else 1.0
+        return counts.get(log, total) if total else 1.0
+
+    def _is_of_validation(self, log: str) -> bool:
+        """Whether a log is of the validation: outputs and metrics may have such names, too."""
+        names = [*getattr(self._model, "output_names", ())]
+        for metric in self._model.metrics:
+            names += [one.name for one in (metric, *getattr(metric, "metrics", ()))]
+        own = [name for name in names if name.startswith("val_")]
+        return log.startswith("val_") and not any(f"{log}_".startswith(f"{one}_") for one in own)
 
     def _count_by_log(self) -> dict[str, float]:
         """Return the sum of the weights in each mean of the model's metrics, by its name in logs.

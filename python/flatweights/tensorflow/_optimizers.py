@@ -38,7 +38,7 @@ def optimizer_variables(
         ValueError: If it has no slots yet.
     """
     parts = _innermost(optimizer)
-    if not all(map(_is_built, parts)):
+    if not _is_whole(optimizer, parts):
         raise ValueError(
             f"{type(optimizer).__name__} is not built, so some of its variables do not exist: call "
             "build(model.trainable_variables), or apply gradients once, first"
@@ -126,9 +126,7 @@ def _unlisted(
         for step, one in _in_containers(held):
             if is_variable(one):
                 yield (name, *step), one, None
-            elif not any(one is other for other in holders) and all(
-                map(_is_built, _innermost(one))
-            ):
+            elif all(one is not other for other in holders) and _is_whole(one, _innermost(one)):
                 yield from optimizer_variables(one, (name, *step), owners, holders)
 
 
@@ -148,6 +146,15 @@ def _in_containers(held: Any, depth: int = 3) -> Iterator[tuple[KeyPath, Any]]:
                 yield (step,), one
             for steps, inside in _in_containers(one, depth - 1):
                 yield (step, *steps), inside
+
+
+def _is_whole(optimizer: Any, parts: Sequence[Any]) -> bool:
+    """Whether all slots of an optimizer exist, which consists of ``parts``.
+
+    A `keras.optimizers.MultiOptimizer` builds no part that trains no variable.
+    """
+    is_outer = is_of_keras_3(optimizer, "Optimizer") and parts[0] is not optimizer
+    return (is_outer and _is_built(optimizer)) or all(map(_is_built, parts))
 
 
 def _is_built(optimizer: Any) -> bool:

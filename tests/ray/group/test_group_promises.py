@@ -772,6 +772,14 @@ def test_a_timeout_may_be_longer_than_clocks_count(group: WorkerGroup, timeout: 
     assert average([ray.put(np.ones(2))], timeout=timeout).weights.tolist() == [1.0, 1.0]
 
 
+def test_an_error_that_is_no_exception_is_shown_by_itself() -> None:
+    class Ends(BaseException):
+        pass
+
+    error = ray.exceptions.RayTaskError("train", "many\nlines", Ends("mine"))
+    assert str(WorkerError({1: error})) == "rank 1: Ends: mine"
+
+
 def test_texts_of_errors_are_cut_where_they_are_shown(
     group: WorkerGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
