@@ -124,6 +124,7 @@ void bind_repeated_calls(py::module_& m) {
                     std::shared_ptr<Segment>>(),
            py::arg("mailbox"), py::arg("doorbell"), py::arg("segments"), py::arg("call"),
            py::arg("size"), py::arg("extent"), py::arg("segment"))
+      .def_property_readonly("may_ask", &BoundRepeatedRequest::may_ask)
       .def("exchange", &BoundRepeatedRequest::exchange, py::arg("weight"), py::arg("seconds"));
 
   py::class_<BoundRepeatedCalls>(m, "RepeatedCalls")

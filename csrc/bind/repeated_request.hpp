@@ -71,6 +71,10 @@ class BoundRepeatedRequest {
                        pybind11::dict segments, std::uint64_t call, std::size_t size,
                        const std::optional<Position>& extent, std::shared_ptr<Segment> segment);
 
+  // Whether the member may write its model where `exchange` sends it from: the coordinator no longer
+  // holds that segment.
+  [[nodiscard]] bool may_ask() const { return request_.may_ask(mailbox_.box()); }
+
   // Asks, and waits for at most `seconds`. Returns number and seconds of the response, and its
   // weights; None, if nothing was sent, since the coordinator still holds the segment; True, if the
   // coordinator has told something else, which is to be read; False, if it has told nothing.

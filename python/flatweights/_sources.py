@@ -175,9 +175,9 @@ class Template:
             TypeError: As `match`; or if one is not a NumPy array.
             ValueError: As `match`; or if one is read-only or not contiguous.
         """
-        targets = self.read_out(out, where)
         if not self.packed:
-            self.match_arrays(targets, where)
+            self.match(out, where)
+        targets = self.read_out(out, where)
         for i, target in enumerate(targets):
             if not (target.flags.writeable and target.flags.c_contiguous):
                 lacks = "contiguous" if target.flags.writeable else "writable"

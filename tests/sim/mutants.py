@@ -420,18 +420,18 @@ MUTANTS = {
     ),
     "a member repeats a broadcast and does not set it": Mutant(
         "members/_member.py",
-        "if again.is_set or (response",
+        "if again.sets or (response",
         "if (response",
     ),
     "a root that has joined again keeps what it sent": Mutant(
         "members/_member.py",
-        "if is_set or self._session not in response.sessions:",
-        "if is_set:",
+        "if sets or self._session not in response.sessions:",
+        "if sets:",
     ),
     "a member repeats a broadcast of another root": Mutant(
         "members/_member.py",
-        "self._again.get((id(known_by), root))",
-        "next((one for key, one in self._again.items() if key[0] == id(known_by)), None)",
+        "self._again.get((id(key), root))",
+        "next((one for (of, _), one in self._again.items() if of == id(key)), None)",
     ),
     "a member repeats what its coordinator does not": Mutant(
         "members/_repeated_call.py",

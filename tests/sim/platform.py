@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -822,6 +822,17 @@ class SimulatedChannels(Bell):
         self.links, self.met = [], {}
 
 
+class _Asks:
+    """A `_core.RepeatedRequest`; the coordinator may still hold its segment."""
+
+    def __init__(self, world: World, exchange: Callable[[float, float], Any]) -> None:
+        self._world, self.exchange = world, exchange
+
+    @property
+    def may_ask(self) -> bool:
+        return self._world.draw() < 0.9
+
+
 class SimulatedMemberChannel:
     """A member's end of a channel."""
 
@@ -931,8 +942,7 @@ class SimulatedMemberChannel:
             return (*TOLD_AGAIN.unpack(told), buffer)
 
         segments: Any = SimpleNamespace(changes=0)
-        request: Any = SimpleNamespace(exchange=exchange)
-        return Shortcut(request, memory, segments, 0)
+        return Shortcut(cast("Any", _Asks(world, exchange)), memory, segments, 0)
 
     def response(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
         world, link = self._world, self.link

@@ -665,13 +665,17 @@ class WorkerGroup:
     def shutdown(self) -> None:
         """End all actors; their processes end soon after.
 
+        A signal handler and other threads may do so while a call runs, which then raises
+        `RuntimeError`.
+
         A group is also a context manager that calls this at its end::
 
             with WorkerGroup.create(Worker, 4) as group:
                 ...
         """
         self._worker_set.shut_down()
-        self._turn.end(SHUT_DOWN, self._worker_set.close)
+        if self._worker_set.ranks.over == SHUT_DOWN:  # unless this is a fork
+            self._turn.end(SHUT_DOWN, self._worker_set.close)
         if self._actor_spec is not None:
             self._actor_spec.forget([*self._actor_spec.kept])
 

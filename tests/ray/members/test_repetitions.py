@@ -379,6 +379,30 @@ def test_a_segment_that_is_held_is_not_written(threads: ThreadPoolExecutor) -> N
     all_of(threads, group.members, act)
 
 
+def test_the_memory_that_a_coordinator_still_reads_is_left_alone() -> None:
+    """As that of a state that it copies for a healed member, while the donor goes on."""
+    (member,) = Watched(1).members
+    variables = Held(w=np.full(30, 1.0))
+    for _ in range(6):
+        member.average_variables(variables)
+    (again,) = member._again.values()
+    assert again is not None
+    memory, held = again.shortcut.memory, [(side, k) for side in (False, True) for k in range(2)]
+    assert memory is not None
+    before = memory.tobytes()
+    variables.arrays["w"][:] = 7.0
+    coordinator = member._coordinator
+    assert isinstance(coordinator, ChannelClient)
+    mailbox = coordinator._channel.mailbox
+    for one in held:
+        mailbox.add_hold(*one)
+    member.average_variables(variables)
+    assert memory.tobytes() == before
+    assert (variables.arrays["w"] == 7.0).all()
+    for one in held:
+        mailbox.drop_hold(*one)
+
+
 def test_an_interrupt_in_a_repeated_call_ends_the_member(threads: ThreadPoolExecutor) -> None:
     group = Watched(2)
     variables = [Held(w=np.full(5, float(rank))) for rank in range(2)]

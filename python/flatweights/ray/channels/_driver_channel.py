@@ -210,11 +210,10 @@ class DriverChannel(ChannelEnd):
         if kind == VALUE and body == _NOTHING:
             return kind, None
         if kind == VALUE:
-            try:
-                value = pickle.loads(body, buffers=buffers)
-            except Exception as error:
-                reason = reason_in_a_line(error)
-                raise UnreadableResultError(f"its result cannot be unpickled: {reason}") from None
+            value, reason = _unpickled(body, buffers)
+            if reason:  # an error with frames that have the buffers would hold their segment
+                del buffers
+                raise UnreadableResultError(f"its result cannot be unpickled: {reason}")
             if type(value) is FlatWeights:
                 self._layout = value.layout
                 self._digest = value.layout.digest.encode()
@@ -504,6 +503,14 @@ class Channels:
         self._answers = None
         self.segments.clear()
         self._poll.close()
+
+
+def _unpickled(body: bytes, buffers: Sequence[Any]) -> tuple[Any, str]:
+    """Return the value of a message, and why it cannot be unpickled: nothing, if it can."""
+    try:
+        return pickle.loads(body, buffers=buffers), ""
+    except Exception as error:
+        return None, reason_in_a_line(error)
 
 
 def _read_by(

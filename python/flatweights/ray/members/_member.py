@@ -220,7 +220,7 @@ class Member:
         self.raise_if_out_of_sync = False
         self._coordinator = coordinator
         self._twins = Twins(name)
-        # By the id of what they are known by, and the root.
+        # By the id of their key, and the root.
         self._again: dict[tuple[int, int | None], RepeatedCall | None] = {}
         self._states: list[WholeState] = []  # of the last calls, the newest first
         self._turn = _core.MemberTurn()
@@ -386,7 +386,7 @@ class Member:
     def _call_once(
         self,
         variables: Variables,
-        known_by: Any,
+        key: Any,
         arguments: tuple[Any, ...],
         request: Request,
         state: Variables | None,
@@ -394,14 +394,14 @@ class Member:
         """Average or broadcast ``variables``, and note how to make the same call again.
 
         Args:
-            variables: What is averaged or broadcast, in place.
-            known_by: An object by which `_call_again` recognises the next such call.
+            variables: What is averaged or broadcast.
+            key: An object by which `_call_again` recognises the next such call.
             arguments: The arguments that make up the request.
             request: What to ask.
             state: The state that heals members.
         """
         root, layout = request.root, variables.layout
-        is_set = root != self.rank or known_by is not variables  # models are made anew
+        sets = root != self.rank or key is not variables  # models are made anew
         with self._call(state) as coordinator:
             sent: Sent = None
             if root is None or root == self.rank:
@@ -410,15 +410,15 @@ class Member:
                 request = coordinator.on_gpu(variables, request)
             response, got = self._exchange(coordinator, request, layout, sent, state)
             # If the root has joined again, the weights are those of its predecessor.
-            if is_set or self._session not in response.sessions:
+            if sets or self._session not in response.sessions:
                 scatter(variables, got)
             result = self._round(response, _made_by(variables))
             way = coordinator.again(request, layout.nbytes, sent)
             if way is not None:
                 again = RepeatedCall.of(
-                    variables, known_by, state, arguments, request, way, self._twins, is_set=is_set
+                    variables, key, state, arguments, request, way, self._twins, sets=sets
                 )
-                remember(self._again, (id(known_by), root), again)
+                remember(self._again, (id(key), root), again)
             return result
 
     def _go_on(
@@ -436,13 +436,13 @@ class Member:
     def _call_again(
         self,
         variables: Variables,
-        known_by: Any,
+        key: Any,
         arguments: tuple[Any, ...],
         state: State | None = None,
         root: int | None = None,
     ) -> Round | None:
         """Make a call as before; None, with nothing done, if there was none like it."""
-        again = self._again.get((id(known_by), root))
+        again = self._again.get((id(key), root))
         try:
             if again is None or again.arguments != arguments:
                 return None
@@ -459,7 +459,7 @@ class Member:
             if (
                 self._over
                 or self._turn.is_left
-                or not (is_healthy and again.is_for(known_by, variables, state, self._twins))
+                or not (is_healthy and again.is_for(key, variables, state, self._twins))
             ):
                 return None
             return self._exchange_again(again, variables, state)
@@ -485,6 +485,8 @@ class Member:
             told: Any = has_come
             whole = self._whole(state)
             if has_come is None:
+                if not shortcut.request.may_ask:  # the coordinator still reads that memory
+                    return None
                 if shortcut.memory is not None:
                     variables.gather_into(shortcut.memory)
                 coordinator.is_asking = True
@@ -509,7 +511,7 @@ class Member:
                 *numbers, mean = told
                 if again.is_in_step and _failpoints.hook is None:
                     cast("Any", variables).let_repeat(shortcut.request, self._turn, SLICE)
-            if again.is_set or (response is not None and self._session not in response.sessions):
+            if again.sets or (response is not None and self._session not in response.sessions):
                 variables.scatter(mean, **again.options)
             weights = _made_by(variables)
             if response is not None:
@@ -564,20 +566,18 @@ class Member:
         _layout_of(variables, "variables")
         return self._broadcast(variables, variables, root, timeout)
 
-    def _broadcast(
-        self, variables: Variables, known_by: Any, root: int, timeout: float | None
-    ) -> Round:
+    def _broadcast(self, variables: Variables, key: Any, root: int, timeout: float | None) -> Round:
         root = _check_rank(root, self.size, "root")
         only_next = self.raise_if_out_of_sync
         arguments = 1.0, timeout, only_next
-        result = self._call_again(variables, known_by, arguments, None, root)
+        result = self._call_again(variables, key, arguments, None, root)
         if result is not None:
             return result
         request = self._request(variables.layout, 1.0, timeout, None, "propagate", root)
         request = request._replace(only_next=only_next)
-        if known_by is variables and self._twins.is_twin(variables, request.keys[1]):
+        if key is variables and self._twins.is_twin(variables, request.keys[1]):
             request = request._replace(twins=request.keys[1:])
-        return self._call_once(variables, known_by, arguments, request, None)
+        return self._call_once(variables, key, arguments, request, None)
 
     def all_gather(
         self,
@@ -651,6 +651,7 @@ class Member:
                         self._coordinator.leave()
                 finally:  # if it was interrupted, the others see a member that has died
                     self._finalizer()
+                    self._again.clear()
 
     def __enter__(self) -> Member:
         """Return the member itself."""
@@ -749,6 +750,8 @@ class Member:
                     self.lacks_state = False
                 return response, mean
             except LacksStateError as error:  # also if the donor died: the next has another
+                if state is None:  # a broadcast that has come too late
+                    raise
                 self.lacks_state = True
                 if self.raise_if_out_of_sync and isinstance(error, OutOfSyncError):
                     raise
@@ -821,6 +824,7 @@ class Member:
     def _break_off(self, why: str, error: BaseException | None = None) -> None:
         self._over = self._over or why
         self._turn.forget_steps()
+        self._again.clear()
         if self._finalizer.detach() is not None:
             self._coordinator.close("" if error is None else _line_of(error))
 

@@ -54,7 +54,7 @@ class RepeatedCall(NamedTuple):
     """A call of a member, an average or a broadcast, that may be made again.
 
     Attributes:
-        known_by: What the next such call has, too: the same variables, or a model of this layout.
+        key: What the next such call has, too: the same variables, or the layout of its model.
         state: The state that heals members; None without one.
         arguments: Its other arguments, in their order.
         layout: The layout of the variables.
@@ -63,12 +63,12 @@ class RepeatedCall(NamedTuple):
         known: What is known of such calls.
         changes: How often another model had taken its turn.
         options: Those with which the variables are set.
-        is_set: Whether the variables are set: not if they are the root's of a broadcast.
+        sets: Whether it sets the variables: not if they are the root's of a broadcast.
         is_in_step: Whether the variables are the tensors of a step, whose op may repeat the call
             without Python.
     """
 
-    known_by: weakref.ref[Any]
+    key: weakref.ref[Any]
     state: weakref.ref[Any] | None
     arguments: tuple[Any, ...]
     layout: Layout
@@ -77,47 +77,47 @@ class RepeatedCall(NamedTuple):
     known: Repeatable
     changes: int
     options: dict[str, bool]
-    is_set: bool
+    sets: bool
     is_in_step: bool
 
     @classmethod
     def of(
         cls,
         variables: Any,
-        known_by: Any,
+        key: Any,
         state: Any,
         arguments: tuple[Any, ...],
         request: Request,
         way: tuple[Shortcut, Repeatable],
         twins: Twins,
         *,
-        is_set: bool,
+        sets: bool,
     ) -> RepeatedCall | None:
         """Return a call that was just made; None, if it cannot be made again.
 
         Args:
             variables: What it averaged or broadcast.
-            known_by: See the attribute, also for the following.
+            key: See the attribute, also for the following.
             state: See the attribute.
             arguments: See the attribute.
             request: See the attribute.
             way: The shortcut, and what is known of such calls.
             twins: Those of the member.
-            is_set: See the attribute.
+            sets: See the attribute.
         """
         if not all(isinstance(one, _FIXED) for one in arguments):
             return None
         try:
-            refs = weakref.ref(known_by), None if state is None else weakref.ref(state)
+            refs = weakref.ref(key), None if state is None else weakref.ref(state)
         except TypeError:  # a class has no weak references
             return None
         options, is_in_step = without_seeds(variables), hasattr(variables, "let_repeat")
         layout, changes = variables.layout, twins.changes
-        return cls(*refs, arguments, layout, request, *way, changes, options, is_set, is_in_step)
+        return cls(*refs, arguments, layout, request, *way, changes, options, sets, is_in_step)
 
-    def is_for(self, known_by: Any, variables: Variables, state: Any, twins: Twins) -> bool:
+    def is_for(self, key: Any, variables: Variables, state: Any, twins: Twins) -> bool:
         """Whether the next call with these objects is like this one."""
-        if self.known_by() is not known_by:
+        if self.key() is not key:
             return False
         layout: Layout = variables.layout
         if layout is not self.layout:

@@ -154,8 +154,9 @@ def is_lost(error: Exception) -> bool:
     """Whether the worker, rather than its method, failed: it died, is stale, or is late."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return is_stale(error)
-    # A result that does not unpickle here is the second.
-    is_raised = isinstance(error, (_UNSERIALIZABLE, ray.exceptions.RaySystemError))
+    # Ray's error for a result that does not unpickle here has the reason.
+    is_unreadable = isinstance(getattr(error, "client_exc", None), Exception)
+    is_raised = isinstance(error, _UNSERIALIZABLE) or is_unreadable
     return isinstance(error, (ray.exceptions.RayError, TimeoutError)) and not is_raised
 
 

@@ -35,6 +35,7 @@ class Turn:
         self._ident = thread
         self._thread = 0  # the thread that is in a call; 0, if none is
         self._admits = False  # whether the call is one of a loop that others may be beside
+        self._is_beside = False  # whether a thread is in a call beside one of a loop, or alone
         self._ended = ""  # why there are no more calls
         self._close: Callable[[], object] | None = None  # what is to follow the last call
         # Held during calls for which other threads wait.
@@ -53,6 +54,7 @@ class Turn:
         own = self._ident()
         if self._thread == own:
             return call()
+        was_over = bool(self._ended)
         try:
             with self._short:
                 if self._thread:
@@ -60,13 +62,13 @@ class Turn:
                 self._thread, self._admits = own, admits
             return call()
         except Exception as error:
-            if self._ended and self._thread == own:
+            if self._ended and not was_over and self._thread == own:
                 raise RuntimeError(self._ended) from error
             raise
         finally:
             if self._thread == own:
                 self._thread = 0
-                self._close_now()
+                self._close_if_over()
 
     def end(self, why: str, close: Callable[[], object]) -> None:
         """Run ``close`` once no call runs: now, or at the end of one that runs.
@@ -75,10 +77,11 @@ class Turn:
         A signal handler and other threads may end an object that is in a call.
         """
         self._ended, self._close = why, close
-        if not self._thread:
-            self._close_now()
+        self._close_if_over()
 
-    def _close_now(self) -> None:
+    def _close_if_over(self) -> None:
+        if self._thread or self._is_beside:
+            return
         close, self._close = self._close, None
         if close is not None:
             close()
@@ -105,7 +108,12 @@ class Turn:
             is_alone = self._thread in (0, self._ident())
             if not (is_alone or self._admits):
                 raise self._error()
-            return call(is_alone)
+            self._is_beside = True
+            try:
+                return call(is_alone)
+            finally:
+                self._is_beside = False
+                self._close_if_over()
 
     def _error(self) -> RuntimeError:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
