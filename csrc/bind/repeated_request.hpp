@@ -71,8 +71,8 @@ class BoundRepeatedRequest {
                        pybind11::dict segments, std::uint64_t call, std::size_t size,
                        const std::optional<Position>& extent, std::shared_ptr<Segment> segment);
 
-  // Whether the member may write its model where `exchange` sends it from: the coordinator no longer
-  // holds that segment.
+  // Whether the member may write its model where `exchange` sends it from: the coordinator no
+  // longer holds that segment.
   [[nodiscard]] bool may_ask() const { return request_.may_ask(mailbox_.box()); }
 
   // Asks, and waits for at most `seconds`. Returns number and seconds of the response, and its
