@@ -191,10 +191,11 @@ class AverageLogs(MemberCallback):
             number = _number(value)
             if number is not None:
                 own[name] = number
-            elif isinstance(value, np.ndarray) and np.can_cast(value.dtype, np.float64):
-                result = self.model.get_metrics_result()
-                if name in result or name.removeprefix("val_") in result:
-                    own[name] = value.astype(np.float64)
+            elif hasattr(value, "dtype"):  # an array or, in older versions of Keras, a tensor
+                array, results = np.asarray(value), self.model.get_metrics_result()
+                is_of_metric = name in results or name.removeprefix("val_") in results
+                if is_of_metric and np.can_cast(array.dtype, np.float64):
+                    own[name] = array.astype(np.float64)
         return own
 
     def on_train_end(self, logs: Any = None) -> None:
