@@ -298,15 +298,19 @@ def test_the_optimizer_of_a_compiled_model_is_not_part_of_the_model() -> None:
         assert [id(v) for v in found] == [id(v) for v in model.variables]
 
 
-def test_an_optimizer_for_each_layer() -> None:
+def sgd_with_adam_for(pattern: str) -> Any:
+    """Return an optimizer that consists of two."""
     if not hasattr(keras.optimizers, "MultiOptimizer"):
         pytest.skip("this Keras has none")
+    chosen = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, momentum=0.9))
+    chosen[pattern] = keras.optimizers.Adam(0.1)
+    return keras.optimizers.MultiOptimizer(chosen)
+
+
+def test_an_optimizer_for_each_layer() -> None:
     layouts = []
     for _ in range(2):
-        model = model_of("keras")
-        chosen = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, momentum=0.9))
-        chosen[".*kernel"] = keras.optimizers.Adam(0.1)
-        optimizer = keras.optimizers.MultiOptimizer(chosen)
+        model, optimizer = model_of("keras"), sgd_with_adam_for(".*kernel")
         with pytest.raises(ValueError, match="MultiOptimizer is not built"):
             TensorFlowVariables([model, optimizer])
         optimizer.build(model.trainable_variables)
@@ -318,14 +322,9 @@ def test_an_optimizer_for_each_layer() -> None:
 
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_an_optimizer_of_layers_that_are_frozen_has_no_slots(is_scaled: bool) -> None:
-    if not hasattr(keras.optimizers, "MultiOptimizer"):
-        pytest.skip("this Keras has none")
     layouts = []
     for _ in range(2):
-        model = model_of("keras")
-        chosen = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, momentum=0.9))
-        chosen["nothing"] = keras.optimizers.Adam(0.1)
-        optimizer = keras.optimizers.MultiOptimizer(chosen)
+        model, optimizer = model_of("keras"), sgd_with_adam_for("nothing")
         if is_scaled:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
         with pytest.raises(ValueError, match="is not built"):

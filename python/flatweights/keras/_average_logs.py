@@ -187,13 +187,15 @@ class AverageLogs(MemberCallback):
         Arrays of others, such as a user's callback, may have another shape in each member.
         """
         own: dict[str, Any] = {}
+        results: dict[str, Any] | None = None  # of the metrics, which are asked if there are arrays
         for name, value in logs.items():
             number = _number(value)
             if number is not None:
                 own[name] = number
             elif hasattr(value, "dtype"):  # an array or, in older versions of Keras, a tensor
-                array, results = np.asarray(value), self.model.get_metrics_result()
+                results = self.model.get_metrics_result() if results is None else results
                 is_of_metric = name in results or name.removeprefix("val_") in results
+                array = np.asarray(value)
                 if is_of_metric and np.can_cast(array.dtype, np.float64):
                     own[name] = array.astype(np.float64)
         return own

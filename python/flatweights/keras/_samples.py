@@ -117,11 +117,13 @@ class Samples:
 
     def _is_of_validation(self, log: str) -> bool:
         """Whether a log is of the validation: outputs and metrics may have such names, too."""
+        if not log.startswith("val_"):
+            return False
         names = [*getattr(self._model, "output_names", ())]
         for metric in self._model.metrics:
             names += [one.name for one in (metric, *getattr(metric, "metrics", ()))]
         own = [name for name in names if name.startswith("val_")]
-        return log.startswith("val_") and not any(f"{log}_".startswith(f"{one}_") for one in own)
+        return not any(f"{log}_".startswith(f"{one}_") for one in own)
 
     def _count_by_log(self) -> dict[str, float]:
         """Return the sum of the weights in each mean of the model's metrics, by its name in logs.
