@@ -34,6 +34,16 @@ class BoundWorkerAnswers {
       throw py::value_error("expected the segments of at least one mailbox");
   }
 
+  // Returns the positions of the workers whose command needs a Ray call; None, unless it was
+  // posted.
+  py::object post(const py::bytes& command, const std::vector<std::uint32_t>& held,
+                  const std::vector<std::uint32_t>& calls) {
+    for (const std::uint32_t segment : held) check_index(segment);
+    const auto uncalled = answers_.post(as_span(command), held, calls);
+    if (!uncalled) return py::none();
+    return py::cast(*uncalled);
+  }
+
   // Returns the seconds of the wait and of the average once the mean is in `out`; None if the
   // answers, of which none is read then, are to be waited for and read one by one.
   py::object mean(const py::array& out, const std::vector<double>& weights, bool takes_nonfinite,
@@ -61,6 +71,7 @@ class BoundWorkerAnswers {
   }
 
   bool were_read() const { return answers_.were_read(); }
+  std::uint64_t posts() const { return answers_.posts(); }
   void begin() { answers_.begin(); }
 
  private:
@@ -90,7 +101,9 @@ void bind_worker_answers(py::module_& m) {
       .def(py::init<const py::list&, py::list, const BoundLayout&, const py::bytes&>(),
            py::arg("mailboxes"), py::arg("segments"), py::arg("layout"), py::arg("digest"))
       .def_property_readonly("were_read", &BoundWorkerAnswers::were_read)
+      .def_property_readonly("posts", &BoundWorkerAnswers::posts)
       .def("begin", &BoundWorkerAnswers::begin)
+      .def("post", &BoundWorkerAnswers::post, py::arg("command"), py::arg("held"), py::arg("calls"))
       .def("mean", &BoundWorkerAnswers::mean, py::arg("out"), py::arg("weights"),
            py::arg("takes_nonfinite"), py::arg("watch"), py::arg("seconds"), py::arg("doorbell"),
            py::arg("poll"))

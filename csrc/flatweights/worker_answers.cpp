@@ -73,6 +73,28 @@ WorkerAnswers::Ended WorkerAnswers::wait(const Expected& expected, const Patienc
   }
 }
 
+std::optional<std::vector<std::size_t>> WorkerAnswers::post(std::span<const std::byte> command,
+                                                            std::span<const std::uint32_t> held,
+                                                            std::span<const std::uint32_t> calls) {
+  if (calls.size() != boxes_.size())
+    throw std::invalid_argument("expected the number of calls of each worker");
+  if (command.size() > Mailbox::kBytes)
+    throw std::invalid_argument("expected a command of at most " + std::to_string(Mailbox::kBytes) +
+                                " bytes");
+  if (!std::ranges::all_of(boxes_, &Mailbox::is_answered)) return std::nullopt;
+  std::vector<std::size_t> uncalled;
+  uncalled.reserve(boxes_.size());
+  are_read_ = false;
+  ++posts_;
+  for (std::size_t k = 0; k < boxes_.size(); ++k) {
+    for (const std::uint32_t segment : held) boxes_[k]->add_hold(Mailbox::Side::kWorker, segment);
+    if (boxes_[k]->post(command, calls[k], false) == Mailbox::Posted::kNeedsCall)
+      uncalled.push_back(k);
+  }
+  Mailbox::wake(boxes_);
+  return uncalled;
+}
+
 WorkerAnswers::Ended WorkerAnswers::mean(const std::vector<double>& weights, bool takes_nonfinite,
                                          const Patience& patience, const Sleep& sleep,
                                          std::byte* out) {

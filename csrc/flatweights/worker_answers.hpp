@@ -1,4 +1,4 @@
-// The answers of all workers of a group to one command: the wait for them, and their mean.
+// One command to all workers of a group, the wait for their answers, and the mean of these.
 //
 // A worker whose result is weights of a layout that the driver knows answers by a message of kind
 // kWeights, with the digest of the layout and one buffer in a segment; one that has only set
@@ -7,7 +7,10 @@
 // different is left where it is, for a driver that knows more: see `Ended`.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -43,6 +46,13 @@ class WorkerAnswers {
     segments_[worker] = std::move(segments);
   }
 
+  // Posts `command` to all workers, and wakes them. `held`: the driver's segments that it mentions,
+  // which each worker holds from then on. `calls`: by worker, the number of Ray calls made so far.
+  // Returns the workers whose command needs another call. Nothing is posted, and it returns
+  // nothing, unless all have answered the last command.
+  std::optional<std::vector<std::size_t>> post(std::span<const std::byte> command,
+                                               std::span<const std::uint32_t> held,
+                                               std::span<const std::uint32_t> calls);
   // Waits for weights, and writes their weighted mean to `out`; one with NaN or infinity only if
   // `takes_nonfinite`.
   Ended mean(const std::vector<double>& weights, bool takes_nonfinite, const Patience& patience,
@@ -50,8 +60,10 @@ class WorkerAnswers {
   // Waits for values whose body is `value`, without buffers.
   Ended values(std::string_view value, const Patience& patience, const Sleep& sleep);
 
-  // Whether the last call has read the answers; not once `begin` has announced another.
+  // Whether the last call has read the answers; not once `begin` or `post` has announced others.
   [[nodiscard]] bool were_read() const noexcept { return are_read_; }
+  // How often `post` has posted.
+  [[nodiscard]] std::uint64_t posts() const noexcept { return posts_; }
   void begin() noexcept { are_read_ = false; }
   // Of the last call: seconds of the wait, and of the average.
   [[nodiscard]] double waited() const noexcept { return waited_; }
@@ -77,6 +89,7 @@ class WorkerAnswers {
   std::vector<Extent> extents_;
   std::vector<const std::byte*> models_;
   bool are_read_ = false;
+  std::uint64_t posts_ = 0;
   double waited_ = 0, averaged_ = 0;
 };
 

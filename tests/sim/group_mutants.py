@@ -42,6 +42,37 @@ GROUP = {
         "        return self.latest.version is None and self._start.initial is not None\n",
         "        return False\n",
     ),
+    # Calls of all workers at once.
+    "workers that lack weights are called at once": (
+        "peers/_ready_workers.py",
+        "            if not (is_at_hand and record.version == version):\n",
+        "            if not is_at_hand:\n",
+    ),
+    "unhealthy workers are called at once": (
+        "peers/_ready_workers.py",
+        "is_at_hand = record.why is None and record.in_flight is None and not record.has_left\n",
+        "is_at_hand = True\n",
+    ),
+    "a call at once that breaks off is not owed": (
+        "peers/_worker_set.py",
+        "            if ready.posts > posts:\n",
+        "            if False:\n",
+    ),
+    "weights that were sent at once are not the latest": (
+        "peers/_worker_set.py",
+        "            self.latest = latest\n            if ready",
+        "            if ready",
+    ),
+    "a command for all is taken by calls that may have ended": (
+        "peers/_ready_workers.py",
+        "            worker.serve(channel)\n",
+        "            pass\n",
+    ),
+    "weights before the last are the latest after an answer is missed": (
+        "peers/_worker_set.py",
+        "        if ready.posts == posts:\n",
+        "        if ready.posts == posts or outcome is None:\n",
+    ),
     # What is noted of weights that were sent.
     "workers that refused weights stay healthy": (
         "peers/_worker_set.py",
@@ -112,7 +143,7 @@ GROUP = {
     ),
     "a command is taken by a call that may have ended": (
         "peers/_by_channel.py",
-        "        if not is_there:\n            channel.serve(self._serve)\n",
+        "        if not is_there:\n            self.serve(channel)\n",
         "",
     ),
     "a channel that was given up is used": (

@@ -24,7 +24,7 @@ from tests.sim.world import Bell, Changing, Fault, Process, SimulatedLock, World
 from flatweights import _core
 from flatweights.ray.channels._driver_channel import _NOTHING, DriverChannel
 from flatweights.ray.channels._end import ChannelEnd, ChannelError
-from flatweights.ray.channels._message import _EXTENT, _HEADER
+from flatweights.ray.channels._message import _EXTENT, _HEADER, Message
 from flatweights.ray.channels._protocol import BY_CALL, VALUE, WEIGHTS
 from flatweights.ray.channels._segments import Extent
 from flatweights.ray.channels._worker_channel import PATIENCE, WorkerChannel
@@ -32,8 +32,6 @@ from flatweights.ray.peers import _call_log
 from flatweights.ray.peers._platform import GroupPlatform
 
 _NODE = "here"
-
-_READ: Any = SimpleNamespace(were_read=True)  # in place of `_core.WorkerAnswers`
 
 
 class SimulatedWorkers(GroupPlatform):
@@ -57,6 +55,7 @@ class SimulatedWorkers(GroupPlatform):
         self.is_calm = False  # whether nothing goes wrong any more
         self.in_one_step = 0.0  # the share of averages that `_core.WorkerAnswers` makes
         self.averages = 0  # how many it has made
+        self.posts = 0  # how many commands it has posted to all workers
         self.losses = 0  # how often memory was short
         self.ids = itertools.count(1)  # of actors and references
 
@@ -601,6 +600,7 @@ class SimulatedDriverChannel(_Shares, DriverChannel):
         super().__init__(connection, box)
         self._platform = platform
         self._of_peer: Any = {0: None}  # of which views are counted
+        self._peer_has = {0: 1}
 
 
 class SimulatedChannels(Bell):
@@ -616,6 +616,7 @@ class SimulatedChannels(Bell):
         self.met: dict[bytes, SimulatedDriverChannel | None] = {}
         self._channels: list[SimulatedDriverChannel] = []
         self._tokens = 0
+        self._reader: Any = None  # in place of `_core.WorkerAnswers`
         self.is_closed = False
 
     def new_token(self) -> bytes:
@@ -690,17 +691,56 @@ class SimulatedChannels(Bell):
         is_finite = _core.average_into(layout.core, True, [out], models, weights)
         if not (is_finite or takes_nonfinite):
             return None
-        for channel in channels:
-            channel.read_by(_READ)
         self._platform.averages += 1
+        self._reader.were_read = True
         return self._world.now - begin, 0.0
 
     def are_done(self, channels: list[SimulatedDriverChannel], seconds: float) -> bool:
         """Do what `_core.WorkerAnswers` does, for a share of the calls."""
         are_done = self._have_answered(channels, (VALUE, _NOTHING), seconds)
-        for channel in channels if are_done else ():
-            channel.read_by(_READ)
+        if are_done:
+            self._reader.were_read = True
         return are_done
+
+    def reader_of(self, channels: list[SimulatedDriverChannel]) -> Any:
+        """Return what has read the last answers, as `Channels` does."""
+        reader = self._reader
+        is_theirs = reader is not None and reader.channels == channels
+        return reader if is_theirs and reader.were_read else None
+
+    def post_at_once(
+        self, reader: Any, channels: list[SimulatedDriverChannel], command: Message
+    ) -> list[int] | None:
+        """Do what `Channels` does, without a point at which anything else could happen."""
+        self._world.point("posting at once")
+        if not reader.were_read or self._world.chance("unsent"):
+            return None
+        for channel in channels:
+            if not channel.expect(reader, command.extents):
+                return None
+        if not all(channel.is_answered for channel in channels):
+            return None
+        reader.were_read, reader.posts = False, reader.posts + 1
+        self._platform.posts += 1
+        uncalled = []
+        for k, channel in enumerate(channels):
+            mailbox: Any = channel.mailbox
+            mailbox.share(False, command.extents)
+            if not mailbox.post(command.content, channel._count):
+                uncalled.append(k)
+        self._world.point("posted at once")
+        return uncalled
+
+    def _read_by_one(self, channels: list[SimulatedDriverChannel]) -> None:
+        """Let one reader read the answers at all ``channels``, as `_read_by` does."""
+        if self._reader is None or self._reader.channels != channels:
+            self._reader = SimpleNamespace(were_read=False, posts=0, channels=[*channels])
+        if any(channel._reader is not self._reader for channel in channels):
+            for channel in channels:
+                channel.settle()
+            self._reader.were_read = False
+            for channel in channels:
+                channel.read_by(self._reader)
 
     def _have_answered(
         self, channels: list[SimulatedDriverChannel], answer: tuple[int, bytes], seconds: float
@@ -710,6 +750,7 @@ class SimulatedChannels(Bell):
         end = world.now + seconds
         if share == 0 or (share < 1 and world.draw() >= share):
             return False
+        self._read_by_one(channels)
         while True:
             there = [one for one in channels if one.is_answered]
             if any(one.mailbox.kind_of_answer() != answer for one in there):

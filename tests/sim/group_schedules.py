@@ -68,4 +68,5 @@ class GroupSchedule:
             world.fail(f"no end after {most_steps} steps")
         world.close(processes)
         self.oracle.counts["in one step"] = self.platform.averages
+        self.oracle.counts["called at once"] = self.platform.posts
         self.platform.close()

@@ -16,7 +16,9 @@ from channel_processes import LARGE, Driver, value_of, weights_of
 from interrupts import Interrupts
 
 import flatweights as fw
+from flatweights import _core
 from flatweights._layout import Layout
+from flatweights.ray.channels._message import Message
 from flatweights.ray.channels._protocol import VALUE, WEIGHTS
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="channels are Linux's")
@@ -197,6 +199,97 @@ def test_a_worker_that_does_not_answer_none(driver: Driver) -> None:
     driver.post("sleep", 0.3)
     assert not driver.channels.are_done(channels, 0.01)
     assert driver.channels.are_done(channels, 30.0)
+
+
+def post_at_once(driver: Driver, command: Message) -> list[int] | None:
+    """Post a command to all workers in one step, with the Ray calls that it needs."""
+    channels = [worker.channel for worker in driver.workers]
+    reader = driver.channels.reader_of(channels)
+    if reader is None:
+        return None
+    uncalled = driver.channels.post_at_once(reader, channels, command)
+    for k in uncalled or ():
+        driver.workers[k].serve()
+    return uncalled
+
+
+def test_commands_of_all_in_one_step_again_and_again(driver: Driver) -> None:
+    channels = [worker.channel for worker in driver.workers]
+    driver.post("get", 2.0)
+    assert mean_of(driver) is not None
+    sent = weights_of(4.0)
+    for _ in range(3):  # the first have to bring segments, which is not done in one step
+        assert [float(one["w"][0]) for one in driver.values("get", 3.0)] == [3.0] * 3
+        driver.post("set", sent)
+        assert driver.channels.are_done(channels, 30.0)
+    for value in range(20):
+        assert post_at_once(driver, driver.command("set", sent)) is not None
+        assert driver.channels.are_done(channels, 30.0)
+        assert not any(driver.is_held(index) for index in range(4))
+        assert post_at_once(driver, driver.command("get", float(value))) is not None
+        mean = mean_of(driver)
+        assert mean is not None
+        assert (mean["w"] == value).all()
+        assert not any(channel.count_views() for channel in channels)
+
+
+def test_workers_that_have_left_are_to_be_called(driver: Driver) -> None:
+    driver.post("get", 2.0)
+    assert mean_of(driver) is not None
+    first, *others = driver.workers
+    assert first.pipe.poll(60), "it leaves its mailbox after a while"
+    for worker in others:
+        worker.channel.dismiss()
+    called = [worker.called for worker in driver.workers]
+    assert post_at_once(driver, driver.command("get", 3.0)) == [0, 1, 2]
+    assert [worker.called for worker in driver.workers] == [count + 1 for count in called]
+    mean = mean_of(driver)
+    assert mean is not None
+    assert (mean["w"] == 3.0).all()
+
+
+def test_nothing_is_posted_unless_all_is_as_it_was(driver: Driver) -> None:
+    channels = [worker.channel for worker in driver.workers]
+    command = driver.command("get", 3.0)
+    assert post_at_once(driver, command) is None, "nothing has read all answers"
+    driver.post("get", 2.0)
+    assert mean_of(driver) is not None
+    reader = driver.channels.reader_of(channels)
+    assert reader is not None
+    assert driver.channels.post_at_once(reader, channels, driver.command("echo", 1)) is not None
+    posts = reader.posts
+    assert driver.channels.post_at_once(reader, channels, command) is None, "none was read"
+    assert driver.wait()
+    assert [channel.take() for channel in channels] == [(VALUE, 1)] * 3
+    driver.post("get", 2.0)
+    assert mean_of(driver) is not None
+    second = driver.workers[1]
+    second.post(driver.command("sleep", 0.2), driver.channels)
+    assert driver.channels.post_at_once(reader, channels, command) is None, "one is at work"
+    assert driver.wait()
+    assert second.channel.take() == (VALUE, None)
+    driver.post("get", 2.0)
+    assert mean_of(driver) is not None
+    outside = driver.command("set", weights_of(1.0))
+    assert outside.extents
+    assert driver.channels.post_at_once(reader, channels, outside) is None, "a segment is not known"
+    assert reader.posts == posts
+    assert [float(value_of(w)["w"][0]) for w in driver.answers("get", 5.0)] == [5.0] * 3
+
+
+def test_the_core_refuses_wrong_commands_for_all(driver: Driver) -> None:
+    driver.post("get", 2.0)
+    assert mean_of(driver) is not None
+    reader = driver.channels.reader_of([worker.channel for worker in driver.workers])
+    assert reader is not None
+    with pytest.raises(ValueError, match="at most 131072 bytes"):
+        reader.post(bytes(_core.MAILBOX_BYTES + 1), [], [1, 1, 1])
+    with pytest.raises(ValueError, match="each worker"):
+        reader.post(b"", [], [1, 1])
+    with pytest.raises(ValueError, match="expected less than 64"):
+        reader.post(b"", [64], [1, 1, 1])
+    assert reader.posts == 0
+    assert reader.were_read
 
 
 def test_an_interrupt_at_any_point_leaves_answers_that_are_not_read_to_others() -> None:

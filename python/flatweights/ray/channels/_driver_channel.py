@@ -120,6 +120,21 @@ class DriverChannel(ChannelEnd):
         """The layout of the last weights that arrived in a message; None before the first."""
         return self._layout
 
+    def expect(self, reader: _core.WorkerAnswers, extents: list[Extent]) -> bool:
+        """Expect that ``reader``, which has read the last answer, posts a command with ``extents``.
+
+        Returns:
+            Whether it may: it is the reader of the last answer, and the worker has the segments.
+        """
+        if self._reader is not reader or self.is_closed or self.is_given_up:
+            return False
+        sent = self._peer_has
+        for index, generation, _, _ in extents:
+            if index not in sent or sent[index] != generation:
+                return False
+        self._sent, self._is_read = extents, False
+        return True
+
     def read_by(self, reader: _core.WorkerAnswers) -> None:
         """Note that ``reader`` may read the answer in place of `take`; `settle` sees if it has."""
         self._reader = reader
@@ -340,6 +355,33 @@ class Channels:
             return 0.0
         return _WATCH if seconds is None or seconds > _WATCH else seconds
 
+    def reader_of(self, channels: list[DriverChannel]) -> _core.WorkerAnswers | None:
+        """Return what has read the last answers at ``channels`` at once; None if nothing has."""
+        last = self._answers
+        return last[2] if last is not None and last[0] == channels and last[2].were_read else None
+
+    def post_at_once(
+        self, reader: _core.WorkerAnswers, channels: list[DriverChannel], command: Message
+    ) -> list[int] | None:
+        """Post a command to all ``channels``, whose last answers ``reader`` has read.
+
+        If an exception comes, `_core.WorkerAnswers.posts` tells whether the command was posted.
+
+        Returns:
+            The positions of the channels whose command needs a Ray call: see
+            `DriverChannel.serve`. None, and nothing is posted, if one of the channels is not as it
+            was then.
+        """
+        if failpoints.hook is not None or not reader.were_read:
+            return None
+        extents = command.extents
+        # Until C++ posts, the last answers count as read, whatever is expected.
+        for channel in channels:
+            if not channel.expect(reader, extents):
+                return None
+        calls = [channel._count for channel in channels]
+        return reader.post(command.content, [extent.segment for extent in extents], calls)
+
     def mean_of(
         self,
         channels: list[DriverChannel],
@@ -524,11 +566,12 @@ def _read_by(
     Whenever an interrupt comes, nobody reads an answer twice, which would release memory twice, and
     none is taken for read that is not: only C++ says which, in the call that reads.
     """
-    for channel in channels:
-        channel.settle()
-    answers.begin()
-    for channel in channels:
-        channel.read_by(answers)
+    if [True for channel in channels if channel._reader is not answers]:
+        for channel in channels:
+            channel.settle()
+        answers.begin()
+        for channel in channels:
+            channel.read_by(answers)
     return read(*arguments)
 
 

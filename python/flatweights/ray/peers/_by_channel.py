@@ -241,25 +241,15 @@ class ChannelResult(PendingResult):
         finite: bool,
     ) -> MeanOfAnswers | None:
         """Wait for weights of one layout in segments, and average them in place."""
-        channels = [answer._channel for answer in answers]
-        layout = channels[0].layout
-        if layout is None or layout.nbytes == 0:
-            return None
-        mean = layout.new_buffer()
-        found = answers[0]._channels.mean_of(
-            channels, layout, mean, weights, _slice_of(timeout), takes_nonfinite=not finite
-        )
-        if found is None:
-            del mean  # it may have taken the segment that was offered
-            answers[0]._worker.offer(layout.nbytes)
-            return None
-        return MeanOfAnswers(mean, layout, *found)
+        ends = [answer._channel for answer in answers]
+        offer = answers[0]._worker.offer
+        return mean_at(answers[0]._channels, ends, offer, weights, timeout, finite=finite)
 
     @classmethod
     def are_done(cls, answers: Sequence["ChannelResult"], timeout: float | None) -> bool:
         """Wait until workers have answered None."""
         channels = [answer._channel for answer in answers]
-        return answers[0]._channels.are_done(channels, _slice_of(timeout))
+        return answers[0]._channels.are_done(channels, slice_of(timeout))
 
     @staticmethod
     def _read_all(
@@ -397,6 +387,8 @@ class Worker:
         transport: The transport to it: ``"shm"``, or ``"store"`` with the reason.
         far_node: Its node, if that is known, and is not the driver's.
         log: The log of the calls on the actor's handles, if there is a channel or an agent.
+        channel: Its channel, once it has attached.
+        token: The token of that channel; `log` has it last while no other call was made since.
     """
 
     def __init__(self, handle: ray.actor.ActorHandle, rank: int, channels: GroupChannels) -> None:
@@ -405,11 +397,11 @@ class Worker:
         self.rank = rank
         self.platform = channels.platform
         self._group = channels
-        self._channel: DriverChannel | None = None
+        self.channel: DriverChannel | None = None
         self._attaching: ray.ObjectRef | None = (
             None  # the call that asks the worker to attach, with the token
         )
-        self._token = b""
+        self.token = b""
         self.log: CallLog | None = None
         self.far_node = ""
         self._backoff = Backoff(f"rank {rank} is")
@@ -417,7 +409,7 @@ class Worker:
 
     def call(self, call: Call) -> PendingResult:
         """Post the call to the channel, or make it through Ray."""
-        channel = self._channel
+        channel = self.channel
         if channel is None or channel.is_closed or channel.is_given_up:
             channel = self._ready()
         if channel is None:
@@ -436,16 +428,20 @@ class Worker:
         assert log is not None
         assert channels is not None
         try:
-            if log.last != self._token:  # the command must not overtake other calls
+            if log.last != self.token:  # the command must not overtake other calls
                 channel.dismiss()
             is_there = channel.post(command, channels.segments, group.asleep)
         except Exception as error:
             self.give_up(channel, _text_of(error))
             return call_actor(self.handle, call, self.platform)
         if not is_there:
-            channel.serve(self._serve)
+            self.serve(channel)
         self.transport = "shm"
         return ChannelResult(self, channels, channel, call)
+
+    def serve(self, channel: DriverChannel) -> None:
+        """Make a Ray call that takes the command that was posted to ``channel``, the worker's."""
+        channel.serve(lambda number: self.handle.serve_channel.remote(self.token, number))
 
     def offer(self, nbytes: int) -> None:
         """Offer a segment to the next average; see `GroupChannels.offer`."""
@@ -454,8 +450,8 @@ class Worker:
     def call_by_ray(self, call: Call, why: str) -> RayResult:
         """Make the call through Ray; dismiss a worker that waits at its mailbox."""
         self.transport = f"store: {why}"
-        if self._channel is not None and self._channel.is_answered:
-            self._channel.dismiss()
+        if self.channel is not None and self.channel.is_answered:
+            self.channel.dismiss()
         return call_actor(self.handle, call, self.platform)
 
     def prepare(self, payload: Payload) -> None:
@@ -481,7 +477,7 @@ class Worker:
     def prepare_for(workers: Iterable["Worker"], payload: Payload) -> None:
         """Bring ``payload`` within reach of ``workers``; see `prepare`."""
         for worker in workers:
-            channel = worker._channel
+            channel = worker.channel
             is_usable = not (channel is None or channel.is_closed or channel.is_given_up)
             if not (payload.is_frozen and is_usable):
                 worker.prepare(payload)
@@ -493,17 +489,17 @@ class Worker:
 
     def detach(self) -> None:
         """Give up the channel of a worker that has left and serves no more calls."""
-        if self._channel is not None:
-            if self._channel.is_answered and not self._channel.is_given_up:
-                self._channel.dismiss()
-            self.give_up(self._channel, "it has left")
+        if self.channel is not None:
+            if self.channel.is_answered and not self.channel.is_given_up:
+                self.channel.dismiss()
+            self.give_up(self.channel, "it has left")
 
     def give_up(self, channel: DriverChannel, why: str) -> None:
         """Give up ``channel``; the next call asks the worker to attach anew."""
-        if self._channel is channel:
+        if self.channel is channel:
             if self._group.made is not None:  # another thread may have shut the group down
                 self._group.made.give_up(channel)
-            self._channel = None
+            self.channel = None
             self.transport = f"store: {why}"
 
     def note_broken(self, channel: DriverChannel, reason: str) -> None:
@@ -511,12 +507,9 @@ class Worker:
         self.give_up(channel, reason)
         self._backoff.note(reason, may_pass=True)
 
-    def _serve(self, number: int) -> Any:
-        return self.handle.serve_channel.remote(self._token, number)
-
     def _ready(self) -> DriverChannel | None:
         """Return the channel if the worker has attached; otherwise ask it to attach."""
-        channel = self._channel
+        channel = self.channel
         if channel is not None:
             if not (channel.is_closed or channel.is_given_up):
                 return channel
@@ -528,9 +521,9 @@ class Worker:
             self.transport = f"store: {self._group.backoff.reason}"
         elif self._attaching is not None or self._backoff.is_over:
             self._attach(channels)
-        if self._channel is None and self._group.insists:
+        if self.channel is None and self._group.insists:
             self._insist()
-        return self._channel
+        return self.channel
 
     def _attach(self, channels: Channels) -> None:
         """Ask the worker to attach, or check whether it has attached."""
@@ -540,9 +533,9 @@ class Worker:
             except ChannelError as error:
                 self._fail(str(error), may_pass=False)
                 return
-            self._token = channels.new_token()
+            self.token = channels.new_token()
             node = self.platform.node()
-            self._attaching = self.handle.attach_channel.remote(channels.address, self._token, node)
+            self._attaching = self.handle.attach_channel.remote(channels.address, self.token, node)
             self.transport = "store: it attaches"
         timeout = _INSIST if self._group.insists else 0
         if not self.platform.wait([self._attaching], timeout):
@@ -554,12 +547,12 @@ class Worker:
                 self._fail(made.reason, made.may_pass)
                 self.far_node = made.node
             else:
-                self._channel = channels.connect(self._token, made)
+                self.channel = channels.connect(self.token, made)
         except (ChannelError, OSError) as error:
             self._fail(_text_of(error), may_pass=True)
         except ray.exceptions.RayError as error:  # it died: the next call asks again
             self.transport = f"store: {type(error).__name__} when it was asked to attach"
-        channels.forget(self._token)
+        channels.forget(self.token)
 
     def _fail(self, reason: str, may_pass: bool) -> None:
         """Note the reason for which the worker has not attached."""
@@ -581,7 +574,38 @@ class Worker:
         payload.put = lambda: platform.put(made)
 
 
-def _slice_of(timeout: float | None) -> float:
+def mean_at(
+    channels: Channels,
+    ends: list[DriverChannel],
+    offer: Callable[[int], None],
+    weights: list[float],
+    timeout: float | None,
+    *,
+    finite: bool,
+) -> MeanOfAnswers | None:
+    """Wait for weights of one layout in segments, and average them; see `PendingResult.mean`.
+
+    Args:
+        channels: The channels of a group.
+        ends: Those whose answers are missing.
+        offer: Offers a segment to an average of so many bytes.
+        weights: See `PendingResult.mean`.
+        timeout: See `PendingResult.mean`.
+        finite: See `PendingResult.mean`.
+    """
+    layout = ends[0].layout
+    if layout is None or layout.nbytes == 0:
+        return None
+    mean, seconds = layout.new_buffer(), slice_of(timeout)
+    found = channels.mean_of(ends, layout, mean, weights, seconds, takes_nonfinite=not finite)
+    if found is None:
+        del mean  # it may have taken the segment that was offered
+        offer(layout.nbytes)
+        return None
+    return MeanOfAnswers(mean, layout, *found)
+
+
+def slice_of(timeout: float | None) -> float:
     """Return the seconds until the Ray calls of workers are to be looked at, or time is up."""
     return _SLICE if timeout is None or timeout > _SLICE else timeout
 

@@ -149,6 +149,8 @@ class Arrivals:
         failed: By rank, the workers' exceptions so far, and the errors of ranks in quarantine.
         quarantined: The failed ranks that hold NaN or infinity, and are skipped.
         late: The ranks that had not answered when the time was up.
+        were_interrupted: Whether an interrupt came while calls were made: one more than have an
+            answer here may have been made.
         seconds_waited: The seconds that it has waited.
         deadline: The time after which ranks that have not answered are late.
         find_lost: Called again and again while the wait lasts: of the ranks whose answers it gets,
@@ -169,6 +171,7 @@ class Arrivals:
         self.failed: dict[int, Exception] = {}
         self.quarantined: set[int] = set()
         self.late: list[int] = []
+        self.were_interrupted = False
         self.seconds_waited = 0.0
         self.deadline = deadline
         self.find_lost: FindLost | None = None

@@ -38,6 +38,7 @@ from flatweights.ray.peers._by_channel import Worker
 from flatweights.ray.peers._latest import Latest, model_of
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._ranks import Ranks, WorkerRecord
+from flatweights.ray.peers._ready_workers import ReadyWorkers
 from flatweights.ray.peers._result_metadata import ReadOptions
 from flatweights.ray.peers._start import GroupStart
 from flatweights.ray.peers._store import RayResult, argument_of, check_cluster
@@ -109,6 +110,7 @@ class WorkerSet:
         self.latest = Latest(wire, platform=platform)
         self._start = GroupStart(initial, platform)
         self._nbytes = 0  # of the last average that was made in this process
+        self._ready: ReadyWorkers | None = None
         self._name, self._counts = secrets.token_hex(8), itertools.count(1)
         self._is_closed = False
 
@@ -276,10 +278,11 @@ class WorkerSet:
             if by_agent:
                 ranks = [rank for rank in ranks if rank not in by_agent]
             WorkerRecord.send_all(records, ranks, call, by_rank, answers)
-        except BaseException:
+        except BaseException as error:
             # The one that was being called may have the call, and take the weights that it brings.
             for rank in (rank for rank in ranks if rank not in answers):
                 records[rank].mark_stale()
+            arrivals.were_interrupted = not isinstance(error, Exception)
             raise
         finally:
             try:
@@ -309,12 +312,38 @@ class WorkerSet:
                 the outcome of the answers.
             alone: Whether the calls run no method, so that all errors concern the weights.
         """
-        before, payload = self.latest, None
+        before, made = self.latest, list[Payload]()
+
+        def begin() -> Outcome:
+            if weights is not None and ranks:
+                made.append(self._make_latest(weights, ranks))
+            return work(made[0] if made else None)
+
+        return self._until_closed(weights, before, made, arrivals, begin, alone=alone)
+
+    def _until_closed(
+        self,
+        weights: Any,
+        before: Latest,
+        made: Sequence[Payload],
+        arrivals: Arrivals,
+        work: Callable[[], Outcome],
+        *,
+        alone: bool,
+    ) -> Outcome:
+        """Do ``work``, and the work of `round` after it.
+
+        Args:
+            weights: See `round`.
+            before: The latest weights before it.
+            made: The payload with ``weights``, once they are the latest.
+            arrivals: See `round`.
+            work: See `round`.
+            alone: See `round`.
+        """
         try:
             self.ranks.is_in_round = True
-            if weights is not None and ranks:
-                payload = self._make_latest(weights, ranks)
-            return work(payload)
+            return work()
         except WorkerError as error:
             # It was raised at the first refusal. Read on to find out whether all refuse.
             while (refused := _refusals(arrivals)) and not _took(arrivals, refused):
@@ -326,12 +355,90 @@ class WorkerSet:
         finally:
             # Even if the round was broken off by something else than a rank's failure.
             self.ranks.is_in_round = False
-            if payload is None:
+            if not made:
                 self._close(arrivals)
             else:
-                self._close_sent(payload, arrivals, before, alone=alone)
+                self._close_sent(made[0], arrivals, before, alone=alone)
                 if isinstance(weights, Round):
-                    weights.nbytes_sent = payload.nbytes_sent
+                    weights.nbytes_sent = made[0].nbytes_sent
+
+    def ready(self) -> ReadyWorkers | None:
+        """Return all workers if nothing is to be done before they are called; None otherwise.
+
+        They all took part in the last round, and nothing has happened to them since.
+        """
+        ready, latest, start = self._ready, self.latest, self._start
+        if ready is None:
+            return None
+        is_settled = start.initial is None and latest is not start.published
+        is_plain = not self.ranks.has_news and latest.wire is None
+        if is_settled and is_plain and ready.are_ready(self.ranks.records, latest.version):
+            return ready
+        self._ready = None
+        return None
+
+    def round_at_once(
+        self,
+        ready: ReadyWorkers,
+        weights: Any,
+        arrivals: Arrivals,
+        work: tuple[str | None, Sequence[Any], Mapping[str, Any]],
+        read: Callable[[], Outcome | None],
+        collect: Callable[[], Outcome],
+        *,
+        alone: bool = False,
+    ) -> Outcome | None:
+        """Do the work of `round` in one step, with workers that are `ready`.
+
+        Args:
+            ready: The workers.
+            weights: See `round`.
+            arrivals: See `round`; it gets the answers that are not read in one step.
+            work: The method that is called, its arguments and its keyword arguments.
+            read: A function that waits for the answers, reads them in one step, and returns the
+                outcome; or returns None, and reads nothing.
+            collect: A function that returns the outcome of ``arrivals``, in place of ``read``.
+            alone: See `round`.
+
+        Returns:
+            None if nothing was sent, since it takes a `round`.
+        """
+        begin = _clock.now()
+        before = self.latest
+        latest = before if weights is None else before.after(weights, self._next_stamp())
+        made = [] if weights is None or latest.payload is None else [latest.payload]
+        if made and not made[0].is_frozen:
+            return None
+        call = Call((self._next_stamp(), latest.version, None), *work, *made)
+        put = _clock.now() - begin
+        outcome, posts = None, ready.posts
+        try:
+            self.ranks.is_in_round = True
+            self.latest = latest
+            if ready.post(call):
+                outcome = read()
+        except BaseException:
+            if ready.posts > posts:
+                arrivals.expect(ready.owe(call))
+            self._until_closed(weights, before, made, arrivals, lambda: None, alone=alone)
+            raise
+        finally:
+            self.ranks.is_in_round = False
+        if ready.posts == posts:
+            self.latest = before
+            return None
+        if made:
+            note_seconds(weights, "put", put)
+        if outcome is None:
+            arrivals.expect(ready.owe(call))
+            return self._until_closed(weights, before, made, arrivals, collect, alone=alone)
+        self.channels.done()
+        for payload in made:
+            ready.take(latest.version)
+            _count(payload, len(ready.ranks))
+            if isinstance(weights, Round):
+                weights.nbytes_sent = payload.nbytes_sent
+        return outcome
 
     def _close_sent(
         self, payload: Payload, arrivals: Arrivals, before: Latest, *, alone: bool
@@ -345,7 +452,7 @@ class WorkerSet:
         is_refused = (
             refused and not may_have_taken and arrivals.unanswered.keys() <= {*arrivals.late}
         )
-        is_sent = bool(arrivals.answers) and not is_refused
+        is_sent = bool(arrivals.answers or arrivals.were_interrupted) and not is_refused
         if not is_sent:
             self.latest = before
         # If no method gave a result, the calls may not have begun, because an argument was missing.
@@ -380,7 +487,7 @@ class WorkerSet:
         self.channels.offer(self._nbytes)
 
     def complete(
-        self, result: Round, ranks: Iterable[int], why_no_agents: str | None, *, is_kept: bool
+        self, result: Round, ranks: Collection[int], why_no_agents: str | None, *, is_kept: bool
     ) -> None:
         """Note in an average how ranks were reached, and which joined and left; note its size.
 
@@ -401,9 +508,17 @@ class WorkerSet:
             result.joined, result.left = self.ranks.news
         if result.used:
             self.agents.nbytes = result.nbytes // len(result.used)
+        self.note_ready(ranks)
         array = getattr(result.weights, "buffer", result.weights)
         if is_kept and isinstance(array, np.ndarray):
             self._nbytes = array.nbytes
+
+    def note_ready(self, called: Collection[int]) -> None:
+        """Note, after a call of ranks, whether the next one may be made at once."""
+        records = self.ranks.records
+        is_of_all = self._ready is None and len(called) == len(records)
+        if is_of_all and self._start.initial is None and self.latest.wire is None:
+            self._ready = ReadyWorkers.of(records, self.channels)
 
     def mark_stale(self) -> None:
         """Send all workers the latest weights again before their next call."""
@@ -524,6 +639,7 @@ class WorkerSet:
     def close(self) -> None:
         """Release the memory, after `shut_down`, once no call runs."""
         if self.ranks.over == SHUT_DOWN:
+            self._ready = None
             self.channels.close()
             self.latest = Latest(platform=self.platform)
             self._is_closed = True
@@ -770,7 +886,12 @@ def _count_sent(payload: Payload, arrivals: Arrivals, took: Collection[int]) -> 
     commands = [answer.call for rank in took if type(answer := answers[rank]) is NodeAnswer]
     if commands:
         count += len({command for command in commands if not command.exchange}) - len(commands)
-    nbytes = count * payload.nbytes
+    _count(payload, count)
+
+
+def _count(payload: Payload, times: int) -> None:
+    """Count the bytes of a ``payload`` that were sent so many times."""
+    nbytes = times * payload.nbytes
     METRICS.add({SENT: nbytes})
     payload.nbytes_sent += nbytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flatweights._numbers import check_count
@@ -16,7 +16,7 @@ from flatweights.ray.results._round import Round
 from flatweights.ray.results._wire import PayloadKind
 from flatweights.ray.rounds._allreduce import NodesAverage
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
-from flatweights.ray.rounds._local_reduce import DriverAverage
+from flatweights.ray.rounds._local_reduce import DriverAverage, round_of_mean
 from flatweights.ray.rounds._work import Work
 from flatweights.ray.support._errors import WorkerError, raised
 
@@ -34,6 +34,10 @@ def average_of(
 
     The caller has admitted workers that are ready.
     """
+    if ranks is None and out is None and work.arguments is None:
+        at_once = _average_at_once(worker_set, work, spec, broadcast)
+        if at_once is not None:
+            return at_once
     asked, by_rank = _asked(worker_set, work, ranks)
     timeout, need = spec.timeout, spec.min_results or 1
     count = len(asked)
@@ -79,6 +83,37 @@ def average_of(
         raise error._and(before) from error.__cause__
     if before:
         result.failed = dict(sorted((before | result.failed).items()))
+    return result
+
+
+def _average_at_once(
+    worker_set: WorkerSet, work: Work, spec: RoundSpec, broadcast: Any
+) -> Round | None:
+    """Do the work of `average_of` in one step of C++; None, and nothing, if it takes more."""
+    ready = worker_set.ready()
+    if ready is None or spec.rule is not None or callable(spec.weights):
+        return None
+    ranks, layout, arrivals = ready.ranks, worker_set.layout, Arrivals(deadline_in(spec.timeout))
+    if ranks[-1] >= len(spec.weights) > 0:
+        return None
+    codec = PLAIN
+    if layout is not None:
+        codec = Codec(accept=functools.partial(check_result, layout, work.method))
+    numbers, finite = spec.numbers_of(ranks), spec.nonfinite != "propagate"
+
+    def read() -> Round | None:
+        worker_set.offer()
+        found = ready.mean(numbers, spec.timeout, finite=finite)
+        return None if found is None else round_of_mean(found, ranks, found.waited, codec)
+
+    def collect() -> Round:
+        return DriverAverage(arrivals, spec, None, codec).run()
+
+    result = worker_set.round_at_once(
+        ready, broadcast, arrivals, (work.method, work.args, work.kwargs), read, collect
+    )
+    if result is not None:
+        worker_set.complete(result, ranks, "", is_kept=True)
     return result
 
 
@@ -140,19 +175,38 @@ def results_of(
 def send(worker_set: WorkerSet, weights: Any, timeout: float | None) -> list[int]:
     """Let workers set ``weights``; return the ranks that did so; see `WorkerGroup.broadcast`."""
     worker_set.ranks.admit()
-    ranks, weights = worker_set.begin(weights, timeout)
-    if weights is None:
-        return ranks
-    arrivals = Arrivals(deadline_in(timeout))
+    begin, took, arrivals = _clock.now(), None, Arrivals(deadline_in(timeout))
+    ready = worker_set.ready()
+    if ready is not None:
 
-    def collect(payload: Payload | None) -> None:
-        begin = _clock.now()
-        worker_set.send_out(worker_set.call(payload=payload), arrivals, ranks)
-        if not arrivals.are_done():
+        def read() -> Collection[int] | None:
+            return ready.ranks if ready.are_done(timeout) else None
+
+        def collect_all() -> Collection[int]:
             arrivals.collect()
-        note_seconds(weights, "broadcast", _clock.now() - begin)
+            return ()
 
-    worker_set.round(weights, ranks, arrivals, collect, alone=True)
+        took = worker_set.round_at_once(
+            ready, weights, arrivals, (None, (), {}), read, collect_all, alone=True
+        )
+        if took:
+            note_seconds(weights, "broadcast", _clock.now() - begin)
+            return [*took]
+    if took is None:
+        ranks, weights = worker_set.begin(weights, timeout)
+        if weights is None:
+            return ranks
+        arrivals = Arrivals(deadline_in(timeout))
+
+        def collect(payload: Payload | None) -> None:
+            begin = _clock.now()
+            worker_set.send_out(worker_set.call(payload=payload), arrivals, ranks)
+            if not arrivals.are_done():
+                arrivals.collect()
+            note_seconds(weights, "broadcast", _clock.now() - begin)
+
+        worker_set.round(weights, ranks, arrivals, collect, alone=True)
+        worker_set.note_ready(ranks)
     by_workers = raised(arrivals.failed)
     if by_workers or not arrivals.arrived:
         raise WorkerError(by_workers or worker_set.ranks.unhealthy())

@@ -11,6 +11,7 @@ from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
 from flatweights._weights import FlatWeights, frozen
 from flatweights.ray import _clock
+from flatweights.ray.peers._transport import MeanOfAnswers
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._result import Packed, copied, split
 from flatweights.ray.results._round import Round
@@ -90,13 +91,7 @@ class DriverAverage:
         found = self._arrivals.mean(ranks, weights, finite=spec.nonfinite != "propagate")
         if found is None:
             return None
-        self._codec.accept(found.layout, f"rank {ranks[0]}")
-        return Round(
-            FlatWeights.wrap(frozen(found.mean), found.layout),
-            ranks,
-            seconds={"wait": self._arrivals.seconds_waited, "average": found.averaged},
-            nbytes=found.mean.nbytes * len(ranks),
-        )
+        return round_of_mean(found, ranks, self._arrivals.seconds_waited, self._codec)
 
     def average(self) -> Round:
         """Wait and average; the caller lets go of all values."""
@@ -377,3 +372,21 @@ class DriverAverage:
             return self._out
         arrived = sorted(self._arrivals.arrived)
         return split(self._arrivals.result(arrived[0]))[0] if arrived else None
+
+
+def round_of_mean(found: MeanOfAnswers, ranks: list[int], waited: float, codec: Codec) -> Round:
+    """Return the round with a mean that was made in one step.
+
+    Args:
+        found: The mean.
+        ranks: All ranks, in their order.
+        waited: The seconds of the wait.
+        codec: The check of the weights.
+    """
+    codec.accept(found.layout, f"rank {ranks[0]}")
+    return Round(
+        FlatWeights.wrap(frozen(found.mean), found.layout),
+        ranks,
+        seconds={"wait": waited, "average": found.averaged},
+        nbytes=found.mean.nbytes * len(ranks),
+    )
