@@ -17,6 +17,7 @@ from tests.sim.plans import Plan
 # What imports the package is imported in functions, since a mutant changes the package before.
 
 PROTOCOLS = ("members", "nodes", "group", "asynchronous", "fit")
+ALL = "all"  # of the protocols, in turns
 _COLLECT = 100  # schedules between two collections of garbage
 _MANY = 1_000_000_000
 _A_MINUTE = 6000  # schedules in which a wrong change has to be found
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="schedules to run; with --mutants, for each")
     parser.add_argument("--minutes", type=float, help="stop after so many minutes")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--protocol", default="members", choices=PROTOCOLS)
+    parser.add_argument("--protocol", default=ALL, choices=(ALL, *PROTOCOLS))
     parser.add_argument("--mix", help="plans of this kind only")
     parser.add_argument("--seed", type=int, help="replay this schedule: print its transcript")
     parser.add_argument("--plan", type=Path, help="replay the plan in a file, made by a failure")
@@ -50,6 +51,8 @@ def main() -> None:
         scale.main([one for one in sys.argv[1:] if one != "--scale"])
         return
     args = parser.parse_args()
+    if args.mix is not None and args.protocol == ALL:
+        parser.error("--mix: each protocol has kinds of its own: give --protocol, too")
     if args.mutants:
         found = mutants.try_all(args.seeds or _A_MINUTE, args.names, args.protocol)
         sys.exit(0 if found else 1)
@@ -59,9 +62,18 @@ def main() -> None:
         saved = json.loads(args.plan.read_text())
         replay(saved["plan"], saved["seed"])
     elif args.seed is not None:
-        replay(plan_of(args.protocol, args.seed, args.mix), args.seed)
+        replay(*schedule_at(args.protocol, args.seed, args.mix))
     else:
         sys.exit(1 if run(args) else 0)
+
+
+def schedule_at(protocol: str, number: int, mix: str | None) -> tuple[Plan, int]:
+    """Return plan and seed of a schedule: of all protocols together, each is the next one's."""
+    seed = number
+    if protocol == ALL:
+        seed, turn = divmod(number, len(PROTOCOLS))
+        protocol = PROTOCOLS[turn]
+    return plan_of(protocol, seed, mix), seed
 
 
 def plan_of(protocol: str, seed: int, mix: str | None) -> Plan:
@@ -88,12 +100,14 @@ def run(args: Any) -> int:
 
     end = float("inf") if args.minutes is None else time.monotonic() + 60 * args.minutes
     last = _MANY if args.seeds is None else args.first + args.seeds
+    if args.protocol in ("fit", ALL):
+        import tests.sim.fit_programs  # noqa: F401  (Keras: before what there is, is frozen)
     began, used = time.monotonic(), time.process_time()
     counts: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     with without_collector():
-        for seed in range(args.first, last):
-            plan = plan_of(args.protocol, seed, args.mix)
+        for number in range(args.first, last):
+            plan, seed = schedule_at(args.protocol, number, args.mix)
             schedule = schedule_of(plan, seed)
             counts += schedule.oracle.counts
             counts["schedules"] += 1
@@ -101,7 +115,8 @@ def run(args: Any) -> int:
             if schedule.world.failures:
                 text = schedule.world.failures[0]
                 kinds[kind_of(text)] += 1
-                print(f"seed {seed} ({plan['mix']}, {plan['program']}): {text}", flush=True)
+                kind = f"{plan['protocol']}, {plan['mix']}, {plan['program']}"
+                print(f"seed {seed} ({kind}): {text}", flush=True)
                 if not args.no_shrink:
                     show(shrunk(Failure(plan, seed, text)), seed)
                 if sum(kinds.values()) >= args.keep:

@@ -516,24 +516,24 @@ def install(name: str) -> None:
     sys.meta_path.insert(0, _Finder(MUTANTS[name]))
 
 
-def try_all(schedules: int, names: Sequence[str] = (), protocol: str = "members") -> bool:
+def try_all(schedules: int, names: Sequence[str] = (), protocol: str = "all") -> bool:
     """Run schedules with one mutant after the other; print how soon each is found.
 
     Args:
         schedules: The largest number for each.
         names: The mutants; all of the protocol, if empty.
-        protocol: The protocol whose schedules have to find them.
+        protocol: The protocol whose schedules have to find them; "all" for the first one of each.
 
     Returns:
         Whether all were found.
     """
     found = 0
-    names = names or [name for name, one in MUTANTS.items() if protocol in one.protocols]
+    names = names or [name for name, one in MUTANTS.items() if protocol in ("all", *one.protocols)]
     for name in names:
-        if protocol not in MUTANTS[name].protocols:
-            protocol = MUTANTS[name].protocols[0]
+        its = MUTANTS[name].protocols
+        of = protocol if protocol in its else its[0]
         command = [sys.executable, "-W", "ignore", "-m", "tests.sim", "--mutant", name]
-        command += ["--protocol", protocol]
+        command += ["--protocol", of]
         command += ["--seeds", str(schedules), "--keep", "1", "--no-shrink"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         count = re.search(r"^(\d+) schedules in (.*?), ", ran.stdout, re.MULTILINE)

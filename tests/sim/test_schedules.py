@@ -36,7 +36,7 @@ BLOCKS = [
     for k in range(16 * blocks)
 ]
 FOUND = {
-    "group": (5840,),
+    "group": (4667, 5840),
     "members": (110992,),
     "nodes": (62020, 700280, 4025274, 4037996),
 }  # later ones, which have found something
