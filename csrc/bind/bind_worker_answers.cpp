@@ -34,12 +34,20 @@ class BoundWorkerAnswers {
       throw py::value_error("expected the segments of at least one mailbox");
   }
 
-  // Returns the positions of the workers whose command needs a Ray call; None, unless it was
-  // posted.
-  py::object post(const py::bytes& command, const std::vector<std::uint32_t>& held,
+  // Returns the positions of the workers whose command needs a Ray call; None, unless all commands
+  // were posted. By worker: the command, the segments that it mentions, and the number of Ray
+  // calls.
+  py::object post(const std::vector<py::bytes>& commands,
+                  const std::vector<std::vector<std::uint32_t>>& held,
                   const std::vector<std::uint32_t>& calls) {
-    for (const std::uint32_t segment : held) check_index(segment);
-    const auto uncalled = answers_.post(as_span(command), held, calls);
+    if (held.size() != commands.size() || calls.size() != commands.size())
+      throw py::value_error("expected a command for each worker");
+    std::vector<WorkerAnswers::Command> all;
+    for (std::size_t k = 0; k < commands.size(); ++k) {
+      for (const std::uint32_t segment : held[k]) check_index(segment);
+      all.push_back({as_span(commands[k]), held[k], calls[k]});
+    }
+    const auto uncalled = answers_.post(all);
     if (!uncalled) return py::none();
     return py::cast(*uncalled);
   }
@@ -72,7 +80,7 @@ class BoundWorkerAnswers {
 
   bool were_read() const { return answers_.were_read(); }
   std::uint64_t posts() const { return answers_.posts(); }
-  void begin() { answers_.begin(); }
+  void note_read() { answers_.note_read(); }
 
  private:
   // Returns whether all have answered; signals end the wait.
@@ -102,8 +110,9 @@ void bind_worker_answers(py::module_& m) {
            py::arg("mailboxes"), py::arg("segments"), py::arg("layout"), py::arg("digest"))
       .def_property_readonly("were_read", &BoundWorkerAnswers::were_read)
       .def_property_readonly("posts", &BoundWorkerAnswers::posts)
-      .def("begin", &BoundWorkerAnswers::begin)
-      .def("post", &BoundWorkerAnswers::post, py::arg("command"), py::arg("held"), py::arg("calls"))
+      .def("note_read", &BoundWorkerAnswers::note_read)
+      .def("post", &BoundWorkerAnswers::post, py::arg("commands"), py::arg("held"),
+           py::arg("calls"))
       .def("mean", &BoundWorkerAnswers::mean, py::arg("out"), py::arg("weights"),
            py::arg("takes_nonfinite"), py::arg("watch"), py::arg("seconds"), py::arg("doorbell"),
            py::arg("poll"))

@@ -43,7 +43,6 @@ WorkerAnswers::Ended WorkerAnswers::wait(const Expected& expected, const Patienc
   const double watched = begin + patience.watch, end = begin + patience.seconds;
   std::vector<const Mailbox*> missing;
   std::ranges::fill(is_there_, char{0});
-  are_read_ = false;
   for (double now = begin;; now = seconds_now()) {
     waited_ = now - begin;
     missing.clear();
@@ -73,22 +72,23 @@ WorkerAnswers::Ended WorkerAnswers::wait(const Expected& expected, const Patienc
   }
 }
 
-std::optional<std::vector<std::size_t>> WorkerAnswers::post(std::span<const std::byte> command,
-                                                            std::span<const std::uint32_t> held,
-                                                            std::span<const std::uint32_t> calls) {
-  if (calls.size() != boxes_.size())
-    throw std::invalid_argument("expected the number of calls of each worker");
-  if (command.size() > Mailbox::kBytes)
-    throw std::invalid_argument("expected a command of at most " + std::to_string(Mailbox::kBytes) +
-                                " bytes");
+std::optional<std::vector<std::size_t>> WorkerAnswers::post(std::span<const Command> commands) {
+  if (commands.size() != boxes_.size())
+    throw std::invalid_argument("expected a command for each worker");
+  for (const Command& command : commands)
+    if (command.content.size() > Mailbox::kBytes)
+      throw std::invalid_argument("expected a command of at most " +
+                                  std::to_string(Mailbox::kBytes) + " bytes");
   if (!std::ranges::all_of(boxes_, &Mailbox::is_answered)) return std::nullopt;
   std::vector<std::size_t> uncalled;
   uncalled.reserve(boxes_.size());
   are_read_ = false;
   ++posts_;
   for (std::size_t k = 0; k < boxes_.size(); ++k) {
-    for (const std::uint32_t segment : held) boxes_[k]->add_hold(Mailbox::Side::kWorker, segment);
-    if (boxes_[k]->post(command, calls[k], false) == Mailbox::Posted::kNeedsCall)
+    const Command& command = commands[k];
+    for (const std::uint32_t segment : command.held)
+      boxes_[k]->add_hold(Mailbox::Side::kWorker, segment);
+    if (boxes_[k]->post(command.content, command.calls, false) == Mailbox::Posted::kNeedsCall)
       uncalled.push_back(k);
   }
   Mailbox::wake(boxes_);
@@ -114,7 +114,7 @@ WorkerAnswers::Ended WorkerAnswers::mean(const std::vector<double>& weights, boo
 WorkerAnswers::Ended WorkerAnswers::values(std::string_view value, const Patience& patience,
                                            const Sleep& sleep) {
   const Ended ended = wait({kValue, value, false}, patience, sleep);
-  are_read_ = ended == Ended::kAll;
+  if (ended == Ended::kAll) are_read_ = true;
   return ended;
 }
 

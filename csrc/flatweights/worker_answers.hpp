@@ -46,13 +46,17 @@ class WorkerAnswers {
     segments_[worker] = std::move(segments);
   }
 
-  // Posts `command` to all workers, and wakes them. `held`: the driver's segments that it mentions,
-  // which each worker holds from then on. `calls`: by worker, the number of Ray calls made so far.
-  // Returns the workers whose command needs another call. Nothing is posted, and it returns
-  // nothing, unless all have answered the last command.
-  std::optional<std::vector<std::size_t>> post(std::span<const std::byte> command,
-                                               std::span<const std::uint32_t> held,
-                                               std::span<const std::uint32_t> calls);
+  // A command for one worker. `held`: the driver's segments that it mentions, which the worker
+  // holds from then on. `calls`: the number of Ray calls made so far.
+  struct Command {
+    std::span<const std::byte> content;
+    std::vector<std::uint32_t> held;
+    std::uint32_t calls;
+  };
+
+  // Posts a command to each worker, and wakes them. Returns the workers whose command needs another
+  // call. Nothing is posted, and it returns nothing, unless all have answered the last command.
+  std::optional<std::vector<std::size_t>> post(std::span<const Command> commands);
   // Waits for weights, and writes their weighted mean to `out`; one with NaN or infinity only if
   // `takes_nonfinite`.
   Ended mean(const std::vector<double>& weights, bool takes_nonfinite, const Patience& patience,
@@ -60,8 +64,10 @@ class WorkerAnswers {
   // Waits for values whose body is `value`, without buffers.
   Ended values(std::string_view value, const Patience& patience, const Sleep& sleep);
 
-  // Whether the last call has read the answers; not once `begin` or `post` has announced others.
+  // Whether no answer is left to be read of the commands that were posted.
   [[nodiscard]] bool were_read() const noexcept { return are_read_; }
+  // Notes that the answers which are left were read elsewhere.
+  void note_read() noexcept { are_read_ = true; }
   // How often `post` has posted.
   [[nodiscard]] std::uint64_t posts() const noexcept { return posts_; }
   void begin() noexcept { are_read_ = false; }
@@ -88,7 +94,7 @@ class WorkerAnswers {
   std::vector<char> is_there_;
   std::vector<Extent> extents_;
   std::vector<const std::byte*> models_;
-  bool are_read_ = false;
+  bool are_read_ = true;
   std::uint64_t posts_ = 0;
   double waited_ = 0, averaged_ = 0;
 };

@@ -65,14 +65,9 @@ int main() {
   const Sleep sleep{bell.door.get(), bell.bell, bell.poll};
   std::vector<double> mean(kNumbers);
   for (std::uint64_t number = 1; number <= kCommands && !failed; ++number) {
-    if (number % 3 == 0) {
-      for (Mailbox* const box : boxes) box->post({}, 0, false);
-      Mailbox::wake(boxes);
-      answers.begin();
-    } else {
-      const auto uncalled = answers.post({}, {}, std::vector<std::uint32_t>(kWorkers, 1));
-      expect(uncalled && uncalled->empty(), "not all workers were waiting");
-    }
+    const std::vector<WorkerAnswers::Command> commands(kWorkers, {{}, {}, 1});
+    const auto uncalled = answers.post(commands);
+    expect(uncalled && uncalled->empty(), "not all workers were waiting");
     bool is_any_value = false;
     for (std::size_t rank = 0; rank < kWorkers; ++rank)
       is_any_value = is_any_value || is_value(number, rank);

@@ -58,6 +58,11 @@ GROUP = {
         "            if ready.posts > posts:\n",
         "            if False:\n",
     ),
+    "a call at once that breaks off is not withdrawn": (
+        "peers/_ready_workers.py",
+        "            if withdraws and channel.withdraw():\n                continue\n",
+        "",
+    ),
     "weights that were sent at once are not the latest": (
         "peers/_worker_set.py",
         "            self.latest = latest\n            if ready",

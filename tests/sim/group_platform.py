@@ -616,7 +616,6 @@ class SimulatedChannels(Bell):
         self.met: dict[bytes, SimulatedDriverChannel | None] = {}
         self._channels: list[SimulatedDriverChannel] = []
         self._tokens = 0
-        self._reader: Any = None  # in place of `_core.WorkerAnswers`
         self.is_closed = False
 
     def new_token(self) -> bytes:
@@ -673,84 +672,78 @@ class SimulatedChannels(Bell):
             self.poll()
         return world.now - begin
 
+    def answers_of(self, channels: list[SimulatedDriverChannel], layout: Any) -> Any:
+        """Do what `_core.WorkerAnswers` does, for a share of the calls."""
+
+        def note_read() -> None:
+            made.were_read = True
+
+        made = SimpleNamespace(
+            channels=channels, layout=layout, were_read=True, posts=0, note_read=note_read
+        )
+        return made
+
+    def post_at_once(
+        self, answers: Any, channels: list[SimulatedDriverChannel], commands: Sequence[Message]
+    ) -> list[int] | None:
+        """Do what `Channels` does, without a point at which anything else could happen."""
+        world, share = self._world, self._platform.in_one_step
+        world.point("posting at once")
+        if share == 0 or (share < 1 and world.draw() >= share) or world.chance("unsent"):
+            return None
+        each = [*zip(channels, commands, strict=True)]
+        if not all(channel.may_be_posted(command.extents) for channel, command in each):
+            return None
+        answers.note_read()
+        calls = [channel.expect(answers, command.extents) for channel, command in each]
+        world.point("expecting")
+        if not all(channel.is_answered for channel in channels):
+            return None
+        answers.were_read, answers.posts = False, answers.posts + 1
+        self._platform.posts += 1
+        uncalled = []
+        for k, (channel, command) in enumerate(each):
+            mailbox: Any = channel.mailbox
+            mailbox.share(False, command.extents)
+            if not mailbox.post(command.content, calls[k]):
+                uncalled.append(k)
+        world.point("posted at once")
+        return uncalled
+
     def mean_of(
         self,
-        channels: list[SimulatedDriverChannel],
-        layout: Any,
+        answers: Any,
         out: Any,
         weights: list[float],
         seconds: float,
         *,
         takes_nonfinite: bool,
     ) -> tuple[float, float] | None:
-        """Do what `_core.WorkerAnswers` does, for a share of the averages."""
-        begin = self._world.now
-        if not self._have_answered(channels, (WEIGHTS, layout.digest.encode()), seconds):
+        begin, layout = self._world.now, answers.layout
+        if not self._have_answered(answers.channels, (WEIGHTS, layout.digest.encode()), seconds):
             return None
-        models = [channel.mailbox.read_message(False, None)[1] for channel in channels]
+        models = [channel.mailbox.read_message(False, None)[1] for channel in answers.channels]
         is_finite = _core.average_into(layout.core, True, [out], models, weights)
         if not (is_finite or takes_nonfinite):
             return None
         self._platform.averages += 1
-        self._reader.were_read = True
+        answers.were_read = True
+        self._world.point("read at once")
         return self._world.now - begin, 0.0
 
-    def are_done(self, channels: list[SimulatedDriverChannel], seconds: float) -> bool:
-        """Do what `_core.WorkerAnswers` does, for a share of the calls."""
-        are_done = self._have_answered(channels, (VALUE, _NOTHING), seconds)
+    def are_done(self, answers: Any, count: int, seconds: float) -> bool:
+        are_done = self._have_answered(answers.channels, (VALUE, _NOTHING), seconds)
         if are_done:
-            self._reader.were_read = True
+            answers.were_read = True
+            self._world.point("read at once")
         return are_done
-
-    def reader_of(self, channels: list[SimulatedDriverChannel]) -> Any:
-        """Return what has read the last answers, as `Channels` does."""
-        reader = self._reader
-        is_theirs = reader is not None and reader.channels == channels
-        return reader if is_theirs and reader.were_read else None
-
-    def post_at_once(
-        self, reader: Any, channels: list[SimulatedDriverChannel], command: Message
-    ) -> list[int] | None:
-        """Do what `Channels` does, without a point at which anything else could happen."""
-        self._world.point("posting at once")
-        if not reader.were_read or self._world.chance("unsent"):
-            return None
-        for channel in channels:
-            if not channel.expect(reader, command.extents):
-                return None
-        if not all(channel.is_answered for channel in channels):
-            return None
-        reader.were_read, reader.posts = False, reader.posts + 1
-        self._platform.posts += 1
-        uncalled = []
-        for k, channel in enumerate(channels):
-            mailbox: Any = channel.mailbox
-            mailbox.share(False, command.extents)
-            if not mailbox.post(command.content, channel._count):
-                uncalled.append(k)
-        self._world.point("posted at once")
-        return uncalled
-
-    def _read_by_one(self, channels: list[SimulatedDriverChannel]) -> None:
-        """Let one reader read the answers at all ``channels``, as `_read_by` does."""
-        if self._reader is None or self._reader.channels != channels:
-            self._reader = SimpleNamespace(were_read=False, posts=0, channels=[*channels])
-        if any(channel._reader is not self._reader for channel in channels):
-            for channel in channels:
-                channel.settle()
-            self._reader.were_read = False
-            for channel in channels:
-                channel.read_by(self._reader)
 
     def _have_answered(
         self, channels: list[SimulatedDriverChannel], answer: tuple[int, bytes], seconds: float
     ) -> bool:
         """Wait for an ``answer``, kind and body, of all; return whether nothing else happened."""
-        world, share = self._world, self._platform.in_one_step
+        world = self._world
         end = world.now + seconds
-        if share == 0 or (share < 1 and world.draw() >= share):
-            return False
-        self._read_by_one(channels)
         while True:
             there = [one for one in channels if one.is_answered]
             if any(one.mailbox.kind_of_answer() != answer for one in there):

@@ -20,7 +20,6 @@ from reference import same_bits
 import flatweights as fw
 from flatweights.ray import WorkerError, WorkerGroup
 from flatweights.ray.peers._by_channel import ChannelResult
-from flatweights.ray.peers._wait import Arrivals
 from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.support import _failpoints
 
@@ -97,8 +96,7 @@ def test_an_interrupt_at_any_point_loses_nothing(
     ("where", "name"),
     [
         pytest.param(ChannelResult, "_is_there", id="one by one", marks=pytest.mark.slow),
-        pytest.param(Arrivals, "mean", id="all at once"),
-        pytest.param(WorkerSet, "round_at_once", id="with all calls"),
+        pytest.param(WorkerSet, "round_at_once", id="all at once"),
     ],
 )
 def test_an_interrupt_while_an_answer_is_read_loses_nothing(
@@ -131,8 +129,6 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
             patched.setattr(where, name, read_half_way)
             if where is ChannelResult:
                 patched.setattr(_failpoints, "hook", lambda _: None)
-            if where is Arrivals:
-                patched.setattr(WorkerSet, "ready", lambda _: None)
             with contextlib.suppress(KeyboardInterrupt):
                 group.average("train", 1.0)
         step += 1

@@ -9,7 +9,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,6 @@ from flatweights.ray.results._result import Packed
 from flatweights.ray.support import _failpoints as failpoints
 from flatweights.ray.support._errors import UnreadableResultError, reason_in_a_line
 from flatweights.ray.support._listener import Listener, PendingConnection, RefusedError
-
-_Result = TypeVar("_Result")
 
 _MOST_SEGMENTS = 64  # the number of counts in a mailbox; segments are made when they are needed
 _CALLS_KEPT = 4  # by worker: the current call, and former ones that may have returned results
@@ -120,27 +118,30 @@ class DriverChannel(ChannelEnd):
         """The layout of the last weights that arrived in a message; None before the first."""
         return self._layout
 
-    def expect(self, reader: _core.WorkerAnswers, extents: list[Extent]) -> bool:
-        """Expect that ``reader``, which has read the last answer, posts a command with ``extents``.
-
-        Returns:
-            Whether it may: it is the reader of the last answer, and the worker has the segments.
-        """
-        if self._reader is not reader or self.is_closed or self.is_given_up:
+    def may_be_posted(self, extents: list[Extent]) -> bool:
+        """Whether a `post` of a command with ``extents`` would only post it, and raise nothing."""
+        if self.is_closed or self.is_given_up:
             return False
+        self.settle()
         sent = self._peer_has
         for index, generation, _, _ in extents:
             if index not in sent or sent[index] != generation:
                 return False
-        self._sent, self._is_read = extents, False
-        return True
+        return self._is_read
 
-    def read_by(self, reader: _core.WorkerAnswers) -> None:
-        """Note that ``reader`` may read the answer in place of `take`; `settle` sees if it has."""
-        self._reader = reader
+    def expect(self, reader: _core.WorkerAnswers, extents: list[Extent]) -> int:
+        """Expect that ``reader`` posts a command with ``extents``, and perhaps reads the answer.
+
+        It has read all answers of before. Until it posts, the last one counts as read.
+
+        Returns:
+            The number of Ray calls so far that serve commands.
+        """
+        self._reader, self._sent, self._is_read = reader, extents, False
+        return self._count
 
     def settle(self) -> None:
-        """Note that the answer was read, if its reader has, before that begins anew."""
+        """Note that the answer was read, if its reader has."""
         reader = self._reader
         if reader is not None and reader.were_read:
             self._is_read = True
@@ -237,11 +238,13 @@ class DriverChannel(ChannelEnd):
             return kind, NUMBER.unpack(body)[0]
         return kind, body.decode()
 
-    def withdraw(self) -> None:
-        """Withdraw the command, unless the worker has taken it."""
-        if self.mailbox.withdraw():
-            self._is_read = True
-            self.release(self._sent)
+    def withdraw(self) -> bool:
+        """Withdraw the command, unless the worker has taken it; return whether it was."""
+        if not self.mailbox.withdraw():
+            return False
+        self._is_read = True
+        self.release(self._sent)
+        return True
 
 
 class Channels:
@@ -273,8 +276,6 @@ class Channels:
         self._channels: dict[int, DriverChannel] = {}  # by descriptor
         self._process = os.getpid()
         self._waits: dict[int, float] = {}  # by missing answers, seconds of the last wait
-        # Of the last `mean_of`.
-        self._answers: tuple[list[DriverChannel], Layout, _core.WorkerAnswers] | None = None
         # A bound method would be a cycle, and keep the segments until the next collection.
         self.segments = Segments(_MOST_SEGMENTS, functools.partial(_is_held, self._channels))
 
@@ -355,49 +356,67 @@ class Channels:
             return 0.0
         return _WATCH if seconds is None or seconds > _WATCH else seconds
 
-    def reader_of(self, channels: list[DriverChannel]) -> _core.WorkerAnswers | None:
-        """Return what has read the last answers at ``channels`` at once; None if nothing has."""
-        last = self._answers
-        return last[2] if last is not None and last[0] == channels and last[2].were_read else None
+    def answers_of(
+        self, channels: list[DriverChannel], layout: Layout
+    ) -> _core.WorkerAnswers | None:
+        """Return what posts commands to ``channels`` and reads their answers in one step.
+
+        Args:
+            channels: The channels.
+            layout: The layout of the weights that they answer. If it has no mean, this is None.
+        """
+        try:
+            check_flat_weights(layout, "")
+        except TypeError:
+            return None
+        boxes = [channel.mailbox for channel in channels]
+        segments = [channel.peer_segments for channel in channels]
+        return _core.WorkerAnswers(boxes, segments, layout.core, layout.digest.encode())
 
     def post_at_once(
-        self, reader: _core.WorkerAnswers, channels: list[DriverChannel], command: Message
+        self,
+        answers: _core.WorkerAnswers,
+        channels: list[DriverChannel],
+        commands: Sequence[Message],
     ) -> list[int] | None:
-        """Post a command to all ``channels``, whose last answers ``reader`` has read.
+        """Post a command to each of ``channels`` in one step, and wake their workers.
 
-        If an exception comes, `_core.WorkerAnswers.posts` tells whether the command was posted.
+        If an exception comes, `_core.WorkerAnswers.posts` tells whether they were posted.
+
+        Args:
+            answers: What `answers_of` has returned for these channels.
+            channels: The channels.
+            commands: The command for each.
 
         Returns:
             The positions of the channels whose command needs a Ray call: see
-            `DriverChannel.serve`. None, and nothing is posted, if one of the channels is not as it
-            was then.
+            `DriverChannel.serve`. None, and nothing is posted, if one of them takes more than that.
         """
-        if failpoints.hook is not None or not reader.were_read:
+        if failpoints.hook is not None:  # there are no such points in C++
             return None
-        extents = command.extents
-        # Until C++ posts, the last answers count as read, whatever is expected.
-        for channel in channels:
-            if not channel.expect(reader, extents):
+        extents = [command.extents for command in commands]
+        for channel, mentioned in zip(channels, extents, strict=True):
+            if not channel.may_be_posted(mentioned):
                 return None
-        calls = [channel._count for channel in channels]
-        return reader.post(command.content, [extent.segment for extent in extents], calls)
+        answers.note_read()
+        calls = [one.expect(answers, of) for one, of in zip(channels, extents, strict=True)]
+        held = [[extent.segment for extent in of] for of in extents]
+        return answers.post([command.content for command in commands], held, calls)
 
     def mean_of(
         self,
-        channels: list[DriverChannel],
-        layout: Layout,
+        answers: _core.WorkerAnswers,
         out: NDArray[np.uint8],
         weights: list[float],
         seconds: float,
         *,
         takes_nonfinite: bool,
     ) -> tuple[float, float] | None:
-        """Wait for the answers of workers, and write the mean of their weights to ``out``.
+        """Wait for the answers to `post_at_once`, and write the mean of their weights to ``out``.
 
         Args:
-            channels: The channels of the workers, whose answers are missing.
-            layout: The layout of their weights.
-            out: A packed buffer of it.
+            answers: The answers.
+            out: A packed buffer of their layout.
             weights: One for each worker.
             seconds: The longest wait.
             takes_nonfinite: Whether a mean with NaN or infinity is one, too.
@@ -406,66 +425,26 @@ class Channels:
             The seconds of the wait and of the average. None if there is no such mean: an answer is
             anything else, a worker has died, or the time is up. Then no answer is read.
         """
-        answers = self._answers_of(channels, layout)
-        if answers is None:
-            return None
-        span = self._span_of(len(channels), seconds)
-        arguments = (
-            out,
-            weights,
-            takes_nonfinite,
-            span,
-            seconds,
-            self._doorbell,
-            self._poll.fileno(),
-        )
-        found = _read_by(answers, channels, answers.mean, *arguments)
+        count = len(weights)
+        span, bell, poll = self._span_of(count, seconds), self._doorbell, self._poll.fileno()
+        found = answers.mean(out, weights, takes_nonfinite, span, seconds, bell, poll)
         if found is not None:
-            self._waits[len(channels)] = found[0]
+            self._waits[count] = found[0]
         return found
 
-    def are_done(self, channels: list[DriverChannel], seconds: float) -> bool:
+    def are_done(self, answers: _core.WorkerAnswers, count: int, seconds: float) -> bool:
         """Wait until workers have answered None; return whether all have, and nothing else.
 
         Args:
-            channels: The channels of the workers, whose answers are missing.
+            answers: The answers to `post_at_once`.
+            count: Their number.
             seconds: The longest wait.
         """
-        answers = self._answers_of(channels, None)
-        if answers is None:
-            return False
-        span = self._span_of(len(channels), seconds)
-        arguments = _NOTHING, span, seconds, self._doorbell, self._poll.fileno()
-        waited = _read_by(answers, channels, answers.values, *arguments)
+        span, bell, poll = self._span_of(count, seconds), self._doorbell, self._poll.fileno()
+        waited = answers.values(_NOTHING, span, seconds, bell, poll)
         if waited is not None:
-            self._waits[len(channels)] = waited
+            self._waits[count] = waited
         return waited is not None
-
-    def _answers_of(
-        self, channels: list[DriverChannel], layout: Layout | None
-    ) -> _core.WorkerAnswers | None:
-        """Return the answers at ``channels``; None without a layout, or if that has no mean.
-
-        Args:
-            channels: The channels.
-            layout: The layout of their weights; if None, that of the last ones.
-        """
-        if failpoints.hook is not None:  # there are no such points in C++
-            return None
-        last = self._answers
-        if last is not None and last[0] == channels and layout in (None, last[1]):
-            return last[2]
-        if layout is None:
-            return None
-        try:
-            check_flat_weights(layout, "")
-        except TypeError:
-            return None
-        boxes = [channel.mailbox for channel in channels]
-        segments = [channel.peer_segments for channel in channels]
-        made = _core.WorkerAnswers(boxes, segments, layout.core, layout.digest.encode())
-        self._answers = channels, layout, made
-        return made
 
     def _sleep(self, boxes: list[_core.Mailbox], seconds: float | None, enough: int) -> None:
         self._doorbell.arm(enough)
@@ -528,7 +507,6 @@ class Channels:
 
     def _drop(self, channel: DriverChannel) -> None:
         """Close the channel of a worker that is dead, or no longer reads any segment."""
-        self._answers = None
         descriptor = next((d for d, known in self._channels.items() if known is channel), None)
         if descriptor is not None:
             del self._channels[descriptor]
@@ -542,7 +520,6 @@ class Channels:
         for channel in [*self._channels.values(), *self._met.all()]:
             self._drop(channel)
             channel.forget_segments()
-        self._answers = None
         self.segments.clear()
         self._poll.close()
 
@@ -553,26 +530,6 @@ def _unpickled(body: bytes, buffers: Sequence[Any]) -> tuple[Any, str]:
         return pickle.loads(body, buffers=buffers), ""
     except Exception as error:
         return None, reason_in_a_line(error)
-
-
-def _read_by(
-    answers: _core.WorkerAnswers,
-    channels: Sequence[DriverChannel],
-    read: Callable[..., _Result],
-    *arguments: Any,
-) -> _Result:
-    """Return what ``read`` returns, which has read the answers at ``channels``, or none of them.
-
-    Whenever an interrupt comes, nobody reads an answer twice, which would release memory twice, and
-    none is taken for read that is not: only C++ says which, in the call that reads.
-    """
-    if [True for channel in channels if channel._reader is not answers]:
-        for channel in channels:
-            channel.settle()
-        answers.begin()
-        for channel in channels:
-            channel.read_by(answers)
-    return read(*arguments)
 
 
 class _Connections:

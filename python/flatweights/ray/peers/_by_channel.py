@@ -35,7 +35,6 @@ from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._store import RayResult, argument_of, call_actor, sent_weights
 from flatweights.ray.peers._transport import (
     Call,
-    MeanOfAnswers,
     Payload,
     PendingResult,
     plain_call,
@@ -230,26 +229,6 @@ class ChannelResult(PendingResult):
                 for answer in answers:
                     if answer not in there:
                         answer.look_at_call()
-
-    @classmethod
-    def mean(
-        cls,
-        answers: Sequence["ChannelResult"],
-        weights: list[float],
-        timeout: float | None,
-        *,
-        finite: bool,
-    ) -> MeanOfAnswers | None:
-        """Wait for weights of one layout in segments, and average them in place."""
-        ends = [answer._channel for answer in answers]
-        offer = answers[0]._worker.offer
-        return mean_at(answers[0]._channels, ends, offer, weights, timeout, finite=finite)
-
-    @classmethod
-    def are_done(cls, answers: Sequence["ChannelResult"], timeout: float | None) -> bool:
-        """Wait until workers have answered None."""
-        channels = [answer._channel for answer in answers]
-        return answers[0]._channels.are_done(channels, slice_of(timeout))
 
     @staticmethod
     def _read_all(
@@ -572,37 +551,6 @@ class Worker:
         platform = payload.platform
         payload.value = made
         payload.put = lambda: platform.put(made)
-
-
-def mean_at(
-    channels: Channels,
-    ends: list[DriverChannel],
-    offer: Callable[[int], None],
-    weights: list[float],
-    timeout: float | None,
-    *,
-    finite: bool,
-) -> MeanOfAnswers | None:
-    """Wait for weights of one layout in segments, and average them; see `PendingResult.mean`.
-
-    Args:
-        channels: The channels of a group.
-        ends: Those whose answers are missing.
-        offer: Offers a segment to an average of so many bytes.
-        weights: See `PendingResult.mean`.
-        timeout: See `PendingResult.mean`.
-        finite: See `PendingResult.mean`.
-    """
-    layout = ends[0].layout
-    if layout is None or layout.nbytes == 0:
-        return None
-    mean, seconds = layout.new_buffer(), slice_of(timeout)
-    found = channels.mean_of(ends, layout, mean, weights, seconds, takes_nonfinite=not finite)
-    if found is None:
-        del mean  # it may have taken the segment that was offered
-        offer(layout.nbytes)
-        return None
-    return MeanOfAnswers(mean, layout, *found)
 
 
 def slice_of(timeout: float | None) -> float:

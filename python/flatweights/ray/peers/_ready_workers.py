@@ -1,75 +1,88 @@
-"""All workers of a group at once: called, waited for and read in one step of C++.
+"""Workers that are called, waited for and read in one step of C++.
 
-In most rounds nothing has happened to any worker since the last one, and all of them get the same
-command. Then it is posted to all, and their answers are read, by the `_core.WorkerAnswers` that has
-read the last ones. Whatever is different is left to calls of one worker after the other.
+In most rounds nothing is to be done for a worker but to post a command to its channel, and to read
+its answer. Then all commands are posted, and all answers are read, by one `_core.WorkerAnswers`.
+Whatever takes more is left to calls of one worker after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatweights import _core
+from flatweights._layout import Layout
 from flatweights.ray.channels._driver_channel import Channels
-from flatweights.ray.peers._by_channel import ChannelResult, GroupChannels, mean_at, slice_of
+from flatweights.ray.peers._by_channel import ChannelResult, GroupChannels, slice_of
 from flatweights.ray.peers._ranks import WorkerRecord
 from flatweights.ray.peers._transport import Call, MeanOfAnswers, PendingResult, Stamp
 
 
 class ReadyWorkers:
-    """All workers of a group, whose last answers were read at once.
+    """Some workers, which have attached, and whose last weights had one layout.
 
     Attributes:
         ranks: Their ranks, in order.
+        layout: The layout of those weights.
     """
 
     def __init__(
         self,
-        records: Mapping[int, WorkerRecord],
+        records: Sequence[WorkerRecord],
+        layout: Layout,
         group: GroupChannels,
         channels: Channels,
-        reader: _core.WorkerAnswers,
+        answers: _core.WorkerAnswers,
     ) -> None:
-        """Take all records of a group, its channels, and what has read the last answers."""
-        self.ranks = [*records]
-        self._group, self._channels, self._reader = group, channels, reader
-        workers = [record.worker for record in records.values()]
+        """Take the workers and their group; see `of`."""
+        workers = [record.worker for record in records]
+        self.ranks = [worker.rank for worker in workers]
+        self.layout, self._group, self._channels = layout, group, channels
+        self._answers = answers
         self._ends: list[Any] = [worker.channel for worker in workers]
         logs: list[Any] = [worker.log for worker in workers]
         tokens = [worker.token for worker in workers]
-        self._each = [*zip(records.values(), workers, self._ends, logs, tokens, strict=True)]
+        self._each = [*zip(records, workers, self._ends, logs, tokens, strict=True)]
 
     @classmethod
-    def of(cls, records: Mapping[int, WorkerRecord], group: GroupChannels) -> ReadyWorkers | None:
-        """Return the workers of ``records``; None, unless all answers were just read at once."""
-        ends: list[Any] = [record.worker.channel for record in records.values()]
-        reader = None if group.made is None else group.made.reader_of(ends)
-        if group.made is None or reader is None:
+    def of(cls, records: Sequence[WorkerRecord], group: GroupChannels) -> ReadyWorkers | None:
+        """Return the workers of ``records``; None if they cannot be called in one step."""
+        channels, ends = group.made, list[Any](record.worker.channel for record in records)
+        if channels is None or not ends or None in ends:
             return None
-        return cls(records, group, group.made, reader)
+        layout = ends[0].layout
+        answers = channels.answers_of(ends, layout) if layout and layout.nbytes else None
+        return None if answers is None else cls(records, layout, group, channels, answers)
 
-    def are_ready(self, records: Mapping[int, WorkerRecord], version: Stamp | None) -> bool:
-        """Whether they are still all workers, are healthy, have ``version``, and owe nothing."""
+    def are_ready(self, version: Stamp | None) -> bool:
+        """Whether nothing has happened to them, they have ``version``, and owe no answer."""
         for record, worker, channel, log, token in self._each:
             is_at_hand = record.why is None and record.in_flight is None and not record.has_left
             if not (is_at_hand and record.version == version):
                 return False
             if worker.channel is not channel or log.last != token:
                 return False
-        return len(records) == len(self._each)
+        return self._ends[0].layout is self.layout
 
     @property
     def posts(self) -> int:
-        """How often a call was posted; it tells whether one was that an exception broke off."""
-        return self._reader.posts
+        """How often calls were posted; it tells whether those were that an exception broke off."""
+        return self._answers.posts
 
-    def post(self, call: Call) -> bool:
-        """Post a call to all workers; return whether it was: if not, nothing was."""
-        command = self._group.command(call)
-        if command is None:
+    def post(self, call: Call, by_rank: Mapping[int, Sequence[Any]]) -> bool:
+        """Post a call to each, with its arguments in ``by_rank``; return whether it was done.
+
+        If not, nothing was posted.
+        """
+        command = self._group.command
+        if by_rank:
+            commands = [command(call.with_more(by_rank[rank])) for rank in self.ranks]
+        else:
+            commands = [command(call)] * len(self.ranks)
+        ready = [one for one in commands if one is not None]
+        if len(ready) < len(commands):
             return False
-        uncalled = self._channels.post_at_once(self._reader, self._ends, command)
+        uncalled = self._channels.post_at_once(self._answers, self._ends, ready)
         if uncalled is None:
             return False
         for k in uncalled:
@@ -80,21 +93,47 @@ class ReadyWorkers:
     def mean(
         self, weights: list[float], timeout: float | None, *, finite: bool
     ) -> MeanOfAnswers | None:
-        """Wait for the answers to `post`, and average them; see `PendingResult.mean`."""
-        offer = self._group.offer
-        return mean_at(self._channels, self._ends, offer, weights, timeout, finite=finite)
+        """Wait for the answers to `post`, which are weights, and average them in place.
+
+        Args:
+            weights: One for each worker.
+            timeout: Seconds to wait; for ever, if None.
+            finite: Whether a mean with NaN or infinity is none.
+
+        Returns:
+            None if there is no such mean, and no answer was read.
+        """
+        layout = self.layout
+        mean, seconds, takes = layout.new_buffer(), slice_of(timeout), not finite
+        found = self._channels.mean_of(self._answers, mean, weights, seconds, takes_nonfinite=takes)
+        if found is None:
+            del mean  # it may have taken the segment that was offered
+            self._group.offer(layout.nbytes)
+            return None
+        return MeanOfAnswers(mean, layout, *found)
 
     def are_done(self, timeout: float | None) -> bool:
-        """Wait until workers have answered None; see `PendingResult.are_done`."""
-        return self._channels.are_done(self._ends, slice_of(timeout))
+        """Wait until all have answered None to `post`; return whether they have."""
+        return self._channels.are_done(self._answers, len(self.ranks), slice_of(timeout))
 
-    def owe(self, call: Call) -> dict[int, PendingResult]:
-        """Return the answers to ``call``, which was posted, by rank; workers owe them from now."""
+    def owe(
+        self, call: Call, by_rank: Mapping[int, Sequence[Any]], *, withdraws: bool
+    ) -> dict[int, PendingResult]:
+        """Return the answers to the last `post` by rank, which workers owe from now on.
+
+        Args:
+            call: See `post`.
+            by_rank: See `post`.
+            withdraws: Whether to withdraw it from workers that have not taken it, since not all of
+                Ray's calls may have been made that would take it.
+        """
         answers: dict[int, PendingResult] = {}
         for record, worker, channel, _, _ in self._each:
-            answer = ChannelResult(worker, self._channels, channel, call)
+            if withdraws and channel.withdraw():
+                continue
+            this = call.with_more(by_rank[worker.rank]) if by_rank else call
+            answers[worker.rank] = answer = ChannelResult(worker, self._channels, channel, this)
             record.track(answer)
-            answers[worker.rank] = answer
         return answers
 
     def take(self, version: Stamp | None) -> None:

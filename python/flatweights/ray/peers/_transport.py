@@ -186,36 +186,6 @@ class PendingResult(ABC):
             enough: The number of answers to wait for. It may return sooner, as after a failure.
         """
 
-    @classmethod
-    def mean(
-        cls, answers: Sequence[Any], weights: list[float], timeout: float | None, *, finite: bool
-    ) -> MeanOfAnswers | None:
-        """Wait for all ``answers``, and average them, if this transport does that in one step.
-
-        Args:
-            answers: Answers of this class, to calls that were just made.
-            weights: One for each.
-            timeout: Seconds to wait; for ever, if None.
-            finite: Whether a mean with NaN or infinity is none.
-
-        Returns:
-            None if there is no such mean. Then `wait` and `result` say why.
-        """
-        return None
-
-    @classmethod
-    def are_done(cls, answers: Sequence[Any], timeout: float | None) -> bool:
-        """Wait until all ``answers`` are None, if this transport does that in one step.
-
-        Args:
-            answers: Answers of this class, to calls that were just made.
-            timeout: Seconds to wait; for ever, if None.
-
-        Returns:
-            Whether they are. If not, `wait` and `result` say why.
-        """
-        return False
-
     @abstractmethod
     def result(self) -> Any:
         """Return the value of an answer that has arrived; see the contract.

@@ -9,7 +9,7 @@ from flatweights._numbers import check_count
 from flatweights.ray import _clock
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.peers._store import RayResult
-from flatweights.ray.peers._transport import MeanOfAnswers, PendingResult
+from flatweights.ray.peers._transport import PendingResult
 from flatweights.ray.results._result import Packed, weight_of
 from flatweights.ray.results._wire import nbytes_of
 from flatweights.ray.support._errors import FULL, WorkerError, late_error, too_small
@@ -268,59 +268,6 @@ class Arrivals:
                 del pending[self.answers[rank]]
             self.lose(lost)
         return came
-
-    def mean(
-        self, ranks: Sequence[int], weights: list[float], *, finite: bool
-    ) -> MeanOfAnswers | None:
-        """Wait for all answers, and return their mean, if their transport does that in one step.
-
-        Args:
-            ranks: All ranks, in their order.
-            weights: One for each.
-            finite: Whether a mean with NaN or infinity is none.
-
-        Returns:
-            None if there is no such mean. Then call `wait`, until it says what there is.
-        """
-        transport = self._transport()
-        if transport is None:
-            return None
-        begin = _clock.now()
-        in_order = [self.answers[rank] for rank in ranks]
-        found = transport.mean(in_order, weights, seconds_left(self.deadline.end), finite=finite)
-        self.seconds_waited += _clock.now() - begin if found is None else found.waited
-        if found is not None:
-            self._all_arrive()
-        return found
-
-    def are_done(self) -> bool:
-        """Wait until all answers are None, if their transport does that in one step.
-
-        Returns:
-            Whether they are. If not, `wait` and `collect` go on.
-        """
-        transport = self._transport()
-        if transport is None:
-            return False
-        begin = _clock.now()
-        are_done = transport.are_done([*self.answers.values()], seconds_left(self.deadline.end))
-        self.seconds_waited += _clock.now() - begin
-        if are_done:
-            self._all_arrive()
-        return are_done
-
-    def _transport(self) -> type[PendingResult] | None:
-        """Return the class of all answers, if none has arrived; None, if there are several."""
-        transports = {type(answer) for answer in self._pending}
-        if len(transports) != 1 or len(self._pending) != len(self.answers) or self.find_lost:
-            return None
-        return transports.pop()
-
-    def _all_arrive(self) -> None:
-        self._pending.clear()
-        self.arrived.update(self.answers)
-        self.given.update(self.answers)
-        self._is_let_go = False
 
     def collect(self) -> dict[int, Any]:
         """Wait for all answers; return the values by rank."""

@@ -122,6 +122,7 @@ class WorkerSet:
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> list[int]:
         """Remove ``ranks`` from all later rounds, and the agents of nodes without workers."""
         removed = self.ranks.remove(ranks, kill=kill)
+        self.forget_ready()
         self.agents.keep({record.worker.far_node for record in self.ranks.every().values()})
         return removed
 
@@ -362,20 +363,21 @@ class WorkerSet:
                 if isinstance(weights, Round):
                     weights.nbytes_sent = made[0].nbytes_sent
 
-    def ready(self) -> ReadyWorkers | None:
-        """Return all workers if nothing is to be done before they are called; None otherwise.
-
-        They all took part in the last round, and nothing has happened to them since.
-        """
-        ready, latest, start = self._ready, self.latest, self._start
-        if ready is None:
+    def ready(self, ranks: Sequence[int]) -> ReadyWorkers | None:
+        """Return the workers of ``ranks`` for `round_at_once`, if `begin` would do nothing."""
+        latest, start, ready = self.latest, self._start, self._ready
+        if start.initial is not None or latest is start.published or latest.wire is not None:
             return None
-        is_settled = start.initial is None and latest is not start.published
-        is_plain = not self.ranks.has_news and latest.wire is None
-        if is_settled and is_plain and ready.are_ready(self.ranks.records, latest.version):
-            return ready
+        if ready is None or ready.ranks != ranks:
+            ready = ReadyWorkers.of([self.ranks.records[rank] for rank in ranks], self.channels)
+        if ready is not None and not ready.are_ready(latest.version):
+            ready = None
+        self._ready = ready
+        return ready
+
+    def forget_ready(self) -> None:
+        """Let go of the segments of workers that took part in the last `round_at_once`."""
         self._ready = None
-        return None
 
     def round_at_once(
         self,
@@ -383,18 +385,20 @@ class WorkerSet:
         weights: Any,
         arrivals: Arrivals,
         work: tuple[str | None, Sequence[Any], Mapping[str, Any]],
+        by_rank: Mapping[int, Sequence[Any]],
         read: Callable[[], Outcome | None],
         collect: Callable[[], Outcome],
         *,
         alone: bool = False,
     ) -> Outcome | None:
-        """Do the work of `round` in one step, with workers that are `ready`.
+        """Do the work of `round` with workers that are `ready`, in one step of C++.
 
         Args:
             ready: The workers.
             weights: See `round`.
             arrivals: See `round`; it gets the answers that are not read in one step.
             work: The method that is called, its arguments and its keyword arguments.
+            by_rank: More arguments by rank; none, if empty.
             read: A function that waits for the answers, reads them in one step, and returns the
                 outcome; or returns None, and reads nothing.
             collect: A function that returns the outcome of ``arrivals``, in place of ``read``.
@@ -405,6 +409,8 @@ class WorkerSet:
         """
         begin = _clock.now()
         before = self.latest
+        if weights is not None and before.is_unclear(weights):
+            return None
         latest = before if weights is None else before.after(weights, self._next_stamp())
         made = [] if weights is None or latest.payload is None else [latest.payload]
         if made and not made[0].is_frozen:
@@ -415,11 +421,13 @@ class WorkerSet:
         try:
             self.ranks.is_in_round = True
             self.latest = latest
-            if ready.post(call):
+            if ready.post(call, by_rank):
+                waiting = _clock.now()
                 outcome = read()
+                arrivals.seconds_waited += _clock.now() - waiting  # unless that was the outcome
         except BaseException:
             if ready.posts > posts:
-                arrivals.expect(ready.owe(call))
+                arrivals.expect(ready.owe(call, by_rank, withdraws=True))
             self._until_closed(weights, before, made, arrivals, lambda: None, alone=alone)
             raise
         finally:
@@ -430,7 +438,7 @@ class WorkerSet:
         if made:
             note_seconds(weights, "put", put)
         if outcome is None:
-            arrivals.expect(ready.owe(call))
+            arrivals.expect(ready.owe(call, by_rank, withdraws=False))
             return self._until_closed(weights, before, made, arrivals, collect, alone=alone)
         self.channels.done()
         for payload in made:
@@ -508,17 +516,9 @@ class WorkerSet:
             result.joined, result.left = self.ranks.news
         if result.used:
             self.agents.nbytes = result.nbytes // len(result.used)
-        self.note_ready(ranks)
         array = getattr(result.weights, "buffer", result.weights)
         if is_kept and isinstance(array, np.ndarray):
             self._nbytes = array.nbytes
-
-    def note_ready(self, called: Collection[int]) -> None:
-        """Note, after a call of ranks, whether the next one may be made at once."""
-        records = self.ranks.records
-        is_of_all = self._ready is None and len(called) == len(records)
-        if is_of_all and self._start.initial is None and self.latest.wire is None:
-            self._ready = ReadyWorkers.of(records, self.channels)
 
     def mark_stale(self) -> None:
         """Send all workers the latest weights again before their next call."""
@@ -745,6 +745,7 @@ class WorkerSet:
         arrivals.release()
         if arrivals.failed or late:
             self.ranks.note_lost(arrivals.errors)
+            self.forget_ready()
 
     def _leave_out(self, failed: Mapping[int, Exception]) -> None:
         """Count all ``failed`` ranks as unhealthy."""

@@ -141,6 +141,7 @@ class AsCompleted:
             WorkerError: If no worker is healthy.
         """
         worker_set = self.worker_set
+        worker_set.forget_ready()
         if self._work.needs_weights:
             worker_set.start(self._spec.timeout)
         worker_set.ranks.admit()

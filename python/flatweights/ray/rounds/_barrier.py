@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from flatweights.ray.rounds._local_reduce import DriverAverage, round_of_mean
 from flatweights.ray.rounds._work import Work
 from flatweights.ray.support._errors import WorkerError, raised
 
+_NUMBERS = {int, float, bool, type(None)}
+_SHORT = 1000  # characters
+
 
 def average_of(
     worker_set: WorkerSet,
@@ -34,37 +38,59 @@ def average_of(
 
     The caller has admitted workers that are ready.
     """
-    if ranks is None and out is None and work.arguments is None:
-        at_once = _average_at_once(worker_set, work, spec, broadcast)
-        if at_once is not None:
-            return at_once
     asked, by_rank = _asked(worker_set, work, ranks)
-    timeout, need = spec.timeout, spec.min_results or 1
-    count = len(asked)
+    need, count = spec.min_results or 1, len(asked)
     if need > count:
         check_count(need, "min_results", count)
-    called, broadcast = worker_set.begin(broadcast, timeout, asked, starts=work.needs_weights)
-    left = len(called)
-    before = worker_set.ranks.unhealthy(asked) if left < count else {}
-    if left < need:
-        raise WorkerError(before)
-    by_rank = _with_all(by_rank, work, called)
-    arrivals = Arrivals(deadline_in(timeout))
+    called, result = worker_set.ranks.healthy(asked), None
+    before = worker_set.ranks.unhealthy(asked) if len(called) < count else {}
+    try:
+        if out is None and len(called) >= need:
+            result = _average_at_once(worker_set, work, spec, called, by_rank, broadcast)
+    except WorkerError as error:
+        raise error._and(before) from error.__cause__
+    if result is None:
+        called, broadcast = worker_set.begin(
+            broadcast, spec.timeout, asked, starts=work.needs_weights
+        )
+        before = worker_set.ranks.unhealthy(asked) if len(called) < count else {}
+        if len(called) < need:
+            raise WorkerError(before)
+        by_rank = _with_all(by_rank, work, called)
+        try:
+            result = _average(worker_set, work, spec, called, by_rank, broadcast, out, payload_kind)
+        except WorkerError as error:
+            raise error._and(before) from error.__cause__
+    if before:
+        result.failed = dict(sorted((before | result.failed).items()))
+    return result
+
+
+def _average(
+    worker_set: WorkerSet,
+    work: Work,
+    spec: RoundSpec,
+    called: Sequence[int],
+    by_rank: Mapping[int, Sequence[Any]],
+    broadcast: Any,
+    out: Any,
+    payload_kind: PayloadKind,
+) -> Round:
+    """Do the work of `average_of` with the ranks to call, one after the other."""
+    arrivals = Arrivals(deadline_in(spec.timeout))
 
     def average(payload: Payload | None) -> Round:
         wire = worker_set.latest.wire
         is_encoded = wire is not None and (payload_kind == "gradients" or wire.has_sent)
         encoded = payload_kind if is_encoded else None
         call = worker_set.call(work.method, work.args, work.kwargs, payload, encoded)
-        codec = PLAIN
+        codec = _plain_codec(worker_set, work)
         if wire is not None and is_encoded:
             codec = Codec(
                 wire.widen,
                 functools.partial(wire.decode, payload_kind=payload_kind),
                 functools.partial(wire.relative, payload_kind=payload_kind),
             )
-        elif worker_set.layout is not None:
-            codec = Codec(accept=functools.partial(check_result, worker_set.layout, work.method))
         why = worker_set.why_no_agents(called, spec)
         if why is None:
             between = NodesAverage(worker_set.agents, arrivals, spec, out, codec)
@@ -77,44 +103,56 @@ def average_of(
         worker_set.complete(result, called, why, is_kept=out is None)
         return result
 
-    try:
-        result = worker_set.round(broadcast, called, arrivals, average)
-    except WorkerError as error:
-        raise error._and(before) from error.__cause__
-    if before:
-        result.failed = dict(sorted((before | result.failed).items()))
-    return result
+    return worker_set.round(broadcast, called, arrivals, average)
 
 
 def _average_at_once(
-    worker_set: WorkerSet, work: Work, spec: RoundSpec, broadcast: Any
+    worker_set: WorkerSet,
+    work: Work,
+    spec: RoundSpec,
+    called: Sequence[int],
+    by_rank: Mapping[int, Sequence[Any]],
+    broadcast: Any,
 ) -> Round | None:
-    """Do the work of `average_of` in one step of C++; None, and nothing, if it takes more."""
-    ready = worker_set.ready()
-    if ready is None or spec.rule is not None or callable(spec.weights):
+    """Do the work of `_average` in one step of C++; None, and nothing, if it takes more."""
+    if spec.rule is not None or callable(spec.weights) or 0 < len(spec.weights) <= called[-1]:
         return None
-    ranks, layout, arrivals = ready.ranks, worker_set.layout, Arrivals(deadline_in(spec.timeout))
-    if ranks[-1] >= len(spec.weights) > 0:
+    if not all(
+        map(_is_small, (*work.args, *work.kwargs.values(), *itertools.chain(*by_rank.values())))
+    ):
+        return None  # large arguments may have to go through Ray, and would be pickled twice
+    ready, codec = worker_set.ready(called), _plain_codec(worker_set, work)
+    if ready is None or not codec.accepts(ready.layout):
         return None
-    codec = PLAIN
-    if layout is not None:
-        codec = Codec(accept=functools.partial(check_result, layout, work.method))
-    numbers, finite = spec.numbers_of(ranks), spec.nonfinite != "propagate"
+    arrivals = Arrivals(deadline_in(spec.timeout))
+    numbers, finite = spec.numbers_of(called), spec.nonfinite != "propagate"
 
     def read() -> Round | None:
         worker_set.offer()
         found = ready.mean(numbers, spec.timeout, finite=finite)
-        return None if found is None else round_of_mean(found, ranks, found.waited, codec)
+        return None if found is None else round_of_mean(found, ready.ranks)
 
     def collect() -> Round:
         return DriverAverage(arrivals, spec, None, codec).run()
 
-    result = worker_set.round_at_once(
-        ready, broadcast, arrivals, (work.method, work.args, work.kwargs), read, collect
-    )
+    call = work.method, work.args, work.kwargs
+    result = worker_set.round_at_once(ready, broadcast, arrivals, call, by_rank, read, collect)
     if result is not None:
-        worker_set.complete(result, ranks, "", is_kept=True)
+        worker_set.complete(result, called, "", is_kept=True)
     return result
+
+
+def _is_small(argument: Any) -> bool:
+    """Whether an argument is a number or a short text."""
+    kind = type(argument)
+    return kind in _NUMBERS or (kind is str and len(argument) <= _SHORT)
+
+
+def _plain_codec(worker_set: WorkerSet, work: Work) -> Codec:
+    """Return the check of plain weights, as far as the workers' own layout is known."""
+    if worker_set.layout is None:
+        return PLAIN
+    return Codec(accept=functools.partial(check_result, worker_set.layout, work.method))
 
 
 def _asked(
@@ -176,7 +214,7 @@ def send(worker_set: WorkerSet, weights: Any, timeout: float | None) -> list[int
     """Let workers set ``weights``; return the ranks that did so; see `WorkerGroup.broadcast`."""
     worker_set.ranks.admit()
     begin, took, arrivals = _clock.now(), None, Arrivals(deadline_in(timeout))
-    ready = worker_set.ready()
+    ready = worker_set.ready(worker_set.ranks.healthy())
     if ready is not None:
 
         def read() -> Collection[int] | None:
@@ -184,10 +222,11 @@ def send(worker_set: WorkerSet, weights: Any, timeout: float | None) -> list[int
 
         def collect_all() -> Collection[int]:
             arrivals.collect()
+            note_seconds(weights, "broadcast", _clock.now() - begin)
             return ()
 
         took = worker_set.round_at_once(
-            ready, weights, arrivals, (None, (), {}), read, collect_all, alone=True
+            ready, weights, arrivals, (None, (), {}), {}, read, collect_all, alone=True
         )
         if took:
             note_seconds(weights, "broadcast", _clock.now() - begin)
@@ -201,12 +240,10 @@ def send(worker_set: WorkerSet, weights: Any, timeout: float | None) -> list[int
         def collect(payload: Payload | None) -> None:
             begin = _clock.now()
             worker_set.send_out(worker_set.call(payload=payload), arrivals, ranks)
-            if not arrivals.are_done():
-                arrivals.collect()
+            arrivals.collect()
             note_seconds(weights, "broadcast", _clock.now() - begin)
 
         worker_set.round(weights, ranks, arrivals, collect, alone=True)
-        worker_set.note_ready(ranks)
     by_workers = raised(arrivals.failed)
     if by_workers or not arrivals.arrived:
         raise WorkerError(by_workers or worker_set.ranks.unhealthy())

@@ -33,6 +33,14 @@ class Codec(NamedTuple):
     relative: Callable[[Any, str], Any] = lambda model, where: model
     accept: Callable[[Any, str], None] = lambda model, where: None
 
+    def accepts(self, layout: Layout) -> bool:
+        """Whether weights of ``layout`` may be averaged."""
+        try:
+            self.accept(layout, "")
+        except TypeError:
+            return False
+        return True
+
     @property
     def is_encoded(self) -> bool:
         """Whether workers encode their weights."""

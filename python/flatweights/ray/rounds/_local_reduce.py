@@ -63,9 +63,6 @@ class DriverAverage:
 
     def run(self) -> Round:
         """Wait, average, and let go of all values, even after an error."""
-        in_one_step = self._in_one_step()
-        if in_one_step is not None:
-            return in_one_step
         outer = sys.exc_info()[1]
         try:
             return self.average()
@@ -76,22 +73,6 @@ class DriverAverage:
             self._held.clear()
             self._packed.clear()
             self._arrivals.release()
-
-    def _in_one_step(self) -> Round | None:
-        """Return the average of answers that a transport waits for and averages itself.
-
-        It has the bits of the general way. None for all others, which are to be waited for.
-        """
-        spec, ranks = self._spec, self._order
-        if self._out is not None or spec.rule is not None or self._codec.is_encoded:
-            return None
-        if callable(spec.weights) or (spec.weights and ranks[-1] >= len(spec.weights)):
-            return None
-        weights = spec.numbers_of(ranks)
-        found = self._arrivals.mean(ranks, weights, finite=spec.nonfinite != "propagate")
-        if found is None:
-            return None
-        return round_of_mean(found, ranks, self._arrivals.seconds_waited, self._codec)
 
     def average(self) -> Round:
         """Wait and average; the caller lets go of all values."""
@@ -374,19 +355,16 @@ class DriverAverage:
         return split(self._arrivals.result(arrived[0]))[0] if arrived else None
 
 
-def round_of_mean(found: MeanOfAnswers, ranks: list[int], waited: float, codec: Codec) -> Round:
+def round_of_mean(found: MeanOfAnswers, ranks: list[int]) -> Round:
     """Return the round with a mean that was made in one step.
 
     Args:
         found: The mean.
         ranks: All ranks, in their order.
-        waited: The seconds of the wait.
-        codec: The check of the weights.
     """
-    codec.accept(found.layout, f"rank {ranks[0]}")
     return Round(
         FlatWeights.wrap(frozen(found.mean), found.layout),
         ranks,
-        seconds={"wait": waited, "average": found.averaged},
+        seconds={"wait": found.waited, "average": found.averaged},
         nbytes=found.mean.nbytes * len(ranks),
     )
