@@ -631,6 +631,35 @@ def test_what_is_said_to_one_counts_for_all(member: Member) -> None:
     assert seen[-1] == 5.0
 
 
+def test_what_is_said_to_one_counts_for_all_optimizers_of_a_model(member: Member) -> None:
+    x, y = images("dense")
+    network = build("dense", 0)
+
+    class Halves(keras.Model):  # type: ignore[misc]
+        def train_step(self, _: Any) -> Any:
+            variables = network.trainable_variables
+            for k, one in enumerate((self.optimizer, self.other)):
+                one.apply([*map(tf.zeros_like, variables[k::2])], variables[k::2])
+            return {"loss": 0.0}
+
+    halves = Halves()
+    halves.built, halves.whole = True, network
+    both = [average_gradients(keras.optimizers.SGD(0.05, name=name)) for name in ("a", "b")]
+    halves.compile(both[0], run_eagerly=True)
+    halves.other = both[1]
+    handles, seen = [one.apply.__self__.handle for one in both], list[Any]()
+    spy = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda *_: seen.extend((one.take(), one.timeout) for one in handles)
+    )
+    callbacks = [AverageLogs(member=member, timeout=3.0), spy]
+    halves.fit(x[:8], y[:8], batch_size=8, verbose=0, callbacks=callbacks)
+    assert seen == [(member, 3.0)] * 2
+    halves.other = average_gradients(keras.optimizers.SGD(0.05), timeout=50.0)
+    callbacks = [AverageLogs(member=member, timeout=5.0)]
+    with pytest.raises(ValueError, match="timeout: expected one value for all callbacks and opt"):
+        halves.fit(x[:8], y[:8], verbose=0, callbacks=callbacks)
+
+
 def test_callbacks_that_were_told_different_things_raise_before_the_training(
     member: Member,
 ) -> None:

@@ -48,16 +48,6 @@ GROUP = {
         "            if not (is_at_hand and record.version == version):\n",
         "            if not is_at_hand:\n",
     ),
-    "unhealthy workers are called at once": (
-        "peers/_ready_workers.py",
-        "is_at_hand = record.why is None and record.in_flight is None and not record.has_left\n",
-        "is_at_hand = True\n",
-    ),
-    "a call at once that breaks off is not owed": (
-        "peers/_worker_set.py",
-        "            if ready.posts > posts:\n",
-        "            if False:\n",
-    ),
     "a call at once that breaks off is not withdrawn": (
         "peers/_ready_workers.py",
         "            if withdraws and channel.withdraw():\n                continue\n",

@@ -54,16 +54,15 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """
         self._params_of_fit = self.params
         averaging = averaging_of(self.model)
+        more = [one for one in averagings_in(self.model) if one is not averaging]
+        self._averagings = more if averaging is None else [averaging, *more]
         of_this_fit = self._of_this_fit()
-        handles = [one._handle for one in of_this_fit]
-        agree([*handles, *([] if averaging is None else [averaging.handle])])
+        agree([one._handle for one in of_this_fit] + [one.handle for one in self._averagings])
         self._member: Member = self._handle.begin(running_fit(outermost=True))
         if averaging is not None:
             averaging.begin_fit(self)
-        more = [one for one in averagings_in(self.model) if one is not averaging]
         for one in more:
             one.begin_fit_beside(self)
-        self._averagings = more if averaging is None else [averaging, *more]
         self._progress = None if averaging is None else averaging.progress
         is_brought_along = self._progress is not None or any(
             one.makes_progress for one in of_this_fit
