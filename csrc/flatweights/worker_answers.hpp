@@ -64,13 +64,12 @@ class WorkerAnswers {
   // Waits for values whose body is `value`, without buffers.
   Ended values(std::string_view value, const Patience& patience, const Sleep& sleep);
 
-  // Whether no answer is left to be read of the commands that were posted.
+  // Whether no answer is left to be read of the commands that were posted, as far as is known here.
   [[nodiscard]] bool were_read() const noexcept { return are_read_; }
   // Notes that the answers which are left were read elsewhere.
   void note_read() noexcept { are_read_ = true; }
   // How often `post` has posted.
   [[nodiscard]] std::uint64_t posts() const noexcept { return posts_; }
-  void begin() noexcept { are_read_ = false; }
   // Of the last call: seconds of the wait, and of the average.
   [[nodiscard]] double waited() const noexcept { return waited_; }
   [[nodiscard]] double averaged() const noexcept { return averaged_; }

@@ -136,8 +136,9 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
     assert step > 10
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
 def test_weights_of_a_round_that_is_broken_off_are_the_latest(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the driver knows no answer: the worker may have the call, and the weights with it."""
     group = WorkerGroup.create(
@@ -152,11 +153,11 @@ def test_weights_of_a_round_that_is_broken_off_are_the_latest(
 
     def interrupt(name: str) -> None:
         if name == "called":
-            raise KeyboardInterrupt
+            raise kind
 
     with monkeypatch.context() as patched:
         patched.setattr(_failpoints, "hook", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(kind):
             group.broadcast(start)
     found = group.average("train", 1.0)
     assert not found.failed

@@ -181,6 +181,28 @@ def test_the_seconds_of_calls_that_take_longer_than_a_look_at_rays_calls() -> No
     group.shutdown()
 
 
+def test_arguments_by_rank_whose_function_brings_a_worker_back() -> None:
+    group, start = group_of(2, Slow), weights_of(7.0, SIZE)
+    group.broadcast(start)
+    found = group.average("wait", arguments=lambda rank: (float(rank),), timeout=0.3, min_results=1)
+    assert found.late == (1,)
+    asked: list[int] = []
+
+    def step_of(rank: int) -> tuple[float]:
+        if not asked:
+            asked.append(rank)
+            assert group.restore(timeout=30) == [1]
+        asked.append(rank)
+        return (float(rank),)
+
+    found = group.average("train", arguments=step_of)
+    assert found.used == (0, 1)
+    assert asked == [0, 0, 1]
+    expected = fw.average([trained(start, rank, float(rank)) for rank in range(2)])
+    assert same_bits(found.weights.buffer, expected.buffer)
+    group.shutdown()
+
+
 def mapped() -> int:
     """Return how many segments of memory this process maps."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()

@@ -118,8 +118,14 @@ class DriverChannel(ChannelEnd):
         """The layout of the last weights that arrived in a message; None before the first."""
         return self._layout
 
+    @property
+    def has_command(self) -> bool:
+        """Whether a command was posted whose answer nobody has read."""
+        self.settle()
+        return not (self.is_answered and self._is_read)
+
     def may_be_posted(self, extents: list[Extent]) -> bool:
-        """Whether a `post` of a command with ``extents`` would only post it, and raise nothing."""
+        """Whether `post` would find the last answer read, and the segments of ``extents`` sent."""
         if self.is_closed or self.is_given_up:
             return False
         self.settle()
@@ -132,7 +138,7 @@ class DriverChannel(ChannelEnd):
     def expect(self, reader: _core.WorkerAnswers, extents: list[Extent]) -> int:
         """Expect that ``reader`` posts a command with ``extents``, and perhaps reads the answer.
 
-        It has read all answers of before. Until it posts, the last one counts as read.
+        All earlier answers were read. Until it posts, the last one counts as read.
 
         Returns:
             The number of Ray calls so far that serve commands.
@@ -206,7 +212,7 @@ class DriverChannel(ChannelEnd):
             ``REDUCED`` and ``REPEAT``, body and buffers.
         """
         self.settle()
-        if self._is_read:  # by the core; an interrupt came before anybody noted the outcome
+        if self._is_read:  # by C++; an interrupt came before anybody noted the outcome
             return VALUE, None
         self._is_read = True
         try:
@@ -240,10 +246,14 @@ class DriverChannel(ChannelEnd):
 
     def withdraw(self) -> bool:
         """Withdraw the command, unless the worker has taken it; return whether it was."""
-        if not self.mailbox.withdraw():
-            return False
-        self._is_read = True
-        self.release(self._sent)
+        try:
+            if not self.mailbox.withdraw():
+                return False
+            self._is_read = True
+            self.release(self._sent)
+        except BaseException:  # as in `post`: the two sides may disagree now
+            self.is_given_up = True
+            raise
         return True
 
 

@@ -418,6 +418,11 @@ class Worker:
         self.transport = "shm"
         return ChannelResult(self, channels, channel, call)
 
+    @property
+    def has_command(self) -> bool:
+        """Whether a command is in its channel whose answer nobody has read."""
+        return self.channel is not None and self.channel.has_command
+
     def serve(self, channel: DriverChannel) -> None:
         """Make a Ray call that takes the command that was posted to ``channel``, the worker's."""
         channel.serve(lambda number: self.handle.serve_channel.remote(self.token, number))

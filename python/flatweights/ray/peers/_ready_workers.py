@@ -19,11 +19,11 @@ from flatweights.ray.peers._transport import Call, MeanOfAnswers, PendingResult,
 
 
 class ReadyWorkers:
-    """Some workers, which have attached, and whose last weights had one layout.
+    """Some workers that have attached, and are expected to answer weights of one layout.
 
     Attributes:
         ranks: Their ranks, in order.
-        layout: The layout of those weights.
+        layout: The layout.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ReadyWorkers:
 
     @property
     def posts(self) -> int:
-        """How often calls were posted; it tells whether those were that an exception broke off."""
+        """How often calls were posted: after an exception, it tells whether the last ones were."""
         return self._answers.posts
 
     def post(self, call: Call, by_rank: Mapping[int, Sequence[Any]]) -> bool:
@@ -124,8 +124,8 @@ class ReadyWorkers:
         Args:
             call: See `post`.
             by_rank: See `post`.
-            withdraws: Whether to withdraw it from workers that have not taken it, since not all of
-                Ray's calls may have been made that would take it.
+            withdraws: Whether to withdraw it from workers that have not taken it, since some of the
+                Ray calls that would take it may be missing.
         """
         answers: dict[int, PendingResult] = {}
         for record, worker, channel, _, _ in self._each:

@@ -149,8 +149,8 @@ class Arrivals:
         failed: By rank, the workers' exceptions so far, and the errors of ranks in quarantine.
         quarantined: The failed ranks that hold NaN or infinity, and are skipped.
         late: The ranks that had not answered when the time was up.
-        were_interrupted: Whether an interrupt came while calls were made: one more than have an
-            answer here may have been made.
+        were_interrupted: Whether an interrupt came while calls were made: one call more than there
+            are answers here may have been made.
         seconds_waited: The seconds that it has waited.
         deadline: The time after which ranks that have not answered are late.
         find_lost: Called again and again while the wait lasts: of the ranks whose answers it gets,

@@ -28,7 +28,7 @@ import numpy as np
 import ray
 
 from flatweights._layout import Layout
-from flatweights._weights import frozen
+from flatweights._weights import FlatWeights, frozen
 from flatweights.ray import _clock
 from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.nodes._plan import ReduceDType
@@ -283,7 +283,9 @@ class WorkerSet:
             # The one that was being called may have the call, and take the weights that it brings.
             for rank in (rank for rank in ranks if rank not in answers):
                 records[rank].mark_stale()
-            arrivals.were_interrupted = not isinstance(error, Exception)
+            others = [records[rank].worker for rank in ranks if rank not in answers]
+            is_posted = any(worker.has_command for worker in others)
+            arrivals.were_interrupted = is_posted or not isinstance(error, Exception)
             raise
         finally:
             try:
@@ -364,7 +366,10 @@ class WorkerSet:
                     weights.nbytes_sent = made[0].nbytes_sent
 
     def ready(self, ranks: Sequence[int]) -> ReadyWorkers | None:
-        """Return the workers of ``ranks`` for `round_at_once`, if `begin` would do nothing."""
+        """Return the workers of ``ranks`` for `round_at_once`; None if `begin` has to do something.
+
+        Workers of other ranks may still owe answers.
+        """
         latest, start, ready = self.latest, self._start, self._ready
         if start.initial is not None or latest is start.published or latest.wire is not None:
             return None
@@ -376,7 +381,7 @@ class WorkerSet:
         return ready
 
     def forget_ready(self) -> None:
-        """Let go of the segments of workers that took part in the last `round_at_once`."""
+        """Forget the workers that `ready` has returned, whose segments stay mapped until then."""
         self._ready = None
 
     def round_at_once(
@@ -405,48 +410,52 @@ class WorkerSet:
             alone: See `round`.
 
         Returns:
-            None if nothing was sent, since it takes a `round`.
+            None if nothing was sent: then `round` is to do it.
         """
-        begin = _clock.now()
-        before = self.latest
-        if weights is not None and before.is_unclear(weights):
+        begin, before, posts = _clock.now(), self.latest, ready.posts
+        is_flat = weights is None or type(model_of(weights)) is FlatWeights
+        if not is_flat or (weights is not None and before.is_unclear(weights)):
             return None
-        latest = before if weights is None else before.after(weights, self._next_stamp())
-        made = [] if weights is None or latest.payload is None else [latest.payload]
-        if made and not made[0].is_frozen:
-            return None
-        call = Call((self._next_stamp(), latest.version, None), *work, *made)
-        put = _clock.now() - begin
-        outcome, posts = None, ready.posts
+        made, outcome, call = list[Payload](), None, None
         try:
             self.ranks.is_in_round = True
-            self.latest = latest
-            if ready.post(call, by_rank):
-                waiting = _clock.now()
-                outcome = read()
-                arrivals.seconds_waited += _clock.now() - waiting  # unless that was the outcome
-        except BaseException:
-            if ready.posts > posts:
-                arrivals.expect(ready.owe(call, by_rank, withdraws=True))
-            self._until_closed(weights, before, made, arrivals, lambda: None, alone=alone)
-            raise
+            try:
+                if weights is not None:
+                    latest = before.after(weights, self._next_stamp())
+                    if latest.payload is None or not latest.payload.is_frozen:
+                        return None
+                    made.append(latest.payload)
+                    self.latest = latest
+                call = Call((self._next_stamp(), self.latest.version, None), *work, *made)
+                put = _clock.now() - begin
+                if ready.post(call, by_rank):
+                    waiting = _clock.now()
+                    outcome = read()
+                    if outcome is None:
+                        arrivals.seconds_waited += _clock.now() - waiting
+                        arrivals.expect(ready.owe(call, by_rank, withdraws=False))
+            except BaseException:
+                if call is not None and ready.posts > posts:
+                    arrivals.expect(ready.owe(call, by_rank, withdraws=True))
+                self._until_closed(weights, before, made, arrivals, lambda: None, alone=alone)
+                raise
+            if ready.posts == posts:
+                if made:
+                    self.latest = before
+                return None
+            if made:
+                note_seconds(weights, "put", put)
+            if outcome is None:
+                return self._until_closed(weights, before, made, arrivals, collect, alone=alone)
+            self.channels.done()
+            for payload in made:
+                ready.take(self.latest.version)
+                _count(payload, len(ready.ranks))
+                if isinstance(weights, Round):
+                    weights.nbytes_sent = payload.nbytes_sent
+            return outcome
         finally:
             self.ranks.is_in_round = False
-        if ready.posts == posts:
-            self.latest = before
-            return None
-        if made:
-            note_seconds(weights, "put", put)
-        if outcome is None:
-            arrivals.expect(ready.owe(call, by_rank, withdraws=False))
-            return self._until_closed(weights, before, made, arrivals, collect, alone=alone)
-        self.channels.done()
-        for payload in made:
-            ready.take(latest.version)
-            _count(payload, len(ready.ranks))
-            if isinstance(weights, Round):
-                weights.nbytes_sent = payload.nbytes_sent
-        return outcome
 
     def _close_sent(
         self, payload: Payload, arrivals: Arrivals, before: Latest, *, alone: bool

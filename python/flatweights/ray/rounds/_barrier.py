@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from flatweights._numbers import check_count
 from flatweights.ray import _clock
 from flatweights.ray.peers._transport import Payload, PendingResult
@@ -43,6 +45,8 @@ def average_of(
     if need > count:
         check_count(need, "min_results", count)
     called, result = worker_set.ranks.healthy(asked), None
+    if work.arguments is not None:
+        by_rank = dict(_with_all(by_rank, work, called))
     before = worker_set.ranks.unhealthy(asked) if len(called) < count else {}
     try:
         if out is None and len(called) >= need:
@@ -114,7 +118,10 @@ def _average_at_once(
     by_rank: Mapping[int, Sequence[Any]],
     broadcast: Any,
 ) -> Round | None:
-    """Do the work of `_average` in one step of C++; None, and nothing, if it takes more."""
+    """Do the work of `_average` in one step of C++; return None if it takes more.
+
+    Then nothing was sent.
+    """
     if spec.rule is not None or callable(spec.weights) or 0 < len(spec.weights) <= called[-1]:
         return None
     if not all(
@@ -145,7 +152,9 @@ def _average_at_once(
 def _is_small(argument: Any) -> bool:
     """Whether an argument is a number or a short text."""
     kind = type(argument)
-    return kind in _NUMBERS or (kind is str and len(argument) <= _SHORT)
+    if kind is str:
+        return len(argument) <= _SHORT
+    return kind in _NUMBERS or issubclass(kind, np.generic)
 
 
 def _plain_codec(worker_set: WorkerSet, work: Work) -> Codec:
