@@ -1,4 +1,4 @@
-// One command to all workers of a group, the wait for their answers, and the mean of these.
+// A command to each of several workers, the wait for their answers, and the mean of these.
 //
 // A worker whose result is weights of a layout that the driver knows answers by a message of kind
 // kWeights, with the digest of the layout and one buffer in a segment; one that has only set

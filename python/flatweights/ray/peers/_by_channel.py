@@ -427,10 +427,6 @@ class Worker:
         """Make a Ray call that takes the command that was posted to ``channel``, the worker's."""
         channel.serve(lambda number: self.handle.serve_channel.remote(self.token, number))
 
-    def offer(self, nbytes: int) -> None:
-        """Offer a segment to the next average; see `GroupChannels.offer`."""
-        self._group.offer(nbytes)
-
     def call_by_ray(self, call: Call, why: str) -> RayResult:
         """Make the call through Ray; dismiss a worker that waits at its mailbox."""
         self.transport = f"store: {why}"

@@ -139,4 +139,4 @@ class ReadyWorkers:
     def take(self, version: Stamp | None) -> None:
         """Note that all have taken the weights of ``version``."""
         for record, _, _, _, _ in self._each:
-            record.version, record.is_new = version, False
+            record.take(version)

@@ -281,10 +281,10 @@ class WorkerSet:
             WorkerRecord.send_all(records, ranks, call, by_rank, answers)
         except BaseException as error:
             # The one that was being called may have the call, and take the weights that it brings.
-            for rank in (rank for rank in ranks if rank not in answers):
-                records[rank].mark_stale()
-            others = [records[rank].worker for rank in ranks if rank not in answers]
-            is_posted = any(worker.has_command for worker in others)
+            others = [records[rank] for rank in ranks if rank not in answers]
+            for record in others:
+                record.mark_stale()
+            is_posted = any(record.worker.has_command for record in others)
             arrivals.were_interrupted = is_posted or not isinstance(error, Exception)
             raise
         finally:
@@ -504,7 +504,7 @@ class WorkerSet:
         self.channels.offer(self._nbytes)
 
     def complete(
-        self, result: Round, ranks: Collection[int], why_no_agents: str | None, *, is_kept: bool
+        self, result: Round, ranks: Iterable[int], why_no_agents: str | None, *, is_kept: bool
     ) -> None:
         """Note in an average how ranks were reached, and which joined and left; note its size.
 
@@ -648,7 +648,7 @@ class WorkerSet:
     def close(self) -> None:
         """Release the memory, after `shut_down`, once no call runs."""
         if self.ranks.over == SHUT_DOWN:
-            self._ready = None
+            self.forget_ready()
             self.channels.close()
             self.latest = Latest(platform=self.platform)
             self._is_closed = True

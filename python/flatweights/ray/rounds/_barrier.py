@@ -124,10 +124,9 @@ def _average_at_once(
     """
     if spec.rule is not None or callable(spec.weights) or 0 < len(spec.weights) <= called[-1]:
         return None
-    if not all(
-        map(_is_small, (*work.args, *work.kwargs.values(), *itertools.chain(*by_rank.values())))
-    ):
-        return None  # large arguments may have to go through Ray, and would be pickled twice
+    arguments = itertools.chain(work.args, work.kwargs.values(), *by_rank.values())
+    if not all(map(_is_small, arguments)):
+        return None  # large ones may have to go through Ray, and would be pickled twice
     ready, codec = worker_set.ready(called), _plain_codec(worker_set, work)
     if ready is None or not codec.accepts(ready.layout):
         return None
