@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -34,18 +35,26 @@ class BoundWorkerAnswers {
       throw py::value_error("expected the segments of at least one mailbox");
   }
 
+  // The content of a command, and its extents.
+  using Command = std::pair<
+      py::bytes,
+      std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>>>;
+
   // Returns the positions of the workers whose command needs a Ray call; None, unless all commands
-  // were posted. By worker: the command, the segments that it mentions, and the number of Ray
-  // calls.
-  py::object post(const std::vector<py::bytes>& commands,
-                  const std::vector<std::vector<std::uint32_t>>& held,
-                  const std::vector<std::uint32_t>& calls) {
-    if (held.size() != commands.size() || calls.size() != commands.size())
+  // were posted. By worker: the command, and the number of Ray calls.
+  py::object post(const std::vector<Command>& commands, const std::vector<std::uint32_t>& calls) {
+    if (calls.size() != commands.size())
       throw py::value_error("expected a command for each worker");
     std::vector<WorkerAnswers::Command> all;
+    all.reserve(commands.size());
     for (std::size_t k = 0; k < commands.size(); ++k) {
-      for (const std::uint32_t segment : held[k]) check_index(segment);
-      all.push_back({as_span(commands[k]), held[k], calls[k]});
+      const auto& [content, extents] = commands[k];
+      std::vector<std::uint32_t> held;
+      for (const auto& extent : extents) {
+        held.push_back(std::get<0>(extent));
+        check_index(held.back());
+      }
+      all.push_back({as_span(content), std::move(held), calls[k]});
     }
     const auto uncalled = answers_.post(all);
     if (!uncalled) return py::none();
@@ -111,8 +120,7 @@ void bind_worker_answers(py::module_& m) {
       .def_property_readonly("were_read", &BoundWorkerAnswers::were_read)
       .def_property_readonly("posts", &BoundWorkerAnswers::posts)
       .def("note_read", &BoundWorkerAnswers::note_read)
-      .def("post", &BoundWorkerAnswers::post, py::arg("commands"), py::arg("held"),
-           py::arg("calls"))
+      .def("post", &BoundWorkerAnswers::post, py::arg("commands"), py::arg("calls"))
       .def("mean", &BoundWorkerAnswers::mean, py::arg("out"), py::arg("weights"),
            py::arg("takes_nonfinite"), py::arg("watch"), py::arg("seconds"), py::arg("doorbell"),
            py::arg("poll"))

@@ -186,7 +186,9 @@ class WorkerAnswers:
     def posts(self) -> int: ...
     def note_read(self) -> None: ...
     def post(
-        self, commands: list[bytes], held: list[list[int]], calls: list[int]
+        self,
+        commands: Sequence[tuple[bytes, Sequence[tuple[int, int, int, int]]]],
+        calls: list[int],
     ) -> list[int] | None: ...
     def mean(
         self,

@@ -20,7 +20,14 @@ class Called:
 
     @alone
     def outer(self) -> str:
-        return self.inner()
+        return self.opened()
+
+    @property
+    def opened(self) -> Callable[[], str]:
+        """A function that makes the inner call, and may do so within one."""
+        opened = self._turn.open_to_calls(self.inner)
+        assert opened is not None
+        return opened
 
     @alone
     def inner(self) -> str:
@@ -55,8 +62,8 @@ def test_an_interrupt_leaves_the_turn_to_other_threads(way: str) -> None:
     turn = called._turn
     calls: dict[str, Callable[[], object]] = {
         "alone": called.outer,
-        "of a loop": lambda: turn.run(called.outer, admits=True),
-        "briefly": lambda: turn.briefly(called.outer),
+        "of a loop": lambda: turn.run(called.opened, admits=True),
+        "briefly": lambda: turn.briefly(called.opened),
         "beside": lambda: turn.beside(lambda is_alone: called.outer()),
     }
     with ThreadPoolExecutor(1) as other:
@@ -79,7 +86,7 @@ def test_others_are_refused_during_a_call_or_may_be_beside_a_loop(admits: bool) 
     def wait() -> str:
         begun.set()
         may_end.wait(60)
-        return called.inner()
+        return called.opened()
 
     with ThreadPoolExecutor(1) as other:
         call = other.submit(turn.run, wait, admits=admits)
@@ -94,6 +101,38 @@ def test_others_are_refused_during_a_call_or_may_be_beside_a_loop(admits: bool) 
             may_end.set()
         assert call.result() == "made"
     assert turn.beside(lambda is_alone: is_alone)
+    assert called.outer() == "made"
+
+
+@pytest.mark.parametrize("admits", [False, True])
+def test_a_call_within_one_is_refused_unless_in_a_function_that_is_open_to_calls(
+    admits: bool,
+) -> None:
+    called = Called()
+    turn, made = called._turn, list[str]()
+
+    def refused(call: Callable[[], object]) -> None:
+        with pytest.raises(RuntimeError, match=r"expected no call of a Called .* a signal ha"):
+            call()
+
+    def within() -> None:
+        refused(called.inner)
+        refused(lambda: turn.briefly(called.inner))
+        made.append(called.opened())
+        refused(called.inner)
+        if admits:  # as other threads may
+            assert turn.beside(lambda is_alone: is_alone) is False
+        else:
+            refused(lambda: turn.beside(lambda is_alone: is_alone))
+        opened = turn.open_to_calls(lambda: turn.beside(lambda is_alone: is_alone))
+        assert opened is not None
+        assert opened()
+        nested = turn.open_to_calls(lambda: turn.run(lambda: refused(called.inner)))
+        assert nested is not None
+        nested()
+
+    turn.run(within, admits=admits)
+    assert made == ["made"]
     assert called.outer() == "made"
 
 

@@ -55,8 +55,8 @@ GROUP = {
     ),
     "weights that were sent at once are not the latest": (
         "peers/_worker_set.py",
-        "                    self.latest = latest\n                call",
-        "                call",
+        "                self.latest = latest\n            call",
+        "            call",
     ),
     "a command for all is taken by calls that may have ended": (
         "peers/_ready_workers.py",
@@ -65,8 +65,9 @@ GROUP = {
     ),
     "weights before the last are the latest after an answer is missed": (
         "peers/_worker_set.py",
-        "            if ready.posts == posts:\n",
-        "            if ready.posts == posts or outcome is None:\n",
+        "            if outcome is None:\n                arrivals",
+        "            if outcome is None:\n                self.latest = before\n"
+        "                arrivals",
     ),
     # What is noted of weights that were sent.
     "workers that refused weights stay healthy": (

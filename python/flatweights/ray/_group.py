@@ -300,7 +300,7 @@ class WorkerGroup:
             TypeError: If ``method`` is not a name.
             ValueError: If ``ranks`` are not those of workers, each once.
         """
-        work, timeout = Work(method, args, kwargs, arguments), check_timeout(timeout)
+        work, timeout = self._work(method, args, kwargs, arguments), check_timeout(timeout)
         _refuse_model(broadcast, "broadcast")
         if broadcast is not None and self._worker_set.ranks.healthy():
             self._take_back(timeout)
@@ -369,7 +369,7 @@ class WorkerGroup:
             ValueError: As `flatweights.ray.average`; or if ``ranks`` are not those of workers,
                 each once.
         """
-        work = Work(method, args, kwargs, arguments)
+        work = self._work(method, args, kwargs, arguments)
         spec = self._spec(
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
@@ -384,6 +384,14 @@ class WorkerGroup:
         self._count += 1
         self._report(result)
         return result
+
+    def _work(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], arguments: ByRank | None
+    ) -> Work:
+        """Return the call of a round; its function of the ``arguments`` may call the group."""
+        work = Work(method, args, kwargs, arguments)
+        work.arguments = self._turn.open_to_calls(arguments)
+        return work
 
     def _spec(self, weights: Weights, **options: Any) -> RoundSpec:
         """Return the checked arguments of a round, for all ranks of the group."""
@@ -518,7 +526,7 @@ class WorkerGroup:
             ValueError: As `average`; or if ``updates``, ``buffer`` or ``max_staleness`` is out of
                 range.
         """
-        work = Work(method, args, kwargs, arguments)
+        work = self._work(method, args, kwargs, arguments)
         if updates is not None:
             updates = check_count(updates, "updates", least=0)
         if max_staleness is not None:
@@ -613,14 +621,17 @@ class WorkerGroup:
         """
         rounds = check_count(rounds, "rounds", least=0)
         check_by_rank(round_arguments, "round_arguments", "number of the round")
-        work = Work(method, args, kwargs, arguments)
+        work = self._work(method, args, kwargs, arguments)
         spec = self._spec(
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
 
-        if not (ranks is None or callable(ranks)):
-            ranks = self._worker_set.ranks.check(ranks)
-        run = RoundRun(self._worker_set, work, spec, ranks, round_arguments)
+        more = self._turn.open_to_calls(round_arguments)
+        if callable(ranks):
+            run = RoundRun(self._worker_set, work, spec, self._turn.open_to_calls(ranks), more)
+        else:
+            asked = None if ranks is None else self._worker_set.ranks.check(ranks)
+            run = RoundRun(self._worker_set, work, spec, asked, more)
         return self._rounds(rounds, run, progress)
 
     def _rounds(self, rounds: int, run: RoundRun, progress: bool) -> Iterator[Round]:

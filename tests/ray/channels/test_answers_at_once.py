@@ -242,15 +242,15 @@ def test_nothing_is_posted_if_it_takes_more(driver: AtOnce, monkeypatch: Any) ->
 
 
 def test_the_core_refuses_wrong_commands(driver: AtOnce) -> None:
-    answers = driver.at_once
+    answers, empty = driver.at_once, (b"", list[Any]())
     with pytest.raises(ValueError, match="at most 131072 bytes"):
-        answers.post([bytes(_core.MAILBOX_BYTES + 1)] * 3, [[]] * 3, [1] * 3)
+        answers.post([(bytes(_core.MAILBOX_BYTES + 1), [])] * 3, [1] * 3)
     with pytest.raises(ValueError, match="each worker"):
-        answers.post([b""] * 2, [[]] * 2, [1] * 2)
+        answers.post([empty] * 2, [1] * 2)
     with pytest.raises(ValueError, match="each worker"):
-        answers.post([b""] * 3, [[]] * 3, [1] * 2)
+        answers.post([empty] * 3, [1] * 2)
     with pytest.raises(ValueError, match="expected less than 64"):
-        answers.post([b""] * 3, [[], [64], []], [1] * 3)
+        answers.post([empty, (b"", [(64, 1, 0, 8)]), empty], [1] * 3)
     assert answers.posts == 0
     assert answers.were_read
 

@@ -110,8 +110,6 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
         there: list[Any] = []
         is_over = not interrupts.hit(lambda: there.append(read(*given, **options)))
         if not is_over:
-            # No handler runs within an assignment, as `Interrupts` does at the end of a round.
-            group._worker_set.ranks.is_in_round = False
             raise KeyboardInterrupt
         return there[0]
 

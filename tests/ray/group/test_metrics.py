@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import ray
+from interrupts import Interrupts
 from ray.util.metrics import Counter, Gauge, Histogram
 from ray_cluster import start_lean_ray
 from ray_pool import Actors, Lend, only_late
@@ -544,3 +545,17 @@ def test_a_round_of_nothing_but_weights_has_a_record() -> None:
 )
 def test_bytes_are_readable(nbytes: int, text: str) -> None:
     assert readable_bytes(nbytes) == text
+
+
+def test_a_signal_handler_may_add_while_the_thread_starts() -> None:
+    def add_within_each_instruction() -> None:
+        interrupts = Interrupts(lambda: metrics.add())
+        while True:
+            metrics = Metrics()
+            if not interrupts.hit(metrics.add):
+                return
+
+    adding = threading.Thread(target=add_within_each_instruction, daemon=True)
+    adding.start()
+    adding.join(timeout=60)
+    assert not adding.is_alive(), "it waits for itself"

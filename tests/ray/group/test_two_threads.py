@@ -60,6 +60,63 @@ def test_a_group_that_is_shut_down_in_a_call_says_so(
         group.step("get_weights")
 
 
+@pytest.mark.parametrize("outer", ["that waits for an owed answer", "of a loop"])
+def test_calls_of_a_signal_handler_within_a_call_are_refused(
+    lend: Lend, tmp_path: Path, outer: str
+) -> None:
+    """They would take answers for which that call waits."""
+    group, go, refused = lend(Patient, 2), tmp_path / "go", list[str]()
+    weights = {"w": np.zeros(5), "n": np.int64(0)}
+    group.broadcast(weights)
+    calls: list[Callable[[], object]] = [
+        lambda: group.step("train", 1.0),
+        lambda: group.broadcast(weights),
+        lambda: group.average("train", 1.0),
+        lambda: next(group.as_completed("train", 1.0)),
+        lambda: group.remove(1),
+    ]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def call_all(*_: object) -> None:
+        for call in calls:
+            with pytest.raises(RuntimeError, match="expected no call") as error:
+                call()
+            refused.append(str(error.value))
+        go.touch()
+
+    def send_a_signal() -> None:
+        while not (Path(f"{go}.awaited").exists() and group._turn._thread):
+            time.sleep(0.01)
+        time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def during(call: Callable[[], Any], handler: Callable[..., object]) -> Any:
+        thread = threading.Thread(target=send_a_signal)
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            thread.start()
+            return call()
+        finally:
+            thread.join()
+            signal.signal(signal.SIGUSR1, before)
+
+    if outer == "of a loop":
+        loop = group.as_completed("wait", str(go), 1.0, updates=1)
+        found = during(lambda: next(loop), call_all)
+        loop.close()
+        assert [*found.weights["w"]] in ([1.0] * 5, [2.0] * 5)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            during(lambda: group.average("wait", str(go), 1.0), interrupt)
+        found = during(lambda: group.average("train", 1.0, broadcast=weights), call_all)
+        assert found.weights["w"].tolist() == [1.5] * 5
+    assert len(refused) == len(calls)
+    found = group.average("train", 1.0, broadcast=weights)
+    assert found.weights["w"].tolist() == [1.5] * 5
+
+
 def test_a_call_while_another_thread_is_in_one_is_refused(lend: Lend, tmp_path: Path) -> None:
     group = lend(Patient, 2)
     group.broadcast({"w": np.zeros(5), "n": np.int64(0)})

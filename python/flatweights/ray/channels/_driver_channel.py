@@ -128,12 +128,11 @@ class DriverChannel(ChannelEnd):
         """Whether `post` would find the last answer read, and the segments of ``extents`` sent."""
         if self.is_closed or self.is_given_up:
             return False
-        self.settle()
         sent = self._peer_has
         for index, generation, _, _ in extents:
             if index not in sent or sent[index] != generation:
                 return False
-        return self._is_read
+        return self._is_read or (self._reader is not None and self._reader.were_read)
 
     def expect(self, reader: _core.WorkerAnswers, extents: list[Extent]) -> int:
         """Expect that ``reader`` posts a command with ``extents``, and perhaps reads the answer.
@@ -404,14 +403,13 @@ class Channels:
         """
         if failpoints.hook is not None:  # there are no such points in C++
             return None
-        extents = [command.extents for command in commands]
-        for channel, mentioned in zip(channels, extents, strict=True):
-            if not channel.may_be_posted(mentioned):
+        each = [*zip(channels, commands, strict=True)]
+        for channel, command in each:
+            if not channel.may_be_posted(command.extents):
                 return None
         answers.note_read()
-        calls = [one.expect(answers, of) for one, of in zip(channels, extents, strict=True)]
-        held = [[extent.segment for extent in of] for of in extents]
-        return answers.post([command.content for command in commands], held, calls)
+        calls = [channel.expect(answers, command.extents) for channel, command in each]
+        return answers.post(commands, calls)
 
     def mean_of(
         self,

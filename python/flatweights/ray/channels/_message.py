@@ -25,6 +25,7 @@ from flatweights.ray.channels._segments import Extent, Segments
 # The core reads headers; both ends are on one machine, so the byte order is native.
 _HEADER = struct.Struct("=II")  # kind, number of buffers
 _EXTENT = struct.Struct("=IIQQ")
+_MOST_BESIDE_A_BUFFER = _core.MAILBOX_BYTES - _HEADER.size - _EXTENT.size  # bytes of a body
 IN_BAND = 1024  # bytes of the largest buffer that travels in the body
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), pickle.PickleBuffer, FlatWeights}
@@ -120,7 +121,7 @@ def buffer_message(
         None if the body is too long, or no segment is free.
     """
     extents: list[Extent] = []
-    if not fits(body, 1):
+    if len(body) > _MOST_BESIDE_A_BUFFER:
         return None
     if buffer is not None and buffer.nbytes:
         extent = segments.find(buffer)

@@ -219,7 +219,6 @@ class Ranks:
         records: The records by rank, in order, of the workers that are ready.
         admitted: The ranks of workers that were added, in the order in which they were ready.
         over: The reason for which no worker can be called any more; empty while they can.
-        is_in_round: Whether workers answer, so that no other call may begin.
     """
 
     def __init__(
@@ -238,7 +237,6 @@ class Ranks:
         self._news: tuple[list[int], list[int]] = [], []  # the ranks that were added and removed
         self._span = 0
         self.over = ""
-        self.is_in_round = False
         actors = self._checked(handles)
         self.platform = platform
         self._session = platform.session()
@@ -316,14 +314,9 @@ class Ranks:
         return [record.worker.rank for record in records]
 
     def check_open(self) -> None:
-        """Raise `RuntimeError` if the group or Ray was shut down, in a fork, or within a round."""
+        """Raise `RuntimeError` if the group or Ray was shut down, or in a fork."""
         if self.over:
             raise RuntimeError(self.over)
-        if self.is_in_round:
-            raise RuntimeError(
-                "expected no call of a group while its workers answer, got one in a function that "
-                "was passed as weights= or rule=, or in a signal handler"
-            )
         self.platform.check_connected(self._session)
 
     def admit(self) -> None:
@@ -453,7 +446,7 @@ class Ranks:
             ValueError: As `check`; or if none of them is ready.
         """
         checked = self.check(ranks)
-        ready = [rank for rank in checked if rank in self.records]
+        ready = checked if ranks is None else [rank for rank in checked if rank in self.records]
         if not ready:
             raise ValueError(
                 "ranks: expected at least one worker that is ready, as healthy_actor_ids() lists "

@@ -345,7 +345,6 @@ class WorkerSet:
             alone: See `round`.
         """
         try:
-            self.ranks.is_in_round = True
             return work()
         except WorkerError as error:
             # It was raised at the first refusal. Read on to find out whether all refuse.
@@ -357,7 +356,6 @@ class WorkerSet:
             raise error._and(refused) from error.__cause__
         finally:
             # Even if the round was broken off by something else than a rank's failure.
-            self.ranks.is_in_round = False
             if not made:
                 self._close(arrivals)
             else:
@@ -388,11 +386,11 @@ class WorkerSet:
         self,
         ready: ReadyWorkers,
         weights: Any,
-        arrivals: Arrivals,
+        timeout: float | None,
         work: tuple[str | None, Sequence[Any], Mapping[str, Any]],
         by_rank: Mapping[int, Sequence[Any]],
         read: Callable[[], Outcome | None],
-        collect: Callable[[], Outcome],
+        collect: Callable[[Arrivals], Outcome],
         *,
         alone: bool = False,
     ) -> Outcome | None:
@@ -401,12 +399,12 @@ class WorkerSet:
         Args:
             ready: The workers.
             weights: See `round`.
-            arrivals: See `round`; it gets the answers that are not read in one step.
+            timeout: Seconds to wait for the answers; for ever, if None.
             work: The method that is called, its arguments and its keyword arguments.
             by_rank: More arguments by rank; none, if empty.
             read: A function that waits for the answers, reads them in one step, and returns the
                 outcome; or returns None, and reads nothing.
-            collect: A function that returns the outcome of ``arrivals``, in place of ``read``.
+            collect: A function that returns the outcome of the answers, in place of ``read``.
             alone: See `round`.
 
         Returns:
@@ -416,46 +414,42 @@ class WorkerSet:
         is_flat = weights is None or type(model_of(weights)) is FlatWeights
         if not is_flat or (weights is not None and before.is_unclear(weights)):
             return None
-        made, outcome, call = list[Payload](), None, None
+        made, outcome, call, arrivals = list[Payload](), None, None, None
         try:
-            self.ranks.is_in_round = True
-            try:
-                if weights is not None:
-                    latest = before.after(weights, self._next_stamp())
-                    if latest.payload is None or not latest.payload.is_frozen:
-                        return None
-                    made.append(latest.payload)
-                    self.latest = latest
-                call = Call((self._next_stamp(), self.latest.version, None), *work, *made)
-                put = _clock.now() - begin
-                if ready.post(call, by_rank):
-                    waiting = _clock.now()
-                    outcome = read()
-                    if outcome is None:
-                        arrivals.seconds_waited += _clock.now() - waiting
-                        arrivals.expect(ready.owe(call, by_rank, withdraws=False))
-            except BaseException:
-                if call is not None and ready.posts > posts:
-                    arrivals.expect(ready.owe(call, by_rank, withdraws=True))
-                self._until_closed(weights, before, made, arrivals, lambda: None, alone=alone)
-                raise
-            if ready.posts == posts:
-                if made:
-                    self.latest = before
+            if weights is not None:
+                latest = before.after(weights, self._next_stamp())
+                if latest.payload is None or not latest.payload.is_frozen:
+                    return None
+                made.append(latest.payload)
+                self.latest = latest
+            call = Call((self._next_stamp(), self.latest.version, None), *work, *made)
+            put = _clock.now() - begin
+            if not ready.post(call, by_rank):
+                self.latest = before
                 return None
-            if made:
-                note_seconds(weights, "put", put)
+            outcome = read()
             if outcome is None:
-                return self._until_closed(weights, before, made, arrivals, collect, alone=alone)
-            self.channels.done()
-            for payload in made:
-                ready.take(self.latest.version)
-                _count(payload, len(ready.ranks))
-                if isinstance(weights, Round):
-                    weights.nbytes_sent = payload.nbytes_sent
-            return outcome
-        finally:
-            self.ranks.is_in_round = False
+                arrivals = Arrivals(Deadline.after(timeout, begin))
+                arrivals.seconds_waited = _clock.now() - begin - put
+                arrivals.expect(ready.owe(call, by_rank, withdraws=False))
+        except BaseException:
+            arrivals = arrivals or Arrivals(Deadline.after(timeout, begin))
+            if call is not None and ready.posts > posts:
+                arrivals.expect(ready.owe(call, by_rank, withdraws=True))
+            self._until_closed(weights, before, made, arrivals, lambda: None, alone=alone)
+            raise
+        if made:
+            note_seconds(weights, "put", put)
+        if arrivals is not None:
+            rest = functools.partial(collect, arrivals)
+            return self._until_closed(weights, before, made, arrivals, rest, alone=alone)
+        self.channels.done()
+        for payload in made:
+            ready.take(self.latest.version)
+            _count(payload, len(ready.ranks))
+            if isinstance(weights, Round):
+                weights.nbytes_sent = payload.nbytes_sent
+        return outcome
 
     def _close_sent(
         self, payload: Payload, arrivals: Arrivals, before: Latest, *, alone: bool
@@ -525,7 +519,8 @@ class WorkerSet:
             result.joined, result.left = self.ranks.news
         if result.used:
             self.agents.nbytes = result.nbytes // len(result.used)
-        array = getattr(result.weights, "buffer", result.weights)
+        weights = result.weights
+        array = weights.buffer if type(weights) is FlatWeights else weights
         if is_kept and isinstance(array, np.ndarray):
             self._nbytes = array.nbytes
 

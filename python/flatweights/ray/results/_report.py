@@ -80,7 +80,7 @@ class Metrics:
     def __init__(self) -> None:
         """Register nothing yet."""
         self.works = True
-        self._lock = threading.Lock()  # held while the thread is started or ends
+        self._lock = threading.RLock()  # held while the thread is started or ends
         self._thread: threading.Thread | None = None
         self._added: collections.deque[_Added] = collections.deque()
 
@@ -109,15 +109,17 @@ class Metrics:
                 self._start()
 
     def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name="flatweights-metrics", daemon=True)
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(target=self._work, name="flatweights-metrics")
-                thread.daemon = True
-                try:
-                    thread.start()
-                except RuntimeError:  # no thread can be started; the next call tries again
-                    return
+                # A signal handler that interrupts the start, which waits for the thread, may add.
                 self._thread = thread
+                try:
+                    with contextlib.suppress(RuntimeError):  # no thread can be started
+                        thread.start()
+                finally:
+                    if thread.ident is None:  # the next call tries again
+                        self._thread = None
 
     def _work(self) -> None:
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -127,10 +127,11 @@ def _average_at_once(
     arguments = itertools.chain(work.args, work.kwargs.values(), *by_rank.values())
     if not all(map(_is_small, arguments)):
         return None  # large ones may have to go through Ray, and would be pickled twice
-    ready, codec = worker_set.ready(called), _plain_codec(worker_set, work)
-    if ready is None or not codec.accepts(ready.layout):
+    ready, own = worker_set.ready(called), worker_set.layout
+    if ready is None:
         return None
-    arrivals = Arrivals(deadline_in(spec.timeout))
+    if own is not ready.layout and not _plain_codec(worker_set, work).accepts(ready.layout):
+        return None
     numbers, finite = spec.numbers_of(called), spec.nonfinite != "propagate"
 
     def read() -> Round | None:
@@ -138,11 +139,11 @@ def _average_at_once(
         found = ready.mean(numbers, spec.timeout, finite=finite)
         return None if found is None else round_of_mean(found, ready.ranks)
 
-    def collect() -> Round:
-        return DriverAverage(arrivals, spec, None, codec).run()
+    def collect(arrivals: Arrivals) -> Round:
+        return DriverAverage(arrivals, spec, None, _plain_codec(worker_set, work)).run()
 
     call = work.method, work.args, work.kwargs
-    result = worker_set.round_at_once(ready, broadcast, arrivals, call, by_rank, read, collect)
+    result = worker_set.round_at_once(ready, broadcast, spec.timeout, call, by_rank, read, collect)
     if result is not None:
         worker_set.complete(result, called, "", is_kept=True)
     return result
@@ -221,38 +222,38 @@ def results_of(
 def send(worker_set: WorkerSet, weights: Any, timeout: float | None) -> list[int]:
     """Let workers set ``weights``; return the ranks that did so; see `WorkerGroup.broadcast`."""
     worker_set.ranks.admit()
-    begin, took, arrivals = _clock.now(), None, Arrivals(deadline_in(timeout))
-    ready = worker_set.ready(worker_set.ranks.healthy())
+    begin, ready = _clock.now(), worker_set.ready(worker_set.ranks.healthy())
+    found: Arrivals | list[int] | None = None
+
+    def collect(arrivals: Arrivals) -> Arrivals | list[int]:
+        arrivals.collect()
+        return arrivals
+
     if ready is not None:
 
-        def read() -> Collection[int] | None:
+        def read() -> Arrivals | list[int] | None:
             return ready.ranks if ready.are_done(timeout) else None
 
-        def collect_all() -> Collection[int]:
-            arrivals.collect()
-            note_seconds(weights, "broadcast", _clock.now() - begin)
-            return ()
-
-        took = worker_set.round_at_once(
-            ready, weights, arrivals, (None, (), {}), {}, read, collect_all, alone=True
+        found = worker_set.round_at_once(
+            ready, weights, timeout, (None, (), {}), {}, read, collect, alone=True
         )
-        if took:
-            note_seconds(weights, "broadcast", _clock.now() - begin)
-            return [*took]
-    if took is None:
+    if found is None:
         ranks, weights = worker_set.begin(weights, timeout)
         if weights is None:
             return ranks
         arrivals = Arrivals(deadline_in(timeout))
 
-        def collect(payload: Payload | None) -> None:
+        def send_out(payload: Payload | None) -> Arrivals | list[int]:
+            nonlocal begin
             begin = _clock.now()
             worker_set.send_out(worker_set.call(payload=payload), arrivals, ranks)
-            arrivals.collect()
-            note_seconds(weights, "broadcast", _clock.now() - begin)
+            return collect(arrivals)
 
-        worker_set.round(weights, ranks, arrivals, collect, alone=True)
-    by_workers = raised(arrivals.failed)
-    if by_workers or not arrivals.arrived:
+        found = worker_set.round(weights, ranks, arrivals, send_out, alone=True)
+    note_seconds(weights, "broadcast", _clock.now() - begin)
+    if isinstance(found, list):
+        return [*found]
+    by_workers = raised(found.failed)
+    if by_workers or not found.arrived:
         raise WorkerError(by_workers or worker_set.ranks.unhealthy())
-    return sorted(arrivals.arrived)
+    return sorted(found.arrived)

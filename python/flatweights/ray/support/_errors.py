@@ -91,6 +91,10 @@ def check_connected(session: str | None = None) -> None:
     Args:
         session: If not None, the `session_of_ray` that the process still has to be in.
     """
+    if session and session == _last_session[1] and not _of_parent:  # the usual case
+        worker = _context().worker
+        if worker.connected and worker.node is _last_session[0]():
+            return
     if not ray.is_initialized():
         raise RuntimeError("Ray is not initialized in this process: call ray.init() first")
     check_not_forked()

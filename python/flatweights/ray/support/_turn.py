@@ -8,14 +8,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
 
 
 class Turn:
-    """The turn of the thread that is in a call; that thread may make calls within it.
+    """The turn of the thread that is in a call.
 
     Other threads do not wait for it, but raise: after a wait, their calls would find unexpected
-    weights.
+    weights. So do calls of the same thread within it, by a signal handler or a user's function,
+    which would find half of its work done; except in functions that are made `open_to_calls`.
 
     An interrupt, such as Ctrl-C, may come between any two calls of Python, and leaves no turn
     taken: the frame that takes it gives it back by an assignment, and ``with`` is for locks alone.
@@ -35,6 +37,7 @@ class Turn:
         self._ident = thread
         self._thread = 0  # the thread that is in a call; 0, if none is
         self._admits = False  # whether the call is one of a loop that others may be beside
+        self._is_open = False  # whether that thread may make a call within it
         self._is_beside = False  # whether a thread is in a call beside one of a loop, or alone
         self._ended = ""  # why there are no more calls
         self._close: Callable[[], object] | None = None  # what is to follow the last call
@@ -49,17 +52,23 @@ class Turn:
             admits: Whether it is one of a loop, which admits calls `beside` it.
 
         Raises:
-            RuntimeError: If another thread is in a call; or if the call has failed after `end`.
+            RuntimeError: If a thread is in a call; or if the call has failed after `end`.
         """
         own = self._ident()
         if self._thread == own:
-            return call()
+            if not self._is_open:
+                raise self._within_error()
+            try:
+                self._is_open = False
+                return call()
+            finally:
+                self._is_open = True
         was_over = bool(self._ended)
         try:
             with self._short:
                 if self._thread:
                     raise self._error()
-                self._thread, self._admits = own, admits
+                self._thread, self._admits, self._is_open = own, admits, False
             return call()
         except Exception as error:
             if self._ended and not was_over and self._thread == own:
@@ -69,6 +78,24 @@ class Turn:
             if self._thread == own:
                 self._thread = 0
                 self._close_if_over()
+
+    def open_to_calls(self, function: Function | None) -> Function | None:
+        """Return a user's ``function``, which may make calls when it is called within one.
+
+        Nothing of that call may be half done then.
+        """
+        if function is None:
+            return None
+
+        @functools.wraps(function)
+        def opened(*args: Any) -> Any:
+            try:
+                self._is_open = True
+                return function(*args)
+            finally:
+                self._is_open = False
+
+        return cast("Function", opened)
 
     def end(self, why: str, close: Callable[[], object]) -> None:
         """Run ``close`` once no call runs: now, or at the end of one that runs.
@@ -96,24 +123,31 @@ class Turn:
             return self.run(call)
 
     def beside(self, call: Callable[[bool], Result]) -> Result:
-        """Make a call for which others wait, if no other thread is in a call, except of a loop.
+        """Make a call for which others wait, if no thread is in a call, except of a loop.
 
         Args:
-            call: The call. Its argument is whether no other thread is in a call.
+            call: The call. Its argument is whether no thread is in a call.
 
         Raises:
-            RuntimeError: If another thread is in another call.
+            RuntimeError: If a thread is in another call.
         """
         with self._short:
-            is_alone = self._thread in (0, self._ident())
+            is_own = self._thread == self._ident()
+            is_alone = not self._thread or (is_own and self._is_open)
             if not (is_alone or self._admits):
-                raise self._error()
+                raise self._within_error() if is_own else self._error()
             self._is_beside = True
             try:
                 return call(is_alone)
             finally:
                 self._is_beside = False
                 self._close_if_over()
+
+    def _within_error(self) -> RuntimeError:
+        return RuntimeError(
+            f"expected no call of a {self._owner} while its workers answer, got one in a function "
+            "that was passed as weights= or rule=, or in a signal handler"
+        )
 
     def _error(self) -> RuntimeError:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
