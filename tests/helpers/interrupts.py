@@ -1,6 +1,7 @@
 """Calls that are interrupted at each point at which Python can raise or run a signal handler."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -103,3 +104,20 @@ def each_interruption(make: Callable[[], tuple[Any, Callable[[], Any]]]) -> Iter
         target, call = make()
         if not interrupts.hit(call):
             return
+
+
+def handlers_end(call: Callable[[], Any], handler: Callable[[], Any]) -> bool:
+    """Whether ``handler`` may run within each instruction of ``call``, and waits for no lock.
+
+    If it does, the thread that waits is left.
+    """
+
+    def run() -> None:
+        interrupts = Interrupts(handler)
+        while interrupts.hit(call):
+            pass
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    return not thread.is_alive()

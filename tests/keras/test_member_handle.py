@@ -1,10 +1,12 @@
 """The member that callbacks and optimizers of a process share."""
 
+import contextlib
 from collections.abc import Callable
 
 import keras
 import numpy as np
 import pytest
+from interrupts import handlers_end
 from process_groups import LocalProcessGroup
 
 from flatweights.keras import AverageLogs, _member_handle, average_gradients
@@ -37,6 +39,23 @@ def test_a_shared_member_that_has_ended_is_replaced(monkeypatch: pytest.MonkeyPa
     handle.end()
     with pytest.raises(RuntimeError, match="left"):
         second.average(np.ones(2))
+
+
+def test_a_signal_handler_does_not_wait_for_the_call_that_it_interrupts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (member,) = LocalProcessGroup(1).join_all()
+    monkeypatch.setattr(_member_handle, "join", lambda: member)
+    first, second = MemberHandle("first", None), MemberHandle("second", None)
+
+    def take_again() -> None:
+        with contextlib.suppress(RuntimeError):
+            second.take()
+
+    assert handlers_end(first.take, take_again)
+    assert first.take() is member
+    first.end()
+    second.end()
 
 
 def fit(function: Callable[[], object]) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_an_interrupt_leaves_the_turn_to_other_threads(way: str) -> None:
         "alone": called.outer,
         "of a loop": lambda: turn.run(called.opened, admits=True),
         "briefly": lambda: turn.briefly(called.opened),
-        "beside": lambda: turn.beside(lambda is_alone: called.outer()),
+        "beside": lambda: turn.beside(lambda is_alone: str(is_alone)),
     }
     with ThreadPoolExecutor(1) as other:
         for after in range(1000):
@@ -127,13 +127,32 @@ def test_a_call_within_one_is_refused_unless_in_a_function_that_is_open_to_calls
         opened = turn.open_to_calls(lambda: turn.beside(lambda is_alone: is_alone))
         assert opened is not None
         assert opened()
-        nested = turn.open_to_calls(lambda: turn.run(lambda: refused(called.inner)))
+        nested = turn.open_to_calls(lambda: turn.run(within_that))
         assert nested is not None
         nested()
 
+    def within_that() -> None:
+        refused(called.inner)
+        refused(lambda: turn.beside(lambda _: None))
+
     turn.run(within, admits=admits)
     assert made == ["made"]
+    turn.beside(lambda _: refused(called.outer))
+    turn.beside(lambda _: refused(lambda: turn.beside(lambda _: None)))
     assert called.outer() == "made"
+
+
+def test_what_an_open_function_returns_step_by_step_may_make_calls_too() -> None:
+    called = Called()
+
+    def step_by_step(count: int) -> Iterator[str]:
+        for _ in range(count):
+            yield called.inner()
+
+    opened = called._turn.open_to_calls(step_by_step)
+    assert opened is not None
+    assert [*called._turn.run(lambda: opened(2))] == ["made", "made"]
+    assert called._turn.open_to_calls(None) is None
 
 
 def test_others_wait_for_a_brief_call() -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import tensorflow as tf
+from interrupts import handlers_end
 from tf_forks import Fork, Forks
 
 import flatweights as fw
@@ -925,3 +926,11 @@ def test_program_that_fails_says_why(
         f"the op library for TensorFlow: {failing.path} failed: library.cc:7: error: too old\n"
     )
     assert not list((tmp_path / "folder").iterdir())
+
+
+def test_a_signal_handler_does_not_wait_for_the_call_that_it_interrupts() -> None:
+    def load_again() -> None:
+        with contextlib.suppress(RuntimeError):
+            load_library()
+
+    assert handlers_end(load_library, load_again)

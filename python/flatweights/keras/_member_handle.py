@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from flatweights._locks import CallLock
 from flatweights._numbers import check_count, real_number
 from flatweights.keras._hooks import Fit
 from flatweights.ray import CallsDifferError, Member, NotInTrainError, Round, is_replaceable, join
 
-_lock = threading.Lock()
+_lock = CallLock("member that callbacks and optimizers share")
 _shared: Member | None = None
 _handles: weakref.WeakSet["MemberHandle"] = weakref.WeakSet()  # of the shared member
 
@@ -185,7 +186,7 @@ class MemberHandle:
         """
         if fit is not None and fit.callbacks is not None:
             thread = threading.get_ident()
-            with _lock:
+            with _lock.ready():
                 for one in [*_handles]:
                     if one._used_by[0] == thread and one._used_by[1] is not fit.callbacks:
                         _handles.discard(one)
@@ -207,7 +208,7 @@ class MemberHandle:
             )
         if self._given is not None:
             return self._given
-        with _lock:
+        with _lock.ready():
             if _shared is None or _shared.is_over:
                 try:
                     _shared = join()
@@ -262,7 +263,7 @@ class MemberHandle:
         global _shared
         self.use(self.given)
         self._used_by = 0, []
-        with _lock:
+        with _lock.ready():
             _handles.discard(self)
             is_last = not _handles
             shared, _shared = (_shared, None) if is_last else (None, _shared)

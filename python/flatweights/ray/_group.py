@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
@@ -230,7 +231,10 @@ class WorkerGroup:
         if self._actor_spec is None:
             raise TypeError("actors: expected actors, since the group was made from actors")
         self._worker_set.ranks.check_open()
+        check_by_rank(arguments)
         actor_spec = self._actor_spec.with_more(args, arguments, ray_options)
+        opened = self._turn.open_to_calls(actor_spec.arguments)
+        actor_spec = dataclasses.replace(actor_spec, arguments=opened)
         first = self._worker_set.ranks.span
         return self._worker_set.ranks.add(actor_spec.start(range(first, first + n)))
 
@@ -545,6 +549,13 @@ class WorkerGroup:
 
     def _results(self, loop: AsCompleted, updates: int | None) -> Generator[Round, None, None]:
         """Yield at most ``updates`` rounds of a loop; end it when the caller ends."""
+        is_closing = False
+
+        def close() -> None:
+            nonlocal is_closing
+            is_closing = True
+            loop.close()
+
         try:
             self._turn.briefly(loop.begin)
             number = 0
@@ -555,9 +566,12 @@ class WorkerGroup:
                 yield result
                 del result  # before the next one is made
         finally:
-            # It changes nothing while another thread is in a call: the next call drops the answers.
-            with contextlib.suppress(RuntimeError):
-                self._turn.briefly(loop.close)
+            # It changes nothing within another call: the next call drops the answers.
+            try:
+                self._turn.briefly(close)
+            except RuntimeError:
+                if is_closing:
+                    raise
 
     @alone
     def restore(self, *, timeout: float | None = _PROBE) -> list[int]:

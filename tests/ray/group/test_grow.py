@@ -399,13 +399,17 @@ class WithData(PlainWorker):
 @pytest.mark.starts_actors
 def test_a_group_keeps_no_arguments_of_workers_that_it_has_ended() -> None:
     kept: list[weakref.ref[Any]] = []
+    groups: list[WorkerGroup] = []
 
     def arguments(rank: int) -> list[Any]:
+        for group in groups:  # that they may call
+            assert group.average("get_weights").used == (0,)
         data = np.zeros(1000)
         kept.append(weakref.ref(data))
         return [rank, data]
 
     with WorkerGroup.create(WithData, 1, arguments=arguments, num_cpus=0) as group:
+        groups.append(group)
         group.add(1)
         until_joined(group.run(1_000_000, "get_weights"))
         assert [data() is not None for data in kept] == [True, True]

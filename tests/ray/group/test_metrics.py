@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import ray
-from interrupts import Interrupts
+from interrupts import handlers_end
 from ray.util.metrics import Counter, Gauge, Histogram
 from ray_cluster import start_lean_ray
 from ray_pool import Actors, Lend, only_late
@@ -548,14 +548,11 @@ def test_bytes_are_readable(nbytes: int, text: str) -> None:
 
 
 def test_a_signal_handler_may_add_while_the_thread_starts() -> None:
-    def add_within_each_instruction() -> None:
-        interrupts = Interrupts(lambda: metrics.add())
-        while True:
-            metrics = Metrics()
-            if not interrupts.hit(metrics.add):
-                return
+    metrics = Metrics()
 
-    adding = threading.Thread(target=add_within_each_instruction, daemon=True)
-    adding.start()
-    adding.join(timeout=60)
-    assert not adding.is_alive(), "it waits for itself"
+    def add_first() -> None:
+        nonlocal metrics
+        metrics = Metrics()
+        metrics.add()
+
+    assert handlers_end(add_first, lambda: metrics.add())

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import ray
+from interrupts import handlers_end
 from ray_pool import Lend
 from ray_workers import PlainWorker, weights_of
 
 from flatweights.ray import WorkerError, WorkerGroup
+from flatweights.ray.peers._call_log import CallLog
 
 pytestmark = pytest.mark.ray
 
@@ -107,3 +109,8 @@ def test_a_command_waits_for_the_call_of_a_round_that_was_broken_off(lend: Lend)
             goes_on.start()
         assert group.average("act", {}).used == (0, 1)
         goes_on.join()
+
+
+def test_a_signal_handler_may_follow_the_calls_of_another_actor(group: WorkerGroup) -> None:
+    first, second = group.actors().values()
+    assert handlers_end(lambda: CallLog.of(first), lambda: CallLog.of(second))

@@ -32,7 +32,7 @@ from flatweights.ray.peers._shared_actor import (
 _TOKEN = 16
 # With Ray 2.51.0 and 2.51.1, a node ends if two threads of one process get the same object at the
 # same time (ray-project/ray#58394), and all members get the same object.
-_getting = threading.Lock()
+_getting = threading.RLock()  # again: a signal handler may call another member meanwhile
 
 _Result = TypeVar("_Result")
 

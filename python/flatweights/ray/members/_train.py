@@ -1,14 +1,14 @@
 """The worker of Ray Train that this process is, if it is one."""
 
 import secrets
-import threading
 import warnings
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from flatweights._daemon import in_daemon
+from flatweights._locks import CallLock
 
-_lock = threading.Lock()
+_lock = CallLock("worker of Ray Train")
 _pending: Future[str] | None = None
 _token: str | None = None
 
@@ -88,7 +88,7 @@ def _attempt(context: Any, size: int, timeout: float | None) -> str:
             "nothing tells one attempt of a run from the next. Pass a name of its own for each "
             "attempt, rank= and size="
         ) from None
-    with _lock:
+    with _lock.ready():
         # It has no timeout, and counts its callers: one that gave up is not to call it again.
         if _pending is None:
             _pending = in_daemon(
@@ -104,7 +104,7 @@ def _attempt(context: Any, size: int, timeout: float | None) -> str:
             f"join: expected all {size} workers of Ray Train to call it in {timeout:.3g} s"
         ) from None
     finally:
-        with _lock:
+        with _lock.ready():
             if _pending is pending and pending.done():
                 _pending = None
     return token

@@ -21,7 +21,7 @@ _SERVE = "serve_channel"
 _METHOD = "_actor_method_call"  # of handles: all calls go through it, also in Ray 2.40
 
 _logs: "weakref.WeakValueDictionary[ray.ActorID, CallLog]" = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may call another group meanwhile
 
 
 class CallLog:
@@ -68,4 +68,5 @@ def _follow_calls() -> None:
             log.last = method_name
 
     noted._is_followed = True  # type: ignore[attr-defined]
-    setattr(ray.actor.ActorHandle, _METHOD, noted)
+    if getattr(ray.actor.ActorHandle, _METHOD) is call:  # not by a signal handler meanwhile
+        setattr(ray.actor.ActorHandle, _METHOD, noted)

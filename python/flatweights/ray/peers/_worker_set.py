@@ -425,7 +425,8 @@ class WorkerSet:
             call = Call((self._next_stamp(), self.latest.version, None), *work, *made)
             put = _clock.now() - begin
             if not ready.post(call, by_rank):
-                self.latest = before
+                if made:
+                    self.latest = before
                 return None
             outcome = read()
             if outcome is None:

@@ -115,8 +115,10 @@ class Metrics:
                 # A signal handler that interrupts the start, which waits for the thread, may add.
                 self._thread = thread
                 try:
-                    with contextlib.suppress(RuntimeError):  # no thread can be started
-                        thread.start()
+                    thread.start()
+                except RuntimeError:
+                    if thread.ident is not None:  # it is of a signal handler
+                        raise
                 finally:
                     if thread.ident is None:  # the next call tries again
                         self._thread = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -58,14 +58,17 @@ class Turn:
         if self._thread == own:
             if not self._is_open:
                 raise self._within_error()
+            of_outer = self._admits
             try:
-                self._is_open = False
+                self._is_open, self._admits = False, admits
                 return call()
             finally:
-                self._is_open = True
+                self._is_open, self._admits = True, of_outer
         was_over = bool(self._ended)
         try:
             with self._short:
+                if self._is_beside:  # this thread is: others wait for the lock
+                    raise self._within_error()
                 if self._thread:
                     raise self._error()
                 self._thread, self._admits, self._is_open = own, admits, False
@@ -82,7 +85,7 @@ class Turn:
     def open_to_calls(self, function: Function | None) -> Function | None:
         """Return a user's ``function``, which may make calls when it is called within one.
 
-        Nothing of that call may be half done then.
+        Nothing of that call may be half done then. What it returns by an iterator is listed.
         """
         if function is None:
             return None
@@ -91,7 +94,8 @@ class Turn:
         def opened(*args: Any) -> Any:
             try:
                 self._is_open = True
-                return function(*args)
+                found = function(*args)
+                return [*found] if isinstance(found, Iterator) else found
             finally:
                 self._is_open = False
 
@@ -132,9 +136,9 @@ class Turn:
             RuntimeError: If a thread is in another call.
         """
         with self._short:
-            is_own = self._thread == self._ident()
+            is_own = self._is_beside or self._thread == self._ident()
             is_alone = not self._thread or (is_own and self._is_open)
-            if not (is_alone or self._admits):
+            if self._is_beside or not (is_alone or self._admits):
                 raise self._within_error() if is_own else self._error()
             self._is_beside = True
             try:

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import shutil
-import threading
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from flatweights import _core
+from flatweights._locks import CallLock
 from flatweights.tensorflow.library._cache import cache_folder, locked, private_folder
 from flatweights.tensorflow.library._compile import (
     LIBRARY,
@@ -63,13 +63,13 @@ class Library(NamedTuple):
     core: _core.VariablesLibrary
 
 
-_lock = threading.Lock()
+_lock = CallLock("op library")
 _loaded: Library | LibraryError | None = None
 
 
 def _unlock() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = CallLock("op library")
 
 
 # The thread that holds the lock does not exist in a forked child.
@@ -151,7 +151,7 @@ def _setting() -> str:
 def _load_once() -> tuple[Library | LibraryError, bool]:
     """Return the library, or why there is none, and whether this was the first call."""
     global _loaded
-    with _lock:
+    with _lock.ready():
         if _loaded is not None:
             return _loaded, False
         try:
