@@ -66,12 +66,14 @@ def test_no_other_file_has_a_private_name_of_keras() -> None:
     assert [file.name for file in files if frames.search(file.read_text())] == []
 
 
-def test_there_are_at_most_ten_and_each_has_a_test() -> None:
+def test_there_are_at_most_eight_attributes_and_each_has_a_test() -> None:
+    """Beside them, the frames of two functions of Keras are looked for: `fit` tells nobody more."""
     private = set(private_names(PACKAGE / "_hooks.py", set()))
     assert private == {
         "_" + name for _, dot, name in (hook.partition("._") for hook in HOOKS) if dot
     }
-    assert len(HOOKS) <= 10
+    assert len(private) <= 8
+    assert len(HOOKS) - len(private) <= 2
 
 
 def installed_is_known(hook: str) -> str:

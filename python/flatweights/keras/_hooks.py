@@ -1,4 +1,6 @@
-"""What this package knows of Keras beyond its documentation: ten names, each with its reason.
+"""What this package knows of Keras beyond its documentation: eight attributes and two functions.
+
+Each has its reason here: the attributes begin with ``_``, the functions have local variables.
 
 No other file uses one. tests/keras/test_hooks.py has a test for each, with the versions of Keras
 that have it. So if a new Keras changes one, that test fails, and only this file needs to change.
