@@ -1179,6 +1179,44 @@ def test_best_weights_of_an_epoch_that_no_average_ended_are_averaged(unit: str) 
             np.testing.assert_allclose(mine, mean, rtol=1e-6)
 
 
+@pytest.mark.parametrize("includes_slots", [False, True])
+def test_best_weights_of_members_that_swap_in_their_own_moving_averages_are_equal(
+    *, includes_slots: bool
+) -> None:
+    import keras
+
+    from flatweights.keras import AverageLogs, AverageWeights
+
+    kept: dict[int, list[list[Any]]] = {0: [], 1: []}
+
+    def fit(member: Any) -> Any:
+        model = build("dense", seed=member.rank)
+        optimizer = keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.5)
+        model.compile(optimizer, "mse", run_eagerly=True)
+        keep = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda *_: kept[member.rank].append(model.get_weights())
+        )
+        callbacks = [
+            AverageWeights(member=member, include_optimizer=includes_slots),
+            AverageLogs(member=member),
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            keep,
+            keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True),
+        ]
+        x, y = images("dense")
+        mine = slice(member.rank, None, 2)
+        model.fit(x[mine], y[mine], BATCH, 2, verbose=0, shuffle=False, callbacks=callbacks)
+        return model.get_weights()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(fit, LocalProcessGroup(2).join_all())
+    are_own = [not np.array_equal(*each) for each in zip(kept[0][0], kept[1][0], strict=True)]
+    assert any(are_own) is not includes_slots
+    for mine, other, *best in zip(first, second, kept[0][0], kept[1][0], strict=True):
+        np.testing.assert_array_equal(mine, other)
+        np.testing.assert_allclose(mine, np.mean(best, axis=0), rtol=1e-6, atol=1e-8)
+
+
 def test_a_model_that_is_built_by_its_first_step_is_refused_by_name() -> None:
     import keras
 

@@ -30,7 +30,8 @@ NODES = {
     # Agents.
     "an agent tells nobody of a death": (
         "members/_node_agent.py",
-        "        self._coordinator.lose.remote(session.token, why)\n",
+        "        call_while_alive("
+        "self._platform, self._coordinator.lose.remote, session.token, why)\n",
         "        pass\n",
     ),
     "the members of a dead agent stay": (
@@ -52,6 +53,11 @@ NODES = {
         "members/_responses.py",
         "            sent = AverageOf(exchanged.number)\n",
         "            sent = AverageOf(exchanged.number - 1)\n",
+    ),
+    "the coordinator is told once of a member's end": (
+        "members/_node_agent.py",
+        "call_while_alive(self._platform, self._coordinator.lose.remote, session.token, why)",
+        "self._coordinator.lose.remote(session.token, why)",
     ),
     # Exchanges.
     "an agent that failed has the average": (

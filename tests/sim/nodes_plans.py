@@ -15,9 +15,9 @@ _NODES = 3
 def plan_of(seed: int, mix: str) -> Plan:
     """Return the plan of a seed and a mix: that of members, with more.
 
-    Several nodes have members, agents have faults, and there may be exchanges. Four more ``rates``
-    say how likely a link is ``cut`` or falls ``silent`` at a write, ``no link`` can be made, and an
-    exchange is ``broken`` off.
+    Several nodes have members, agents have faults, and there may be exchanges. Five more ``rates``
+    say how likely a link is ``cut`` or falls ``silent`` at a write, ``no link`` can be made, an
+    exchange is ``broken`` off, and an actor is ``out of reach`` for a call of another one.
     """
     plan = plans.plan_of(seed, mix)
     rng = random.Random(f"{seed} {mix} nodes")
@@ -45,6 +45,9 @@ def plan_of(seed: int, mix: str) -> Plan:
         for fault in faults.values():
             if fault["kind"] == "stop" and rare.random() < 0.2:
                 fault["seconds"] = 60.0
+    rarer = random.Random(f"{seed} {mix} out of reach")
+    if rarer.random() < 0.2:
+        rates["out of reach"] = rarer.choice((0.05, 0.3))
     return plan
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from tests.sim.platform import Handle, Link
 
 _SLACK = 0.7  # seconds of messages
+_REACHED = 10.0  # seconds until an actor that is out of reach now and then has got a message
 _STUCK = 3.0  # seconds, without an answer, in which all members wait
 _SILENT = 7.0  # more seconds, if links may fall silent: until what was sent goes through Ray
 _EXCHANGED = 6.0  # seconds that exchanges between nodes may take, if some break off
@@ -221,6 +222,7 @@ class Oracle:
         rates = plan["rates"]
         is_calm = not (plan["agent_faults"] or rates.get("broken") or rates.get("silent"))
         self._exchanged = _EXCHANGED if plan["exchanges"] and not is_calm else 0.0
+        self._exchanged += _REACHED if plan["rates"].get("out of reach") else 0.0
         self.coordinators: list[Handle] = []
         self.agents: list[Handle] = []
         self.mains: list[Process] = []

@@ -399,6 +399,9 @@ class Ref(Changing):
         return self.result()
 
 
+_OF_ACTORS = "receive", "lose", "forget"  # calls that coordinators and agents make of each other
+
+
 class Handle:
     """The handle of a coordinator, whose calls may begin in any order until one was answered."""
 
@@ -442,6 +445,10 @@ class Handle:
         caller.notes.setdefault("refs", []).append(ref)
         if name == "enter":
             caller.notes["attached"] = False  # perhaps it was, in a group that has ended
+        if name in _OF_ACTORS and "handle" in caller.notes and world.chance("out of reach"):
+            error = ray.exceptions.ActorUnavailableError("it does not answer", b"0" * 16)
+            world.after(platform.delay(), lambda: ref.set(error=error))
+            return ref
         args = self._passed(caller, name, args)
         arrives = world.now + platform.delay()
         if name not in ("stay", "enter"):

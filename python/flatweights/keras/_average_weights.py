@@ -202,7 +202,8 @@ class AverageWeights(MemberCallback, HasCounts):
                 "Save AverageWeights.outer, and the weights and slots of each member, instead"
             )
         keepers = [one for one in callbacks if best_weight_callbacks_among([one])]
-        self._best_weight_callbacks = [] if self._ends_epochs else keepers
+        are_equal = self._ends_epochs and not self._swaps_own(callbacks)
+        self._best_weight_callbacks = [] if are_equal else keepers
         self._samples = TrainedSamples(self.model) if self._weight == "samples" else None
         self._counted = 0.0  # samples that are in `_since`, or were in it
         self._begun = 0.0  # samples before this epoch
@@ -222,6 +223,12 @@ class AverageWeights(MemberCallback, HasCounts):
             raise ValueError("min_results: expected a model that is built before fit")
         if self._heals:
             call_after_begin(self, self._make_progress)
+
+    def _swaps_own(self, callbacks: Sequence[Any]) -> bool:
+        """Whether the weights are this member's own moving averages at the end of an epoch."""
+        swaps = [one for one in callbacks if isinstance(one, keras.callbacks.SwapEMAWeights)]
+        averages_slots = self._includes_optimizer or self._averagings
+        return not averages_slots and any(one.swap_on_epoch for one in swaps)
 
     def _make_progress(self) -> None:
         """Bring members that were late to the place of the others, as `average_gradients` does.

@@ -27,6 +27,7 @@ from ray_workers import wait_for
 import flatweights as fw
 from flatweights import robust
 from flatweights.ray import Member, MemberDiedError, MemberError, NotInTrainError, WorkerError, join
+from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._coordinator import Coordinator
 from flatweights.ray.members._platform import PLATFORM
 from flatweights.ray.members._train import train_worker
@@ -477,6 +478,30 @@ def test_a_process_that_dies_or_gives_up_while_it_joins_leaves_nothing(
     used = [record["used"] for _, record in all_of([fresh, second], average_of)]
     assert used == [[0, 1]] * 2
     ray.kill(fresh)
+
+
+@BY_ONE_WAY
+def test_another_coordinator_follows_one_whose_node_is_lost_before_it_starts(
+    puppets: Puppets,
+) -> None:
+    def find_and_join(_: Any, name: str) -> int:
+        lost = "a" * 56  # the id of a node that Ray does not know any more
+        config = GroupConfig.of(1, "float64", None, None)
+        found = [PLATFORM.find_coordinator(Coordinator, name, lost, 64, name, config)]
+
+        def find(self: Any, *args: Any) -> Any:
+            return found.pop() if found else find_again(self, *args)
+
+        kind: Any = type(PLATFORM)
+        find_again, kind.find_coordinator = kind.find_coordinator, find
+        try:
+            with join(name, rank=0, size=1, timeout=60.0) as member:
+                return member.rank
+        finally:
+            kind.find_coordinator = find_again
+
+    (puppet,) = puppets.idle(1)
+    assert ray.get(puppet.run.remote(find_and_join, next(NAMES)), timeout=60) == 0
 
 
 @BY_ONE_WAY

@@ -53,7 +53,7 @@ from flatweights.ray.results._variables import (
     whole_state,
 )
 from flatweights.ray.support import _failpoints
-from flatweights.ray.support._errors import IN_FORK, check_connected, reason_in_a_line
+from flatweights.ray.support._errors import DEAD, IN_FORK, check_connected, reason_in_a_line
 from flatweights.robust import AnyRule, Rule
 
 Model = TypeVar("Model")
@@ -166,7 +166,7 @@ def joined(
     while True:
         try:
             return Member(name, *enter(name, rank, config, timeout, end, platform))
-        except (ray.exceptions.RayActorError, CoordinatorDiedError) as error:
+        except (*DEAD, CoordinatorDiedError) as error:
             # It may have been the coordinator of an earlier process group of this name, for the end
             # of which this process has waited.
             give_up = give_up or _clock.now() + _RESTART

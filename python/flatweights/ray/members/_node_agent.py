@@ -260,7 +260,7 @@ class NodeAgent:
         """Count a member as dead, and tell the coordinator."""
         session.ends(why)
         session.close()
-        self._coordinator.lose.remote(session.token, why)
+        call_while_alive(self._platform, self._coordinator.lose.remote, session.token, why)
         self.forget(session.token)
 
 

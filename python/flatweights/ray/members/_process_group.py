@@ -80,7 +80,7 @@ from flatweights.ray.members._sessions import (
     fetched,
     wait_for,
 )
-from flatweights.ray.peers._by_agent import AgentClient, find_lost
+from flatweights.ray.peers._by_agent import AgentClient, call_while_alive, find_lost
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._report import METRICS, SENT, report
 from flatweights.ray.results._result import Packed
@@ -175,9 +175,9 @@ class ProcessGroup:
 
     def _step(self) -> None:
         """Do everything that is due, or wait until something happens."""
+        present = len(self.rendezvous.present)
         self.rendezvous.believe_reports()
         self.rendezvous.admit()
-        present = len(self.rendezvous.present)
         self._welcome()
         if self._receive(Tick()) or len(self.rendezvous.present) < present:
             return  # without a member that has died meanwhile, something else may be due
@@ -675,7 +675,8 @@ class ProcessGroup:
     def _forget_channel(self, session: Session) -> None:
         """Stop using a member's channel, or expecting one."""
         if session.agent is not None:
-            session.agent.handle.forget.remote(session.token)
+            agent = session.agent
+            call_while_alive(agent.platform, agent.handle.forget.remote, session.token)
         if session.channel is not None:
             self._channels.give_up(session.channel)
         else:

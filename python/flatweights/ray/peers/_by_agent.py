@@ -28,10 +28,9 @@ from flatweights.ray.peers._result_metadata import Exchanged, ReadOptions
 from flatweights.ray.peers._store import argument_of
 from flatweights.ray.peers._transport import Call, PendingResult
 from flatweights.ray.peers._wait import seconds_left
-from flatweights.ray.support._errors import is_restarting
+from flatweights.ray.support._errors import DEAD, is_restarting
 
 _VARIABLE = "FLATWEIGHTS_BETWEEN_NODES"
-_DEAD = ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError
 ANSWER = 10.0  # seconds in which an agent answers: it is blocked while its store spills
 _CALLS = 4  # calls of an agent that may run at a time
 _RECONNECT = 1.0  # seconds until a link gets another socket; twice as long after each failure
@@ -40,7 +39,7 @@ _LONGEST_RECONNECT = 60.0
 
 def is_dead(error: BaseException | None) -> bool:
     """Whether the error of a call says that the actor is dead, and not only out of reach."""
-    return isinstance(error, _DEAD) and not is_restarting(error)
+    return isinstance(error, DEAD) and not is_restarting(error)
 
 
 def call_while_alive(
@@ -394,7 +393,7 @@ class AgentClient:
 
     def note_failure(self, error: Exception) -> None:
         """Note an error of a call: a dead agent is not called any more."""
-        if isinstance(error, _DEAD):
+        if isinstance(error, DEAD):
             self.is_dead = True
 
 

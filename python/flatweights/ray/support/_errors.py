@@ -19,6 +19,9 @@ _UNSERIALIZABLE: Any = getattr(ray.exceptions, "UnserializableException", ())
 FULL = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 """The errors of a result for which the store had no room."""
 
+DEAD = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
+"""The errors of an actor that has ended, or whose node was lost before the actor started there."""
+
 EARLIER_SESSION = (
     "this belongs to an earlier session of Ray, which ray.shutdown() has ended with all actors: "
     "make a new one"
