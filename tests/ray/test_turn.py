@@ -112,7 +112,9 @@ def test_a_call_within_one_is_refused_unless_in_a_function_that_is_open_to_calls
     turn, made = called._turn, list[str]()
 
     def refused(call: Callable[[], object]) -> None:
-        with pytest.raises(RuntimeError, match=r"expected no call of a Called .* a signal ha"):
+        with pytest.raises(
+            RuntimeError, match=r"no call of a Called within another one, .* a signal"
+        ):
             call()
 
     def within() -> None:

@@ -201,9 +201,6 @@ class AverageWeights(MemberCallback, HasCounts):
                 "got one: it does not save the outer optimizer, which would undo what it restores. "
                 "Save AverageWeights.outer, and the weights and slots of each member, instead"
             )
-        keepers = [one for one in callbacks if best_weight_callbacks_among([one])]
-        are_equal = self._ends_epochs and not self._swaps_own(callbacks)
-        self._best_weight_callbacks = [] if are_equal else keepers
         self._samples = TrainedSamples(self.model) if self._weight == "samples" else None
         self._counted = 0.0  # samples that are in `_since`, or were in it
         self._begun = 0.0  # samples before this epoch
@@ -213,8 +210,13 @@ class AverageWeights(MemberCallback, HasCounts):
         self._last_weight = 0.0  # in the last average, if samples are counted
         self._batch = -1  # the number of the last batch
         super().on_train_begin()
-        if not (self._includes_optimizer or self._averagings):
+        averages_slots = bool(self._includes_optimizer or self._averagings)
+        if not averages_slots:
             _check_slots(self.model.optimizer)
+        # Other callbacks, perhaps of some members only, swap in moving averages at an epoch's end.
+        are_own = _ends_with_own_averages(self.model.optimizer) and not averages_slots
+        keepers = [one for one in callbacks if best_weight_callbacks_among([one])]
+        self._best_weight_callbacks = [] if self._ends_epochs and not are_own else keepers
         self._is_started = self._is_complete = False
         self._found = -1  # variables of the model when it was started
         if self.model.built:
@@ -223,12 +225,6 @@ class AverageWeights(MemberCallback, HasCounts):
             raise ValueError("min_results: expected a model that is built before fit")
         if self._heals:
             call_after_begin(self, self._make_progress)
-
-    def _swaps_own(self, callbacks: Sequence[Any]) -> bool:
-        """Whether the weights are this member's own moving averages at the end of an epoch."""
-        swaps = [one for one in callbacks if isinstance(one, keras.callbacks.SwapEMAWeights)]
-        averages_slots = self._includes_optimizer or self._averagings
-        return not averages_slots and any(one.swap_on_epoch for one in swaps)
 
     def _make_progress(self) -> None:
         """Bring members that were late to the place of the others, as `average_gradients` does.

@@ -1,6 +1,7 @@
 """What this package knows of Keras beyond its documentation: eight attributes and two functions.
 
-Each has its reason here: the attributes begin with ``_``, the functions have local variables.
+Each has its reason here. The attributes begin with ``_``; of the functions, local variables are
+read.
 
 No other file uses one. tests/keras/test_hooks.py has a test for each, with the versions of Keras
 that have it. So if a new Keras changes one, that test fails, and only this file needs to change.

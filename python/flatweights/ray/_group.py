@@ -57,8 +57,8 @@ class WorkerGroup:
     `broadcast`.
 
     One thread at a time may call a group: a call during another thread's call raises
-    `RuntimeError`. So does a call in a function passed as ``weights=`` or ``rule=`` of `average` or
-    `run`.
+    `RuntimeError`. So does a call within another one, in a function passed as ``weights=`` or
+    ``rule=``, or in a signal handler; functions passed as ``arguments=`` and the like may call it.
 
     >>> import numpy as np
     >>> import ray
@@ -236,7 +236,12 @@ class WorkerGroup:
         opened = self._turn.open_to_calls(actor_spec.arguments)
         actor_spec = dataclasses.replace(actor_spec, arguments=opened)
         first = self._worker_set.ranks.span
-        return self._worker_set.ranks.add(actor_spec.start(range(first, first + n)))
+
+        def check() -> None:
+            if self._worker_set.ranks.span != first:
+                raise RuntimeError("arguments: expected a function that adds no workers itself")
+
+        return self._worker_set.ranks.add(actor_spec.start(range(first, first + n), check))
 
     @alone
     def remove(self, ranks: Iterable[int] | int, *, kill: bool = True) -> None:

@@ -415,3 +415,5 @@ def test_a_group_keeps_no_arguments_of_workers_that_it_has_ended() -> None:
         assert [data() is not None for data in kept] == [True, True]
         group.remove(1)
         assert [data() is not None for data in kept] == [True, False]
+        with pytest.raises(RuntimeError, match="expected a function that adds no workers itself"):
+            group.add(1, arguments=lambda rank: [*group.add(1), rank])

@@ -274,6 +274,19 @@ def test_the_function_of_the_arguments_may_call_the_group(lend: Lend) -> None:
         assert [*group.actors()] == [0, 1][: 2 - number]
 
 
+def test_functions_of_arguments_may_remove_workers_that_a_loop_is_about_to_call(lend: Lend) -> None:
+    group = lend(Patient, 2)
+    group.broadcast({"w": np.zeros(5), "n": np.int64(0)})
+
+    def remove(rank: int) -> list[float]:
+        if rank == 1:
+            group.remove(1, kill=False)
+        return [1.0]
+
+    used = [found.used for found in group.as_completed("train", arguments=remove, updates=3)]
+    assert used == [(0,)] * 3
+
+
 @pytest.mark.parametrize("name", [pytest.param("weights", marks=pytest.mark.slow), "rule"])
 def test_functions_of_results_cannot_call_the_group(lend: Lend, name: str) -> None:
     """The results that they get are those of a call that is not over."""
@@ -298,7 +311,7 @@ def test_functions_of_results_cannot_call_the_group(lend: Lend, name: str) -> No
 
         for broadcast in (None, weights):
             options: Any = {name: function, "broadcast": broadcast}
-            with pytest.raises(RuntimeError, match="while its workers answer, got one in a funct"):
+            with pytest.raises(RuntimeError, match="within another one, got one in a function"):
                 group.average("train", **options)
         group.broadcast(weights)
         assert group.average("train").weights["w"].tolist() == [1.5] * 5

@@ -320,7 +320,7 @@ class Far:
         self.group = ProcessGroup("far", GroupConfig.of(2), "here", None)
         with_sessions(self.group, 0, 1)
         self.session = self.group.rendezvous.sessions[1]
-        forget = SimpleNamespace(remote=lambda token: None)
+        forget = SimpleNamespace(remote=lambda token: SimpleNamespace(future=Future))
         agent: Any = SimpleNamespace(
             is_dead=is_agent_dead, handle=SimpleNamespace(forget=forget), platform=PLATFORM
         )

@@ -948,7 +948,11 @@ class TheCoordinator:
         self.channels = GroupChannels()  # they close with the last reference
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: self.calls.put((name, args)))
+        def remote(*args: Any) -> Any:
+            self.calls.put((name, args))
+            return SimpleNamespace(future=Future)
+
+        return SimpleNamespace(remote=remote)
 
     def next(self, name: str) -> tuple[Any, ...]:
         called, args = self.calls.get(timeout=PATIENCE)

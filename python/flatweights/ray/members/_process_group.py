@@ -175,11 +175,13 @@ class ProcessGroup:
 
     def _step(self) -> None:
         """Do everything that is due, or wait until something happens."""
-        present = len(self.rendezvous.present)
+        before = len(self.rendezvous.present)
         self.rendezvous.believe_reports()
+        is_any_lost = len(self.rendezvous.present) < before
         self.rendezvous.admit()
+        present = len(self.rendezvous.present)
         self._welcome()
-        if self._receive(Tick()) or len(self.rendezvous.present) < present:
+        if self._receive(Tick()) or is_any_lost or len(self.rendezvous.present) < present:
             return  # without a member that has died meanwhile, something else may be due
         may_repeat = self.calls.may_repeat and self._repetitions.are_ready(self.rendezvous.present)
         if may_repeat and self._repeat() in (Ending.QUEUE, Ending.PAUSE):

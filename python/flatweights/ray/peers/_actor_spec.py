@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -46,14 +46,22 @@ class ActorSpec:
             return dataclasses.replace(more, args=args, arguments=arguments)
         return more
 
-    def start(self, ranks: Iterable[int]) -> list[ray.actor.ActorHandle]:
-        """Start an actor for each rank; return them."""
+    def start(
+        self, ranks: Iterable[int], check: Callable[[], object] = lambda: None
+    ) -> list[ray.actor.ActorHandle]:
+        """Start an actor for each rank; return them.
+
+        Args:
+            ranks: The ranks.
+            check: Called after the function of the ``arguments``, and before any actor is started.
+        """
         remote = self.remote.options(**self.options) if self.options else self.remote
         args = self.args
         check_by_rank(self.arguments)
         by_rank = {
             rank: more_arguments(self.arguments, rank) if self.arguments else () for rank in ranks
         }
+        check()
         decorated = getattr(self.remote, "_default_options", {})  # by `ray.remote`
         if {**decorated, **self.options}.get("max_restarts"):
             # Ray drops large arguments once an actor is built, but a restart needs them.

@@ -116,8 +116,8 @@ class Metrics:
                 self._thread = thread
                 try:
                     thread.start()
-                except RuntimeError:
-                    if thread.ident is not None:  # it is of a signal handler
+                except RuntimeError as error:
+                    if not str(error).startswith("can't"):  # start a thread: a handler has raised
                         raise
                 finally:
                     if thread.ident is None:  # the next call tries again

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from flatweights import _core
@@ -246,21 +246,29 @@ class AsCompleted:
                 self._probe(rank, now)
         idle, self._loop.idle = self._loop.idle, []
         for k, rank in enumerate(idle):
-            if (record := worker_set.ranks.get(rank)) is None:  # it was removed
-                continue
-            if record.why is not None or record.in_flight is not None:  # after a call in the body
-                self._take_up(rank)
+            if not self._may_be_called(rank):
                 continue
             try:
-                self._send(rank, "work")
+                more = self._work.arguments_of([rank]).get(rank, ())
+                if self._work.arguments is None or self._may_be_called(rank):
+                    self._send(rank, "work", more)
             except BaseException:
-                self._loop.idle = idle[k:]
+                self._loop.idle = [*idle[k:], *self._loop.idle]
                 raise
 
-    def _send(self, rank: int, kind: Literal["work", "probe"]) -> None:
+    def _may_be_called(self, rank: int) -> bool:
+        """Whether ``rank`` is still idle; a call in the body, or by a function, may change it."""
+        record = self.worker_set.ranks.get(rank)
+        if record is None:  # it was removed
+            return False
+        if record.why is not None or record.in_flight is not None:
+            self._take_up(rank)
+            return False
+        return True
+
+    def _send(self, rank: int, kind: Literal["work", "probe"], more: Sequence[Any] = ()) -> None:
         worker_set, work, timeout = self.worker_set, self._work, self._spec.timeout
         if kind == "work":
-            more = work.arguments_of([rank]).get(rank, ())
             args = *work.args, *more
             call, latest = worker_set.call_on_latest(rank, work.method, args, work.kwargs)
             answer = worker_set.ranks[rank].send(call)

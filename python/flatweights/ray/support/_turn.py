@@ -56,11 +56,12 @@ class Turn:
         """
         own = self._ident()
         if self._thread == own:
-            if not self._is_open:
-                raise self._within_error()
-            of_outer = self._admits
-            try:
+            with self._short:
+                if self._is_beside or not self._is_open:
+                    raise self._within_error()
+                of_outer = self._admits
                 self._is_open, self._admits = False, admits
+            try:
                 return call()
             finally:
                 self._is_open, self._admits = True, of_outer
@@ -121,7 +122,7 @@ class Turn:
         """Make a call for which other threads wait, and return its result.
 
         Raises:
-            RuntimeError: If another thread is in a call.
+            RuntimeError: As `run`.
         """
         with self._short:
             return self.run(call)
@@ -149,8 +150,8 @@ class Turn:
 
     def _within_error(self) -> RuntimeError:
         return RuntimeError(
-            f"expected no call of a {self._owner} while its workers answer, got one in a function "
-            "that was passed as weights= or rule=, or in a signal handler"
+            f"expected no call of a {self._owner} within another one, got one in a function that "
+            "was passed as weights= or rule=, or in a signal handler"
         )
 
     def _error(self) -> RuntimeError:

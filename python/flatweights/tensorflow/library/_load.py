@@ -151,6 +151,9 @@ def _setting() -> str:
 def _load_once() -> tuple[Library | LibraryError, bool]:
     """Return the library, or why there is none, and whether this was the first call."""
     global _loaded
+    known = _loaded
+    if known is not None:
+        return known, False
     with _lock.ready():
         if _loaded is not None:
             return _loaded, False
