@@ -231,7 +231,6 @@ class WorkerGroup:
         if self._actor_spec is None:
             raise TypeError("actors: expected actors, since the group was made from actors")
         self._worker_set.ranks.check_open()
-        check_by_rank(arguments)
         actor_spec = self._actor_spec.with_more(args, arguments, ray_options)
         opened = self._turn.open_to_calls(actor_spec.arguments)
         actor_spec = dataclasses.replace(actor_spec, arguments=opened)
@@ -645,12 +644,12 @@ class WorkerGroup:
             weights, timeout=timeout, min_results=min_results, nonfinite=nonfinite, rule=rule
         )
 
-        more = self._turn.open_to_calls(round_arguments)
         if callable(ranks):
-            run = RoundRun(self._worker_set, work, spec, self._turn.open_to_calls(ranks), more)
-        else:
-            asked = None if ranks is None else self._worker_set.ranks.check(ranks)
-            run = RoundRun(self._worker_set, work, spec, asked, more)
+            ranks = self._turn.open_to_calls(ranks)
+        elif ranks is not None:
+            ranks = self._worker_set.ranks.check(ranks)
+        more = self._turn.open_to_calls(round_arguments)
+        run = RoundRun(self._worker_set, work, spec, ranks, more)
         return self._rounds(rounds, run, progress)
 
     def _rounds(self, rounds: int, run: RoundRun, progress: bool) -> Iterator[Round]:

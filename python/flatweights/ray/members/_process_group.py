@@ -676,8 +676,8 @@ class ProcessGroup:
 
     def _forget_channel(self, session: Session) -> None:
         """Stop using a member's channel, or expecting one."""
-        if session.agent is not None:
-            agent = session.agent
+        agent = session.agent
+        if agent is not None:
             call_while_alive(agent.platform, agent.handle.forget.remote, session.token)
         if session.channel is not None:
             self._channels.give_up(session.channel)

@@ -37,6 +37,10 @@ class ActorSpec:
     options: Mapping[str, Any]
     kept: dict[int, tuple[Sequence[Any], Sequence[Any]]] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Check that ``arguments`` is a function."""
+        check_by_rank(self.arguments)
+
     def with_more(
         self, args: Sequence[Any], arguments: ByRank | None, options: Mapping[str, Any]
     ) -> ActorSpec:
@@ -57,7 +61,6 @@ class ActorSpec:
         """
         remote = self.remote.options(**self.options) if self.options else self.remote
         args = self.args
-        check_by_rank(self.arguments)
         by_rank = {
             rank: more_arguments(self.arguments, rank) if self.arguments else () for rank in ranks
         }

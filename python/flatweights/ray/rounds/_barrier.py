@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
 from flatweights.ray.rounds._local_reduce import DriverAverage, round_of_mean
 from flatweights.ray.rounds._work import Work
 from flatweights.ray.support._errors import WorkerError, raised
+
+Averaged = TypeVar("Averaged", bound=Round | None)
 
 _NUMBERS = {int, float, bool, type(None)}
 _SHORT = 1000  # characters
@@ -44,29 +46,35 @@ def average_of(
     need, count = spec.min_results or 1, len(asked)
     if need > count:
         check_count(need, "min_results", count)
-    called, result = worker_set.ranks.healthy(asked), None
+    called = worker_set.ranks.healthy(asked)
     if work.arguments is not None:
         by_rank = dict(_with_all(by_rank, work, called))
     before = worker_set.ranks.unhealthy(asked) if len(called) < count else {}
+    if out is None and len(called) >= need:
+        found = _naming(
+            before, lambda: _average_at_once(worker_set, work, spec, called, by_rank, broadcast)
+        )
+        if found is not None:
+            return found
+    called, broadcast = worker_set.begin(broadcast, spec.timeout, asked, starts=work.needs_weights)
+    before = worker_set.ranks.unhealthy(asked) if len(called) < count else {}
+    if len(called) < need:
+        raise WorkerError(before)
+    by_rank = _with_all(by_rank, work, called)
+    return _naming(
+        before,
+        lambda: _average(worker_set, work, spec, called, by_rank, broadcast, out, payload_kind),
+    )
+
+
+def _naming(before: Mapping[int, Exception], average: Callable[[], Averaged]) -> Averaged:
+    """Return an average, or raise its error, which also names the ranks that failed ``before``."""
     try:
-        if out is None and len(called) >= need:
-            result = _average_at_once(worker_set, work, spec, called, by_rank, broadcast)
+        result = average()
     except WorkerError as error:
         raise error._and(before) from error.__cause__
-    if result is None:
-        called, broadcast = worker_set.begin(
-            broadcast, spec.timeout, asked, starts=work.needs_weights
-        )
-        before = worker_set.ranks.unhealthy(asked) if len(called) < count else {}
-        if len(called) < need:
-            raise WorkerError(before)
-        by_rank = _with_all(by_rank, work, called)
-        try:
-            result = _average(worker_set, work, spec, called, by_rank, broadcast, out, payload_kind)
-        except WorkerError as error:
-            raise error._and(before) from error.__cause__
-    if before:
-        result.failed = dict(sorted((before | result.failed).items()))
+    if before and result is not None:
+        result.failed = dict(sorted({**before, **result.failed}.items()))
     return result
 
 
