@@ -214,6 +214,22 @@ def test_a_scale_around_it_is_told_to_go_inside(member: Member) -> None:
         tf.function(lambda grad: outer.apply([grad], [variable]))(tf.ones(1))
 
 
+def test_an_optimizer_of_another_model_is_refused(member: Member) -> None:
+    optimizer = average_gradients(keras.optimizers.Adam(), member=member)
+    x, y = np.ones((4, 2)), np.ones((4, 1))
+    first, second = (
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name=name)])
+        for name in ("first", "second")
+    )
+    first.compile(optimizer, "mse")
+    first.fit(x, y, verbose=0)
+    second.compile(optimizer, "mse")
+    with pytest.raises(
+        ValueError, match=r"got also 'sequential[_0-9]*/second/kernel'.* that of another model"
+    ):
+        second.fit(x, y, verbose=0)
+
+
 def test_a_model_is_freed_although_tensorflow_keeps_its_steps(member: Member) -> None:
     """The registry of gradients has the graph of each step in which Keras calls `all_reduce`."""
 

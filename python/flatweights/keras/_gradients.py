@@ -884,8 +884,8 @@ def _check_known(optimizer: Any, variables: Sequence[Any]) -> None:
         raise ValueError(
             f"average_gradients: expected the variables with which the optimizer was built, got "
             f"also {unknown[0]!r}. If the first batch has built it, call the model on a batch "
-            "before fit, as in model(x[:1]). If it was frozen, compile the model again, with a new "
-            "optimizer"
+            "before fit, as in model(x[:1]). If it was frozen, or the optimizer is that of another "
+            "model, compile the model with a new optimizer"
         )
 
 
