@@ -21,6 +21,7 @@ import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import Round, WorkerError, WorkerGroup
 from flatweights.ray.channels import _driver_channel
+from flatweights.ray.channels._driver_channel import DriverChannel
 from flatweights.ray.core import _loop
 from flatweights.ray.peers._wait import wait_any
 
@@ -338,6 +339,27 @@ def test_other_calls_in_the_body_lose_no_worker(group: WorkerGroup) -> None:
         used.update(found.used)
         assert len(group.step("ping")) == 3
     assert used == {0: 10, 1: 10, 2: 10}
+
+
+def test_an_interrupt_of_a_call_in_the_body_spoils_no_result(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publications, interrupted = Publications(group), list[object]()
+    take = DriverChannel.take
+
+    def take_and_raise(channel: DriverChannel) -> Any:
+        monkeypatch.setattr(DriverChannel, "take", take)
+        interrupted.append(take(channel))
+        raise KeyboardInterrupt
+
+    for found in group.as_completed("work_with_extras", updates=30):
+        publications.check(found)
+        if found.number == 5:
+            publications.publish()
+            monkeypatch.setattr(DriverChannel, "take", take_and_raise)
+            with pytest.raises(KeyboardInterrupt):
+                group.step("ping")
+    assert interrupted
 
 
 def test_loops_that_take_turns_and_end_share_the_workers(group: WorkerGroup) -> None:

@@ -20,6 +20,7 @@ from reference import assert_same
 
 import flatweights as fw
 from flatweights.ray import Round, WorkerError, WorkerGroup
+from flatweights.ray.peers._platform import GroupPlatform
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
 
@@ -286,6 +287,29 @@ def test_a_removed_worker_ends_a_call_that_was_broken_off(
     end = time.monotonic() + 60
     while not is_gone(pid):
         assert group.average("train").used == (0,)
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.starts_actors
+def test_the_next_call_ends_a_removal_that_was_interrupted(
+    lend: Lend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = lend(PlainWorker, 3)
+    pids = [ray.get(actor.pid.remote()) for actor in group.actors().values()]
+    kill = GroupPlatform.kill
+
+    def interrupt(*_: Any) -> None:
+        monkeypatch.setattr(GroupPlatform, "kill", kill)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GroupPlatform, "kill", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        group.remove([1, 2])
+    found = group.average("train")
+    assert (found.used, found.left) == ((0,), (1, 2))
+    end = time.monotonic() + 60
+    while not all(map(is_gone, pids[1:])):
         assert time.monotonic() < end
         time.sleep(0.01)
 

@@ -293,10 +293,10 @@ class ChannelResult(PendingResult):
             except UnreadableResultError as error:
                 self._error = error.with_traceback(None)
             except BaseException as error:  # after an interrupt, it may be half read
+                self._error = LostResultError(_text_of(error))
                 self._worker.give_up(channel, "its answer could not be read")
                 if not isinstance(error, Exception):
                     raise
-                self._error = LostResultError(_text_of(error))
             return self._by_ray is None
         if channel.is_closed:
             self._worker.give_up(channel, "the worker died")
@@ -559,5 +559,5 @@ def slice_of(timeout: float | None) -> float:
     return _SLICE if timeout is None or timeout > _SLICE else timeout
 
 
-def _text_of(error: Exception) -> str:
+def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -198,9 +198,9 @@ class WorkerRecord:
 
     def leave(self) -> None:
         """Note that the worker was removed; it owes an answer then if it may be in a call."""
-        self.has_left = True
         if self.in_flight is None and self.is_busy:
             self.track(RayResult(self.worker.handle.ping.remote(), self.worker.platform))
+        self.has_left = True
 
     def drop_in_flight(self) -> None:
         """Let go of an answer in flight that has arrived; if its value is needed, keep it first."""
@@ -367,29 +367,31 @@ class Ranks:
         checked = self._check_of(there, [ranks] if isinstance(ranks, (int, np.integer)) else ranks)
         if self.records.keys() <= {*checked}:
             raise ValueError("ranks: expected at least one worker that is ready to stay, got all")
-        for rank in checked:
-            record = there[rank]
-            self.records.pop(rank, None)
-            self._joining.pop(rank, None)
-            record.leave()
-            self._news[1].append(rank)
-            self._leaving.append((record, kill))
-            _log.info("rank %d has left", rank)
+        self._leaving += [(there[rank], kill) for rank in checked]
         self._reap()
         return checked
 
     def _reap(self) -> None:
-        """Part with removed workers that owe no answer any more."""
-        leaving, self._leaving = self._leaving, []
-        for record, kill in leaving:
+        """Remove workers that are to leave, and part with those that owe no answer any more.
+
+        What an interrupt breaks off, the next call does.
+        """
+        for one in [*self._leaving]:
+            record, kill = one
+            rank = record.worker.rank
+            if not record.has_left:
+                self.records.pop(rank, None)
+                self._joining.pop(rank, None)
+                record.leave()
+                self._news[1].append(rank)
+                _log.info("rank %d has left", rank)
             if record.in_flight is not None and wait_any([record.in_flight], _clock.now()):
                 record.drop_in_flight()
-            if record.in_flight is not None:
-                self._leaving.append((record, kill))
-                continue
-            record.worker.detach()
-            if kill:
-                self.platform.kill(record.worker.handle)
+            if record.in_flight is None:
+                record.worker.detach()
+                if kill:
+                    self.platform.kill(record.worker.handle)
+                self._leaving.remove(one)
 
     def end_all(self) -> None:
         """End all workers, and those that were to end when they leave."""
