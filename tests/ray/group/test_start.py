@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import ray
 from ray_pool import Actors, Lend, wait_until_dead
-from ray_workers import PlainWorker
+from ray_workers import PlainWorker, wait_for
 from reference import assert_same
 
 import flatweights as fw
@@ -60,6 +61,21 @@ class WithoutWeights(PlainWorker):
 
     def count(self) -> Any:
         return np.ones(2)
+
+
+class HalfSetting(Different):
+    """Workers that set half of the weights that they refuse."""
+
+    def set_weights(self, new_weights: Any, *, share: bool = False) -> None:
+        self.model["w"][...] = new_weights["w"]
+        if new_weights["n"] < 0:
+            raise ValueError("half of them")
+        super().set_weights(new_weights, share=share)
+
+    def ping(self, where: str = "") -> str:
+        if where:
+            wait_for(Path(where, "go on"))
+        return "pong"
 
 
 def own(rank: int, size: int = 5) -> FlatWeights:
@@ -183,6 +199,21 @@ def test_to_read_weights_changes_none(fresh: Fresh) -> None:
     group.step("train")
     group.broadcast(group.average())
     assert_same(group.step("get_weights")[1], mean_of(own(0)))
+
+
+def test_workers_that_refuse_half_of_the_first_weights_start_from_the_initial_ones(
+    lend: Lend, tmp_path: Path
+) -> None:
+    group = lend(HalfSetting, 2, initial=own(7))
+    with pytest.raises(WorkerError):
+        group.step("ping", str(tmp_path), timeout=0.01)  # none of them is healthy any more
+    (tmp_path / "go on").touch()
+    ray.get([actor.ping.remote() for actor in group.actors().values()])
+    with pytest.raises(WorkerError, match="half of them"):
+        group.broadcast({**own(8), "n": np.int64(-1)})
+    assert group.restore() == [0, 1]
+    for found in group.step("get_weights").values():
+        assert_same(found, own(7))
 
 
 def test_a_lowest_rank_that_is_dead_is_passed_over(lend: Lend) -> None:

@@ -810,6 +810,7 @@ class WorkerSet:
         finally:
             if not took and not any(record.in_flight for record in self.ranks.records.values()):
                 self.latest = before
+                self._start.was_sent = True  # some may have set a half of them
         if not took:
             raise WorkerError(self.ranks.unhealthy())
         sent = self.latest.in_full()
