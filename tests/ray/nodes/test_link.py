@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -27,7 +28,9 @@ from flatweights.ray.nodes._link import Link
 from flatweights.ray.nodes._node_reducer import NodeReducer
 from flatweights.ray.nodes._streams import Streams
 from flatweights.ray.peers import _by_agent
-from flatweights.ray.peers._platform import PLATFORM
+from flatweights.ray.peers._agent import Agent
+from flatweights.ray.peers._by_agent import AgentClient
+from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 
 PATIENCE = 20.0
 HERE = "127.0.0.1"
@@ -209,6 +212,29 @@ def test_a_call_that_may_not_have_come_is_made_again(monkeypatch: pytest.MonkeyP
         time.sleep(0.01)
     time.sleep(0.1)
     assert made == [7, 7, 7]  # a dead actor is not called again
+
+
+@pytest.mark.parametrize(
+    ("has_link", "error", "is_dead"),
+    [
+        (True, ray.exceptions.ActorUnavailableError("out of reach", None), False),
+        (False, ray.exceptions.ActorUnavailableError("out of reach", None), True),
+        (True, ray.exceptions.ActorDiedError(), True),
+        (True, ray.exceptions.GetTimeoutError(), False),
+    ],
+)
+def test_an_agent_with_a_link_may_be_out_of_reach(
+    has_link: bool, error: Exception, is_dead: bool
+) -> None:
+    class Agentless(GroupPlatform):
+        def start_agent(self, *_: Any) -> Any:
+            return MagicMock()
+
+    take = (lambda *_: None) if has_link else None
+    agent = AgentClient("node", Agent, (), 1, take, Agentless())
+    agent.note_failure(error)
+    assert agent.is_dead is is_dead
+    agent.close()
 
 
 def test_what_is_not_confirmed_in_time_is_sent_again(

@@ -802,44 +802,89 @@ def test_a_relay_passes_weights_on_until_it_is_lost(relays: list[Any]) -> None:
             assert [read(one, version) for one in left] == [4.0] * 2
 
 
-@pytest.mark.parametrize("relays", [1], indirect=True)
-def test_a_relay_without_memory_leaves_its_node_to_the_store_and_tries_again(
-    relays: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def relay(relays: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The relay of the node on which this process is said to be."""
     relay, shared_actor = relays[0], _shared_actor.shared_actor
-
-    def lose_memory(_: Any) -> None:
-        def refuse(nbytes: int) -> None:
-            raise OSError(errno.ENOMEM, "no memory")
-
-        vars(_transports)["PublicationServer"] = refuse
-
-    def get_memory(_: Any) -> None:
-        vars(_transports)["PublicationServer"] = _publication_server.PublicationServer
 
     def shared(cls: type, *args: Any) -> Any:
         return relay if cls is _transports.Relay else shared_actor(cls, *args)
 
-    def source() -> Source:
-        record = _names.find("tree")
-        assert record is not None
-        return _transports.connect("tree", record, time.monotonic() + 60)
-
     monkeypatch.setattr(_transports, "this_node", lambda: "node 0")
     monkeypatch.setattr(_transports, "shared_actor", shared)
-    ray.get(relay.__ray_call__.remote(lose_memory))
+    return relay
+
+
+def in_relay(relay: Any, name: str, value: Any) -> None:
+    """Replace what the process of a relay uses under a name."""
+
+    def replace(_: Any) -> None:
+        vars(_transports)[name] = value
+
+    ray.get(relay.__ray_call__.remote(replace))
+
+
+def source_of_tree() -> Source:
+    record = _names.find("tree")
+    assert record is not None
+    return _transports.connect("tree", record, time.monotonic() + 60)
+
+
+def no_server(nbytes: int) -> Any:
+    raise OSError(errno.ENOMEM, "no memory")
+
+
+@pytest.mark.parametrize("relays", [1], indirect=True)
+def test_a_relay_without_memory_leaves_its_node_to_the_store_and_tries_again(relay: Any) -> None:
+    in_relay(relay, "PublicationServer", no_server)
     with Publisher("tree", np.ones(3)) as publisher:
         publisher.publish()
         for _ in range(2):
-            lacking = source()
+            lacking = source_of_tree()
             assert (lacking.transport, lacking.newest) == ("store", publisher.version)
             lacking.close()
-        ray.get(relay.__ray_call__.remote(get_memory))
+        in_relay(relay, "PublicationServer", _publication_server.PublicationServer)
         wait_until(lambda: ray.get(relay.__ray_call__.remote(lambda one: one._server is not None)))
-        found = source()
+        found = source_of_tree()
         assert found.transport == "agent"
         assert found.wait(publisher.version - 1, 60)
         found.close()
+
+
+@pytest.mark.parametrize("relays", [1], indirect=True)
+def test_a_relay_that_once_had_no_memory_serves_weights_for_which_it_has(relay: Any) -> None:
+    for size, transport in [(3, "agent"), (5, "store"), (3, "agent")]:
+        with Publisher("tree", np.ones(size)) as publisher:
+            publisher.publish()
+
+            def is_reached(newest: int = publisher.version, way: str = transport) -> bool:
+                with contextlib.suppress(TimeoutError):
+                    source = source_of_tree()
+                    source.wait(newest - 1, 1.0)
+                    source.close()
+                    return (source.transport, source.newest) == (way, newest)
+                return False
+
+            wait_until(is_reached)
+            in_relay(relay, "PublicationServer", no_server)
+
+
+@pytest.mark.parametrize("relays", [1], indirect=True)
+def test_a_relay_that_reads_from_an_earlier_publisher_is_waited_for(relay: Any) -> None:
+    with Publisher("tree", np.ones(3)) as earlier:
+        earlier.publish()
+        with Subscriber("tree", np.zeros(3)) as subscriber:
+            assert subscriber.transport == "agent"
+    in_relay(relay, "find", lambda name: None)  # it does not see a newer one
+    with Publisher("tree", np.ones(5)) as newer, ThreadPoolExecutor(1) as pool:
+        newer.publish()
+        asked = pool.submit(Subscriber, "tree", np.zeros(5))
+        time.sleep(1)
+        assert not asked.done()
+        in_relay(relay, "find", _names.find)
+        with asked.result(60) as subscriber:
+            assert subscriber.transport == "agent"
+            wait_until(subscriber.update)
 
 
 @pytest.mark.parametrize("relays", [1], indirect=True)

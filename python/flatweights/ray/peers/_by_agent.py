@@ -392,8 +392,11 @@ class AgentClient:
         return fence
 
     def note_failure(self, error: Exception) -> None:
-        """Note an error of a call: a dead agent is not called any more."""
-        if isinstance(error, DEAD):
+        """Note an error of a call: a dead agent is not called any more.
+
+        One that was out of reach is replaced, unless it has a link, which outlasts that.
+        """
+        if is_dead(error) or (self.link is None and isinstance(error, DEAD)):
             self.is_dead = True
 
 

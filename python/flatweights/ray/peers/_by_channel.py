@@ -532,7 +532,8 @@ class Worker:
             self._fail(_text_of(error), may_pass=True)
         except ray.exceptions.RayError as error:  # it died: the next call asks again
             self.transport = f"store: {type(error).__name__} when it was asked to attach"
-        channels.forget(self.token)
+        finally:
+            channels.forget(self.token)
 
     def _fail(self, reason: str, may_pass: bool) -> None:
         """Note the reason for which the worker has not attached."""

@@ -103,13 +103,13 @@ class Subscriber:
         self._published = 0.0  # the time of `version`, by `time.monotonic`
         self._state = state = _Subscription(name, self._target)
         state.connect(timeout)
-        self._finalizer = finalizer(self, state.close)
-        in_forks(self, Subscriber._end_copy)
         watcher = threading.Thread(target=state.watch, name="flatweights-subscriber", daemon=True)
         try:
+            self._finalizer = finalizer(self, state.close)
+            in_forks(self, Subscriber._end_copy)
             watcher.start()
         except BaseException:  # an interrupt, after which it may run
-            self._finalizer()
+            state.close()
             raise
 
     @property

@@ -81,6 +81,8 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
             if record.node != node:
                 transport = "agent"
                 layout, address = _relay_board(name, node, end)
+                if layout != record.layout:
+                    raise TimeoutError("its node still reads from another publisher of the name")
             until = min(end, _clock.now() + _TRY)
             return BoardSource(transport, record.number, layout, address, until)
         except TimeoutError:  # it is stopped or slow, perhaps not for long
@@ -336,8 +338,7 @@ class Relay:
 
     def _relay(self, record: PublisherRecord) -> None:
         """Copy the versions of a publisher to the server, until it has ended."""
-        proxy = proxy_of(self._name, record)
-        newest = self._ping(proxy, record)
+        proxy, newest = _answering_proxy(self._name, record, _clock.now() + _START)
         server = self._server_for(record, is_offered=not newest)
         pull = RelayPull(record.number, proxy, self._actor)
         with self._changed:  # others may ask as soon as it has a place
@@ -353,25 +354,6 @@ class Relay:
             self._source = None
             source.interrupt()
             self._offer()
-
-    def _ping(self, proxy: ray.actor.ActorHandle, record: PublisherRecord) -> int:
-        """Return the answer of `Proxy.ping`, which need not come once there is a newer publisher.
-
-        Raises:
-            ConnectionError: If there is one.
-            ray.exceptions.RayError: As `answer_of` does.
-        """
-        call, end = proxy.ping.remote(), _clock.now() + _START
-        while True:
-            try:
-                newest: int = answer_of(call, _LOOK)
-            except ray.exceptions.GetTimeoutError:
-                if _clock.now() >= end:
-                    raise
-                if is_superseded(self._name, record.number):
-                    raise ConnectionError("the publisher is superseded") from None
-            else:
-                return newest
 
     def _pass_on(self, server: PublicationServer, source: PulledSource) -> None:
         news = source.take(self._seen)
@@ -396,13 +378,13 @@ class Relay:
                     self._changed.notify_all()
                     raise
                 server.start()
-                self._server, self._no_server = server, None
-                self._layout = record.layout
+                self._server, self._layout = server, record.layout
                 self._is_offered = is_offered
                 self._changed.notify_all()
                 if old is not None:
                     old.close()
             assert self._server is not None
+            self._no_server = None
             return self._server
 
     def _publish(
