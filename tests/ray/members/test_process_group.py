@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from process_groups import LocalProcessGroup, entry_of, with_sessions
 from reference import assert_same, clean_environment, same_bits
 
@@ -453,3 +454,40 @@ def test_a_replacement_gets_the_rank_once_a_report_is_believed(
     far.believe(monkeypatch, 11.0)
     far.group.rendezvous.admit()
     assert entry.join_reply.result(0).rank == 1
+
+
+def test_an_error_of_ray_while_variables_are_read_is_the_users_own() -> None:
+    class Remote:
+        layout = fw.Layout.of({"a": np.zeros(3)})
+        error: Exception | None = ray.exceptions.GetTimeoutError("of an actor of the user's own")
+
+        def gather_into(self, buffer: Any) -> None:
+            if self.error is not None:
+                raise self.error
+            buffer[:] = 0
+
+        def scatter(self, buffer: Any) -> None:
+            pass
+
+    with LocalProcessGroup(1).join(0) as member:
+        variables = Remote()
+        with pytest.raises(ray.exceptions.GetTimeoutError, match="of the user's own"):
+            member.average_variables(variables)
+        variables.error = None
+        assert member.average_variables(variables).number == 1
+
+
+def test_leave_closes_a_member_whose_end_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = LocalProcessGroup(2).join_all()
+    close = ChannelClient.close
+
+    def interrupt(*_: Any) -> None:
+        monkeypatch.setattr(ChannelClient, "close", close)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChannelClient, "close", interrupt)
+    with pytest.raises(KeyboardInterrupt), second:
+        raise ArithmeticError
+    second.leave()
+    found = first.average(np.zeros(3), min_results=1, timeout=5)
+    assert (list(found.failed), found.late) == ([1], ())

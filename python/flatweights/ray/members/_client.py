@@ -165,7 +165,10 @@ class CoordinatorClient(ABC):
         patience = None if request.timeout is None else request.timeout + _GRACE
         if not request.brings_weights:
             patience = None  # the others may still be in an epoch, or have stopped
-        told, got = self._send_and_receive(request, layout, sent, patience)
+        try:
+            told, got = self._send_and_receive(request, layout, sent, patience)
+        except ray.exceptions.RayError as error:
+            raise CoordinatorDiedError(f"the coordinator cannot be reached: {error}") from None
         self.is_told = True
         self.is_asking = False
         response = _response_in(told)

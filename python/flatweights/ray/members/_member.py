@@ -644,14 +644,14 @@ class Member:
         """Leave the process group: the others continue without this member, and see no failure."""
         self._check_process()
         with self._alone():
-            if not self._over:
-                self._over = "this member has left the process group"
-                try:
+            try:
+                if not self._over:
+                    self._over = "this member has left the process group"
                     with contextlib.suppress(CoordinatorDiedError, ray.exceptions.RayError):
                         self._coordinator.leave()
-                finally:  # if it was interrupted, the others see a member that has died
-                    self._finalizer()
-                    self._again.clear()
+            finally:  # if it was interrupted, the others see a member that has died
+                self._finalizer()
+                self._again.clear()
 
     def __enter__(self) -> Member:
         """Return the member itself."""
@@ -784,9 +784,6 @@ class Member:
             # response could not be read, which the others cannot know.
             self._break_off(str(error), error.__cause__)
             raise MemberError(f"process group {self.name!r}: {self._over}") from None
-        if isinstance(error, ray.exceptions.RayError):
-            self._break_off(f"the coordinator cannot be reached: {error}")
-            raise MemberError(f"process group {self.name!r}: {self._over}") from error
         if self._coordinator.is_told and not self._coordinator.is_asking and state is not None:
             self.lacks_state = True
         elif self._coordinator.is_told or self._coordinator.is_asking:
@@ -825,14 +822,12 @@ class Member:
         self._over = self._over or why
         self._turn.forget_steps()
         self._again.clear()
-        if self._finalizer.detach() is not None:
+        if self._finalizer.alive:  # until it is closed: an interrupt leaves that to `leave`
             self._coordinator.close("" if error is None else _line_of(error))
-
-    def _note(self, response: Response) -> None:
-        self._ranks = response.ranks
+            self._finalizer.detach()
 
     def _round(self, response: Response, weights: Any) -> Round:
-        self._note(response)
+        self._ranks = response.ranks
         result = Round(weights, *response.arguments)
         if self._session not in (
             *response.sessions,
