@@ -415,6 +415,20 @@ def test_publish_copies_and_takes_subsets_vectors_and_rounds(group: WorkerGroup)
     assert group.step("get_weights")[2]["w"][0] == 8.0
 
 
+def test_a_publication_reaches_workers_that_all_refused_the_one_before(group: WorkerGroup) -> None:
+    group.publish(weights_of(1.0, SIZE))
+    group.average("work")
+    group.publish({"w": np.arange(1.0 * SIZE)})
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="weights of two publications"):
+            group.average("work")
+    group.publish(weights_of(2.0, SIZE))
+    found = group.average("work")
+    mine = [result_of(weights_of(2.0, SIZE), rank) for rank in range(3)]
+    assert (found.used, found.failed) == ((0, 1, 2), {})
+    assert_same(found.weights, fw.average(mine))
+
+
 def test_no_queue_grows_when_nobody_asks(group: WorkerGroup) -> None:
     publications = Publications(group)
     rounds = group.as_completed("work")

@@ -135,8 +135,7 @@ class WorkerSet:
             WorkerError: If no worker can give its weights.
         """
         self.ranks.admit()
-        if not self.ranks.healthy():
-            self.restore(deadline_in(timeout), patient=False)
+        self._restore_if_none_is_healthy(timeout)
         self._complete_published(timeout)
         if self.latest.version is None and self._start.initial is not None:
             self._await_in_flight(deadline_in(timeout))
@@ -160,8 +159,8 @@ class WorkerSet:
 
         1. It waits for answers that healthy ranks owe to broken-off calls.
         2. The first calls bring the initial weights.
-        3. If no rank is healthy, ``weights`` are sent at once to ranks that can be reached; then it
-           returns these ranks, and None.
+        3. If no rank is healthy, ``weights``, or the latest ones, are sent at once to ranks that
+           can be reached. After the former, it returns these ranks, and None.
         4. If the calls bring no weights, or only changes of the latest ones, ranks that may lack
            these are sent them.
 
@@ -177,6 +176,8 @@ class WorkerSet:
         """
         if [r for r in self.ranks.records.values() if r.in_flight is not None and r.why is None]:
             self._await_in_flight(deadline_in(timeout))
+        if weights is None:
+            self._restore_if_none_is_healthy(timeout)
         self._complete_published(timeout)
         weights = self._completed(weights, timeout, starts=starts)
         called = self.ranks.healthy(ranks)
@@ -187,6 +188,11 @@ class WorkerSet:
             self._send_latest(behind, deadline_in(timeout))
             called = self.ranks.healthy(ranks)
         return called, weights
+
+    def _restore_if_none_is_healthy(self, timeout: float | None) -> None:
+        """Send ranks that can be reached the latest weights: they may have refused others."""
+        if not self.ranks.healthy():
+            self.restore(deadline_in(timeout), patient=False)
 
     def _completed(self, weights: Any, timeout: float | None, *, starts: bool) -> Any:
         """Return the initial weights, changed by ``weights``, if these calls are the first."""
