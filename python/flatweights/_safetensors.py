@@ -130,15 +130,12 @@ def read(path: str | os.PathLike[str]) -> SavedFile:
 def _open(path: str | os.PathLike[str]) -> io.FileIO:
     # Opening or reading a pipe without a writer would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-            raise OSError(code, "expected a file", os.fspath(path))
-        return io.FileIO(descriptor)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return io.FileIO(descriptor)  # which closes it: nobody else may, even after an interrupt
+    os.close(descriptor)
+    code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    raise OSError(code, "expected a file", os.fspath(path))
 
 
 def _stored(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:

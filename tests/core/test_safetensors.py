@@ -1,5 +1,6 @@
 """Weights in files: round trips, refused files, and the remains of a failed save."""
 
+import io
 import json
 import os
 import re
@@ -362,6 +363,21 @@ def test_missing_files_and_directories_are_refused_as_by_open(tmp_path: Path) ->
         FlatWeights.load(tmp_path / "missing")
     with pytest.raises(IsADirectoryError):
         FlatWeights.load(tmp_path)
+
+
+def test_an_interrupt_while_a_file_is_opened_closes_no_file_twice(
+    weights: FlatWeights, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = io.FileIO
+
+    def interrupted(descriptor: int) -> None:
+        made(descriptor).close()  # by then, another thread may have opened one of this number
+        raise KeyboardInterrupt
+
+    weights.save(path)
+    monkeypatch.setattr(io, "FileIO", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        FlatWeights.load(path)
 
 
 def test_a_pipe_is_refused_instead_of_waited_for(path: Path) -> None:

@@ -221,6 +221,60 @@ def test_a_constructor_that_is_interrupted_leaves_no_thread(
         wait_until(lambda: not one.is_alive())
 
 
+def test_a_publisher_that_is_interrupted_before_its_thread_runs_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, late, failed = threading.Thread.start, list[threading.Thread](), list[object]()
+
+    def interrupted(self: threading.Thread) -> None:
+        late.append(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Publisher("another", {"w": np.zeros(4)})
+    start(late[0])
+    late[0].join(60)
+    assert (late[0].is_alive(), failed) == (False, [])
+
+
+def test_a_publisher_that_python_ends_does_not_tell_of_another_one() -> None:
+    publisher = Publisher("ended", np.zeros(3))
+    publisher._finalizer()  # as at the end of the process, while a thread publishes
+    with pytest.raises(RuntimeError, match="it was closed") as raised:
+        publisher.publish()
+    assert not isinstance(raised.value, SupersededError)
+
+
+def test_weights_that_nobody_has_asked_for_any_more_are_not_pulled() -> None:
+    def pull(seen: int) -> tuple[()]:
+        time.sleep(0.01)
+        return ()
+
+    with Publisher("pulled", np.zeros(3)):
+        record = _names.find("pulled")
+    assert record is not None
+    source = PulledSource(record, pull)
+    thread = source._thread
+    del source
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_seconds_may_be_of_any_type(dtype: Any) -> None:
+    with pytest.raises(TimeoutError, match=r"within 0\.5 s"):
+        Subscriber("of any type", timeout=dtype(0.5))
+    with Publisher("of any type", np.ones(3)) as publisher:
+        publisher.publish()
+        with Subscriber("of any type", timeout=dtype(1.5), max_age=dtype(60)) as subscriber:
+            assert subscriber.read().buffer[:24].view(np.float64).tolist() == [1.0] * 3
+    with pytest.raises(TimeoutError, match="missing ranks: 1"):
+        join("of any type", rank=0, size=2, timeout=dtype(0.5))
+
+
 @pytest.mark.parametrize("is_main", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_call_that_raises_a_timeout_error_is_not_waited_for(
     started: list[Any], is_main: bool

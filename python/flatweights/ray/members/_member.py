@@ -128,7 +128,8 @@ def join(
     """
     _check_thread()
     check_connected()
-    end = None if check_timeout(timeout) is None else _clock.now() + (timeout or 0.0)
+    timeout = check_timeout(timeout)
+    end = None if timeout is None else _clock.now() + timeout
     if name is None and rank is None and size is None:
         worker = train_worker(seconds_left(end))
         if worker is not None:
@@ -140,7 +141,7 @@ def join(
     config = GroupConfig.of(size, reduce_dtype, min_size, grace)
     if rank is not None:
         rank = _check_rank(rank, config.size, "rank")
-    if config.grace is not None and end is not None and config.grace >= (timeout or 0.0):
+    if config.grace is not None and timeout is not None and config.grace >= timeout:
         raise ValueError(f"grace: expected less than timeout ({timeout} s), got {grace} s")
     name = "default" if name is None else name
     if not isinstance(name, str):

@@ -62,6 +62,7 @@ class PublicationServer:
         publication: The publication.
         address: Its address for readers.
         is_closed: Whether it admits no more readers.
+        is_superseded: Whether that is because another publisher has taken over.
     """
 
     def __init__(self, nbytes: int, tick: Callable[[], None] = lambda: None) -> None:
@@ -71,7 +72,7 @@ class PublicationServer:
             OSError: If memory is short, or this system has no such files.
         """
         self.publication = _core.Publication(nbytes)
-        self.is_closed = False
+        self.is_closed = self.is_superseded = False
         self._tick = tick
         # By descriptor; without a number, if all were taken.
         self._readers: dict[int, tuple[socket.socket, int | None]] = {}
@@ -94,6 +95,8 @@ class PublicationServer:
         self._thread = threading.Thread(
             target=self._run, name="flatweights-publication", daemon=True
         )
+        self._has_begun = False  # whether the thread is there, which ends all
+        self._beginning = threading.RLock()  # a signal handler may call `close` within it
 
     def start(self) -> None:
         """Begin to admit readers.
@@ -110,14 +113,23 @@ class PublicationServer:
 
     def close(self) -> None:
         """Admit no more readers; the present ones look for another server."""
-        self.is_closed = True
+        with self._beginning:
+            self.is_closed = True
         self._waker.close()
-        if self._thread.ident is None:  # it was never started
+        if not self._has_begun:  # nor will it: an interrupt may have come within `start`
             self._end()
-        elif self._thread.is_alive() and self._thread is not threading.current_thread():
+        elif self._thread is not threading.current_thread():
             self._thread.join()
 
+    def supersede(self) -> None:
+        """Admit no more readers, since another publisher has taken over; the thread ends soon."""
+        self.is_superseded = self.is_closed = True
+
     def _run(self) -> None:
+        with self._beginning:
+            if self.is_closed:
+                return
+            self._has_begun = True
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
@@ -179,7 +191,7 @@ class PublicationServer:
         except OSError:
             word = b""
         if word == _TAKEN_OVER:
-            self.is_closed = True
+            self.supersede()
             return
         if word == _FOR_OTHERS and self._is_kept:
             with contextlib.suppress(OSError):  # it has ended, which is the next event

@@ -174,12 +174,14 @@ class Publisher:
             self._finalizer()
         if self._over:
             raise RuntimeError(f"the publisher of {self.name!r}: {self._over}")
-        if self._server.is_closed:
+        if self._server.is_superseded:
             who = ""
             with contextlib.suppress(Exception):  # Ray may be shut down
                 newer = _names.find(self.name)
                 who = "" if newer is None else f": {newer.who}"
             raise SupersededError(f"another publisher of {self.name!r} has taken over{who}")
+        if self._server.is_closed:  # at the end of the process
+            raise RuntimeError(f"the publisher of {self.name!r}: it was closed")
 
     def _end_copy(self) -> None:
         self._over = f"this process is a fork of the publisher's. {IN_FORK}"
@@ -188,7 +190,7 @@ class Publisher:
         """Close the server if this publisher is superseded and the newer one could not tell it."""
         with contextlib.suppress(Exception):  # Ray may be shut down
             if _names.is_superseded(self.name, self._record.number):
-                self._server.is_closed = True
+                self._server.supersede()
 
 
 def _call(method: weakref.WeakMethod[Any]) -> None:

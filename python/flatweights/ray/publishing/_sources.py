@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -174,10 +175,16 @@ class BoardSource(Source):
         self._server.close()
 
 
+def _pull(source: weakref.ref[PulledSource]) -> None:
+    while (there := source()) is not None and there.pull():
+        del there
+
+
 class PulledSource(Source):
     """Calls through Ray: each brings the newest weights once there are newer ones.
 
-    A thread makes them, so `take` waits for none.
+    A thread makes them, so `take` waits for none. It ends when nobody has this object any more, as
+    after an interrupt before its maker had it.
     """
 
     def __init__(self, record: PublisherRecord, pull: Callable[[int], Answer]) -> None:
@@ -197,8 +204,10 @@ class PulledSource(Source):
         self._fetching = 0.0  # the time since which it is
         self._is_closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="flatweights-pull", daemon=True)
         self._is_over = False
+        self._thread = threading.Thread(
+            target=_pull, args=(weakref.ref(self),), name="flatweights-pull", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -258,19 +267,19 @@ class PulledSource(Source):
         news = self._news
         return None if news is None or news[0] <= seen else news
 
-    def _run(self) -> None:
+    def pull(self) -> bool:
+        """Make a call, and take what it brings; return whether there is another call to make."""
         with contextlib.suppress(Exception):  # nobody can be asked, or Ray is shut down
-            while not self._is_closed:
-                check_connected()
-                answer = self._pull(self.newest)
-                if answer is None:
-                    break
+            check_connected()
+            answer = None if self._is_closed else self._pull(self.newest)
+            if answer is not None:
                 if answer:
                     self._fetch(*answer)
-                del answer  # it holds the weights
+                return True
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
+        return False
 
     def _fetch(self, version: int, age: float, told: Told) -> None:
         announced = AnnouncedWeights(version, _clock.now() - age, told)

@@ -90,8 +90,7 @@ class Subscriber:
         """
         if not isinstance(name, str):
             raise TypeError(f"name: expected a text, got {name!r}")
-        check_timeout(timeout)
-        check_timeout(max_age, "max_age")
+        timeout, max_age = check_timeout(timeout), check_timeout(max_age, "max_age")
         if max_age is not None and not max_age > 0:
             raise ValueError(f"max_age: expected a positive number of seconds, got {max_age!r}")
         _names.this_node()
