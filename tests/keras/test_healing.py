@@ -425,6 +425,10 @@ def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]
 
     late.at[1, 4] = sleep
     first.goes_on_without(1, 4)
+    saved = list[int]()
+    late.more.append(saver := keras.callbacks.BackupAndRestore("unused"))
+    saver.on_epoch_end = lambda epoch, logs=None: saved.append(epoch)
+    saver.on_train_begin = saver.on_train_end = lambda logs=None: None
 
     def wake() -> None:
         slept.set()
@@ -440,6 +444,7 @@ def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]
         fit.start(pool)
     ended = [fit.done.result(LIMIT) for fit in (first, late)]
     check_alike([state for _, state in ended])
+    assert saved == [0, *whole]
     return whole
 
 
@@ -500,6 +505,30 @@ def test_the_training_ends_for_all_if_a_callback_of_one_stops_it(pool: ThreadPoo
     assert second.epoch == [0, 1, 2]
     assert first.epoch[:3] == [0, 1, 2]
     assert len(first.epoch) <= 4
+    check_alike([state, other])
+
+
+@pytest.mark.parametrize(
+    "batch", [4, pytest.param(END, id="at the end of its epoch", marks=pytest.mark.slow)]
+)
+def test_a_member_that_is_late_stops_the_training_once_it_meets_the_others(
+    pool: ThreadPoolExecutor, batch: int
+) -> None:
+    group, slept = LocalProcessGroup(2), threading.Event()
+    first, late = fits(group, "dense", epochs=MORE)
+
+    def sleep_and_stop() -> None:
+        slept.wait(LIMIT)
+        late.model.stop_training = True
+
+    late.at[1, batch] = sleep_and_stop
+    first.goes_on_without(1, max(batch, 0))
+    first.at[3, 1] = slept.set
+    for fit in (first, late):
+        fit.start(pool)
+    (whole, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
+    assert 4 <= len(whole.epoch) < MORE
+    assert history.epoch[-1] == whole.epoch[-1]
     check_alike([state, other])
 
 

@@ -55,8 +55,8 @@ FIT = {
     ),
     "a member waits in a step for others that are elsewhere": (
         "_progress.py",
-        "        member.raise_if_out_of_sync = True\n",
-        "        pass\n",
+        "with out_of_sync_is_error(member, True):",
+        "with out_of_sync_is_error(member, False):",
     ),
     "one that ends does not end it for all": (
         "_progress.py",
@@ -118,6 +118,16 @@ FIT = {
         "_progress.py",
         "                if self._model.stop_training is _CUT:\n",
         "                if True:\n",
+    ),
+    "a stop of a late member ends its training alone": (
+        "_progress.py",
+        "            self.hold_stop()\n",
+        "            pass\n",
+    ),
+    "a stop that the others are to be told is told in the same epoch": (
+        "_progress.py",
+        "self.stopped_in not in (None, self._now.epoch)",
+        "self.stopped_in is not None",
     ),
     # The start.
     "a member that is late for the start has the state": (

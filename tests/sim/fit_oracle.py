@@ -101,8 +101,11 @@ class FitOracle(Oracle):
         if not (self._ends_itself or are_over):
             self._fail(f"{self.of(member).process.name} has ended its training early")
 
-    def ended(self, member: Any, steps: Any, weights: Any) -> None:
-        """Check the end of a `fit`."""
+    def ended(self, member: Any, steps: Any, weights: Any, told: int | None) -> None:
+        """Check the end of a `fit`; ``told`` is its last epoch, if its own callback has ended it.
+
+        All members end with that epoch, or with the next one.
+        """
         self.counts["ended"] += 1
         plan = self._plan
         made = int(steps[0])
@@ -110,6 +113,9 @@ class FitOracle(Oracle):
         is_whole = made % plan["steps"] == 0 if may_stop else made == plan["epochs"] * plan["steps"]
         if not is_whole:
             self._fail(f"{self.of(member).process.name} ends with {made} steps")
+        if told is not None and made > (told + 2) * plan["steps"]:
+            name = self.of(member).process.name
+            self._fail(f"{name} ends in epoch {told}, and the others have made {made} steps")
         self._agree(member, "the end", (made, weights.tobytes()))
 
     def leaves(self, member: Any, last: int | None) -> None:

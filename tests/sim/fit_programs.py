@@ -214,7 +214,9 @@ class Fit:
         for epoch in range(first, plan["epochs"]):
             if epoch == first and plan["gradients"] and not progress.has_joined:
                 self._begin_alike(epoch)
-            self.oracle.begins(self.member, epoch, self._stopped)
+            self.oracle.begins(
+                self.member, epoch, None if progress.stopped_in is not None else self._stopped
+            )
             progress.begin_epoch(epoch)
             progress.begin_epoch(epoch)  # another callback
             self._averaging.batch = -1
@@ -223,11 +225,13 @@ class Fit:
             if model.stop_training:
                 self.oracle.breaks(self.member, are_over=progress.phase is Phase.OVER)
                 break
+        is_told = progress.stopped_in is None and progress.phase is not Phase.OVER
+        told = epoch if is_told and self._stopped is not None else None
         self.last = None
         progress.end()
         self.oracle.leaves(self.member, self.last)
         self._average_last()
-        self.oracle.ended(self.member, self.iterations, self.weights)
+        self.oracle.ended(self.member, self.iterations, self.weights, told)
         self._stopping.on_train_end()
         self.oracle.has_best(self.member, self.weights)
 
@@ -392,19 +396,22 @@ class Fit:
                 continue
             if one is self._held:
                 continue
+            if one is self._logs:
+                self._held.release()
             progress.end_epoch(one)
             is_due = one is self._averaging and not (plan["gradients"] or plan["every"])
             if is_due and not progress.is_apart:
                 self._average_weights(None)
                 progress.end_epoch(one)
-            if one is self._logs:
-                self._held.release()
             if one is self._logs and not progress.is_apart:
                 payload = float(model.stop_training), self._world.rng.randrange(8)
                 mean = self._average("logs", payload, in_step=False)
                 progress.end_epoch(one)
                 if mean is not None and not progress.is_apart:
-                    model.stop_training = model.stop_training or bool(mean[0])
+                    if mean[0]:
+                        model.stop_training = True
+                    else:
+                        progress.hold_stop()
                     logs["loss"] = float(mean[1])
 
 

@@ -138,8 +138,8 @@ class AverageLogs(MemberCallback):
             ValueError: If the members' calls differ, because one has other logs or is not at the
                 end of an epoch.
         """
-        super().on_epoch_end(epoch)
         self._held.release()
+        super().on_epoch_end(epoch)
         if self._is_apart:
             return
         logs = {} if logs is None else logs
@@ -178,8 +178,10 @@ class AverageLogs(MemberCallback):
             weight = mean["samples"][name]
             numbers = mean["logs"][name] / weight if weight else np.full(own[name].shape, empty)
             logs[name] = numbers if own[name].shape else float(numbers)
-        # Its own stop may have come too late for this average.
-        self.model.stop_training = self.model.stop_training or bool(mean["stops"])
+        if mean["stops"]:
+            self.model.stop_training = True
+        elif self._progress is not None:  # its own stop may have come too late for this average
+            self._progress.hold_stop()
 
     def _numbers_in(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Return the logs that are numbers, and the arrays of the model's own metrics.

@@ -14,7 +14,7 @@ import keras
 from flatweights.keras import _fit_states as fit
 from flatweights.keras._fit_states import Action, FitState, Phase, move
 from flatweights.keras._hooks import SWAPPED, begin_at, end_data, know_direction, prepare_steps
-from flatweights.keras._member_handle import MemberHandle
+from flatweights.keras._member_handle import MemberHandle, out_of_sync_is_error
 from flatweights.keras._start import check_first_epochs
 from flatweights.ray import Member, OutOfSyncError, Round, Saved, Variables, WorkerError, _clock
 from flatweights.tensorflow import TensorFlowVariables
@@ -43,6 +43,8 @@ _DECIDING: tuple[type[Any], ...] = (
     keras.callbacks.ReduceLROnPlateau,
     *SAVING,
 )
+# Callbacks that see no epoch which a member skips: what the last one would save is no epoch's end.
+_HIDDEN = (*_DECIDING, keras.callbacks.BackupAndRestore)
 # Whether the model has the moving averages, and their slots the weights, travels with both.
 _SWAPPING = keras.callbacks.SwapEMAWeights
 _COUNTS = frozenset(
@@ -129,11 +131,14 @@ class Progress:
 
     It tells events to `_fit_states`, and does what follows. A member that is not where the others
     are takes part in no calls except meetings: its steps average nothing, and its epochs end with
-    their first batch. Callbacks that decide by their counts do not see these epochs.
+    their first batch. Callbacks that decide by their counts, or save, do not see these epochs.
 
     Attributes:
         params: The parameters of the `fit`, by which its callbacks are recognised.
         has_joined: Whether the training was under way when this `fit` began.
+        stopped_in: The epoch in which a callback has stopped the training, if the others could not
+            be told then: this member stops with the first later epoch in which it is where they
+            are. None without such a stop.
     """
 
     def __init__(
@@ -157,6 +162,7 @@ class Progress:
         """
         self.params: dict[str, Any] = callback.params
         self.has_joined = handle.take().lacks_state
+        self.stopped_in: int | None = None
         self._handle = handle
         self._model = callback.model
         self._position = SavedPosition()
@@ -216,6 +222,15 @@ class Progress:
         """
         self._last = callback
         self._receive(fit.EpochEnds())
+        if self.phase in (Phase.OUT_OF_SYNC, Phase.EARLY):
+            self.hold_stop()
+        elif self.stopped_in not in (None, self._now.epoch):
+            self._model.stop_training, self.stopped_in = True, None
+
+    def hold_stop(self) -> None:
+        """If the training is stopped here, let it go on until the others can be told."""
+        if self._model.stop_training:
+            self._model.stop_training, self.stopped_in = False, self._now.epoch
 
     def end(self) -> None:
         """Meet the others at the end; wait a while for those that are late or being replaced.
@@ -246,9 +261,9 @@ class Progress:
             in_step: Whether it is made in a step, rather than at the end of a batch or of an epoch.
         """
         member = self._handle.take()
-        member.raise_if_out_of_sync = True
         try:
-            result = call(member, self.state)
+            with out_of_sync_is_error(member, True):
+                result = call(member, self.state)
         except OutOfSyncError:
             self._receive(fit.OutOfSync())
             return None
@@ -308,12 +323,12 @@ class Progress:
     def _meet(self, *, has_state: bool) -> fit.Met:
         """Send this member's place; get healed if needed."""
         member, ends = self._handle.take(), self.phase is Phase.ENDING
-        member.raise_if_out_of_sync = False
         _clock.sleep(self._pause)
         # Members have begun to wait at other times: who leaves alone would fail the others.
         place = self._now.epoch, ends, ends and _clock.now() < self._until
         try:
-            met = self._handle.gather(place, "place", at="epoch", state=self.state)
+            with out_of_sync_is_error(member, False):
+                met = self._handle.gather(place, "place", at="epoch", state=self.state)
         except WorkerError as error:
             if not (ends and has_state):
                 raise
@@ -333,10 +348,10 @@ class Progress:
         return fit.Met(epochs[0], any(have_ended), is_healed, may_come and any(wait))
 
     def _hide(self) -> None:
-        """Hide the end of this epoch from the deciding callbacks after the one that has told it."""
+        """Hide the end of this epoch from some callbacks after the one that has told it."""
         places = (k for k, one in enumerate(self._list) if one is self._last)
         after = next(places, len(self._list))  # another callback may hold that one
-        seen = [one for one in self._list[after:] if not isinstance(one, _DECIDING)]
+        seen = [one for one in self._list[after:] if not isinstance(one, _HIDDEN)]
         self._whole = self._whole or [*self._list]
         self._list[after:] = seen  # by which Keras goes on, after that callback
 

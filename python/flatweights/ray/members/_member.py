@@ -228,6 +228,7 @@ class Member:
         self._over: str = ""
         self._process = os.getpid()
         self._finalizer = finalizer(self, coordinator.close)
+        self._is_closed = False
 
     @property
     def lacks_state(self) -> bool:
@@ -651,7 +652,7 @@ class Member:
                     with contextlib.suppress(CoordinatorDiedError, ray.exceptions.RayError):
                         self._coordinator.leave()
             finally:  # if it was interrupted, the others see a member that has died
-                self._finalizer()
+                self._close()
                 self._again.clear()
 
     def __enter__(self) -> Member:
@@ -823,9 +824,14 @@ class Member:
         self._over = self._over or why
         self._turn.forget_steps()
         self._again.clear()
-        if self._finalizer.alive:  # until it is closed: an interrupt leaves that to `leave`
-            self._coordinator.close("" if error is None else _line_of(error))
-            self._finalizer.detach()
+        self._close("" if error is None else _line_of(error))
+
+    def _close(self, raised: str = "") -> None:
+        """Close this end; if an interrupt has broken that off before, again."""
+        self._finalizer.detach()
+        if not self._is_closed:
+            self._coordinator.close(raised)
+            self._is_closed = True
 
     def _round(self, response: Response, weights: Any) -> Round:
         self._ranks = response.ranks
