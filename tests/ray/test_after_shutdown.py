@@ -74,9 +74,10 @@ print("calls of ray.init:", len(inits))
 
 LATER = """
 import ray
+import threading
 import time
 import numpy as np
-from flatweights.ray import Publisher, Subscriber, WorkerGroup
+from flatweights.ray import Publisher, Subscriber, WorkerGroup, join
 from ray_workers import PlainWorker
 
 def check(*calls):
@@ -99,7 +100,20 @@ assert subscriber.update()
 reader = Subscriber("net", np.zeros(3))
 idle = Subscriber("net", np.zeros(3))
 assert idle.update()
+joined = []
+
+def wait():
+    try:
+        join("nobody else", rank=0, size=2, timeout=3)
+    except RuntimeError as error:
+        joined.append(str(error))
+
+waits = threading.Thread(target=wait)
+waits.start()
+time.sleep(2)
 ray.shutdown()
+waits.join()
+assert "Ray is not initialized" in joined[0], joined
 publisher.publish()
 assert subscriber.update()
 publisher.publish()

@@ -1,5 +1,6 @@
 """`Member.all_gather`: small objects of all members, which are threads of this process."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -147,3 +148,41 @@ class Unreadable:
 
     def __reduce__(self) -> Any:
         return refuse, ()
+
+
+class Interrupting:
+    """An object whose unpickling is interrupted in one member."""
+
+    def __reduce__(self) -> Any:
+        return _interrupt_first, ()
+
+
+def _interrupt_first() -> str:
+    if interrupted.acquire(blocking=False):
+        raise KeyboardInterrupt
+    return "unpickled"
+
+
+interrupted = threading.Lock()
+
+
+def test_a_member_that_is_interrupted_while_it_unpickles_is_healed() -> None:
+    members = LocalProcessGroup(2).join_all()
+    states = [Counter(0.0), Counter(0.0)]
+
+    def step(member: Member, value: Any) -> Any:
+        state = states[member.rank]
+        try:
+            result = member.all_gather(value, state=state, min_results=1)
+        except KeyboardInterrupt:
+            return member.rank
+        state.value += 1
+        return result
+
+    with ThreadPoolExecutor(2) as pool:
+        for value in (1, Interrupting(), 2, 3):
+            results = [*pool.map(step, members, [value] * 2)]
+            if value == 2:
+                assert len({result.healed for result in results}) == 1
+                assert len(results[0].healed) == 1
+    assert [state.value for state in states] == [4.0, 4.0]

@@ -27,6 +27,7 @@ from ray_workers import wait_for
 import flatweights as fw
 from flatweights import robust
 from flatweights.ray import Member, MemberDiedError, MemberError, NotInTrainError, WorkerError, join
+from flatweights.ray.members import _member
 from flatweights.ray.members._config import GroupConfig
 from flatweights.ray.members._coordinator import Coordinator
 from flatweights.ray.members._platform import PLATFORM
@@ -973,6 +974,24 @@ def test_a_member_that_ends_at_any_point_leaves_nothing_half_done(
             assert same_bits(weights, fw.average([model_of(rank) for rank in record["used"]]))
     for puppet in puppets.idle(0):
         ray.kill(puppet)
+
+
+@pytest.mark.parametrize("way", ["shm", "store"])
+def test_an_interrupt_while_a_member_is_made_leaves_its_rank_free(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("FLATWEIGHTS_RAY", way)
+    with join("made", rank=1, size=2, min_size=1, grace=0.0) as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(_member, "Twins", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                join("made", rank=0, size=2, min_size=1, grace=0.0)
+        with join("made", rank=0, size=2, min_size=1, grace=0.0) as member:
+            assert member.ranks == (0, 1)
+        assert other.average(np.ones(1)).used == (1,)
 
 
 def test_two_groups_at_once_in_one_process() -> None:

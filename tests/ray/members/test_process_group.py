@@ -491,3 +491,16 @@ def test_leave_closes_a_member_whose_end_was_interrupted(monkeypatch: pytest.Mon
     second.leave()
     found = first.average(np.zeros(3), min_results=1, timeout=5)
     assert (list(found.failed), found.late) == ([1], ())
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_rule_that_would_end_the_coordinator_is_an_error_in_all(error: BaseException) -> None:
+    def rule(models: Any) -> Any:
+        raise error
+
+    members = LocalProcessGroup(2).join_all()
+    models = [np.zeros(3), np.ones(3)]
+    for got in average_all(members, models, rule=[rule] * 2):
+        assert f"rule rule: {type(error).__name__}" in str(got)
+    for got in average_all(members, models):
+        assert_same(got, np.full(3, 0.5))

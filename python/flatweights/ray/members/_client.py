@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import ray
@@ -52,6 +53,8 @@ Sent: TypeAlias = NDArray[np.uint8] | OwnSegment | None
 """The packed weights of a request, in memory of the host or in a segment of a GPU."""
 
 _ABSENT = 5.0  # seconds in which a coordinator has to name the missing ranks
+Made = TypeVar("Made")
+
 _CALLS = 4  # of a member in its coordinator: `stay`, the current one, and two that it gave up
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its coordinator
 _LEAVE = pickle.dumps((Request("leave").fields, None))
@@ -70,14 +73,6 @@ class Identity(NamedTuple):
     token: bytes
     who: str
     stays: ray.ObjectRef | None = None
-
-    @classmethod
-    def of(
-        cls, coordinator: ray.actor.ActorHandle, platform: MemberPlatform = PLATFORM
-    ) -> Identity:
-        """Introduce this process to a coordinator."""
-        token, who = platform.introduce()
-        return cls(token, who, coordinator.stay.remote(token))
 
 
 class CoordinatorClient(ABC):
@@ -442,23 +437,16 @@ def _response_in(told: bytes | Response) -> Response:
     return told if isinstance(told, Response) else Response(*pickle.loads(told))
 
 
-class Entered(NamedTuple):
-    """The result of `enter`: the connection, the join reply, and the first response."""
-
-    client: CoordinatorClient
-    join_reply: JoinReply
-    response: Response
-
-
 def enter(
     name: str,
     rank: int | None,
     config: GroupConfig,
     timeout: float | None,
     end: float | None,
+    make: Callable[[CoordinatorClient, JoinReply, Response], Made],
     platform: MemberPlatform = PLATFORM,
-) -> Entered:
-    """Find or start the coordinator, join, and wait for the others.
+) -> Made:
+    """Find or start the coordinator, join, wait for the others, and return what ``make`` returns.
 
     Args:
         name: See `flatweights.ray.join`.
@@ -466,6 +454,8 @@ def enter(
         config: The configuration of the process group.
         timeout: See `flatweights.ray.join`; for errors.
         end: The time at which it is over, by `time.monotonic`.
+        make: Makes the member of the connection, the join reply and the first response. From then
+            on, the member sees to its end.
         platform: What the member uses of Ray and channels.
 
     Raises:
@@ -487,12 +477,13 @@ def enter(
     concurrency = _CALLS * config.size + 64  # coroutines, not threads
     coordinator = platform.find_coordinator(Coordinator, name, node, concurrency, name, config)
     wants_channel = platform.setting() != "store"
-    identity = Identity.of(coordinator, platform)
+    token, who = platform.introduce()
     join_reply: JoinReply | None = None
     client: CoordinatorClient | None = None
     try:
+        identity = Identity(token, who, coordinator.stay.remote(token))
         entering = coordinator.enter.remote(
-            identity.token, [identity.stays], rank, config, identity.who, node, wants_channel, task
+            token, [identity.stays], rank, config, who, node, wants_channel, task
         )
         reach("entering")
         join_reply = platform.get(entering, seconds_left(end))
@@ -500,14 +491,15 @@ def enter(
         reach("entered")
         client = _end_of(coordinator, join_reply, identity, end, platform)
         reach("attached")
-        return Entered(client, join_reply, client.start(seconds_left(end)))
+        return make(client, join_reply, client.start(seconds_left(end)))
     except BaseException as error:
         is_late, why = isinstance(error, (TimeoutError, ray.exceptions.GetTimeoutError)), ""
         try:
             if is_late:  # the coordinator ends with its last member
+                platform.check_connected()
                 own = rank if join_reply is None else join_reply.rank
                 is_in = join_reply is not None
-                why = _who_is_missing(coordinator, identity.token, own, platform, is_in=is_in)
+                why = _who_is_missing(coordinator, token, own, platform, is_in=is_in)
                 last = platform.last_end(name)
                 if last is not None:
                     ago = f"{last.seconds_since:.0f} s ago"
@@ -517,10 +509,9 @@ def enter(
                     jobs = ", ".join(others)
                     why += f"; a name is local to its Ray job, and it is also in use in job {jobs}"
         finally:
-            with contextlib.suppress(ray.exceptions.RayError):
-                coordinator.lose.remote(
-                    identity.token, MemberDiedError(f"{identity.who} has given up to join")
-                )
+            with contextlib.suppress(Exception):  # another thread may have shut down Ray
+                platform.check_connected()
+                coordinator.lose.remote(token, MemberDiedError(f"{who} has given up to join"))
             if client is not None:
                 client.close()
         if is_late:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import zlib
@@ -164,9 +165,10 @@ def joined(
         Exception: As `enter`.
     """
     give_up: float | None = None
+    make = functools.partial(Member, name)
     while True:
         try:
-            return Member(name, *enter(name, rank, config, timeout, end, platform))
+            return enter(name, rank, config, timeout, end, make, platform)
         except (*DEAD, CoordinatorDiedError) as error:
             # It may have been the coordinator of an earlier process group of this name, for the end
             # of which this process has waited.
@@ -176,6 +178,7 @@ def joined(
                     f"process group {name!r}: its coordinator has ended: {error}"
                 ) from None
             _clock.sleep(_RETRY)
+            platform.check_connected()
 
 
 class Member:
@@ -634,12 +637,17 @@ class Member:
         with self._call(state) as coordinator:
             response, _ = self._exchange(coordinator, request, _NO_WEIGHTS, None, state)
             result = self._round(response, {})
-        for rank, one in response.values.items():
-            try:
-                result.weights[rank] = pickle.loads(one)
-            except Exception as error:
-                reason = reason_in_a_line(error)
-                raise TypeError(f"value of rank {rank}: cannot be unpickled: {reason}") from error
+            wrong: tuple[int, Exception] | None = None
+            for rank, one in response.values.items():
+                try:
+                    result.weights[rank] = pickle.loads(one)
+                except Exception as error:
+                    wrong = rank, error
+                    break
+        if wrong is not None:
+            rank, cause = wrong
+            reason = reason_in_a_line(cause)
+            raise TypeError(f"value of rank {rank}: cannot be unpickled: {reason}") from cause
         return result
 
     def leave(self) -> None:
@@ -864,7 +872,7 @@ class _NamedRule:
         """Return the function's model; raise `RuntimeError` if it raises."""
         try:
             return self._function(models)
-        except Exception as error:
+        except BaseException as error:  # such as SystemExit, which would end the coordinator
             raise RuntimeError(f"rule {self.__name__}: {_line_of(error)}") from error
 
 
