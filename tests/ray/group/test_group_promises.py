@@ -33,7 +33,7 @@ from flatweights.ray import (
 from flatweights.ray.peers import _wait as engine
 from flatweights.ray.peers._transport import Head, Stamp
 from flatweights.ray.results._result import Packed
-from flatweights.ray.support._errors import has_left_weights
+from flatweights.ray.support._errors import has_left_weights, reason_in_a_line, reason_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]  # mostly over channels
 
@@ -705,6 +705,42 @@ def test_an_error_that_does_not_unpickle_leaves_its_actor_healthy(
         getattr(group, call)("raise_two_arguments", broadcast=start_of(2.0))
     assert group.average("get_weights").used == (0, 1, 2)
     assert set(bits(group)) == {start_of(2.0).buffer.tobytes()}
+
+
+GROUP = """
+  + Exception Group Traceback (most recent call last):
+  |   File "train.py", line 3, in train
+  |     raise ExceptionGroup("two shards", [ValueError("1"), TwoArgumentsError(1, 2)])
+  | ExceptionGroup: two shards (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ValueError: 1
+    +------------------------------------
+"""
+LINES = """Traceback (most recent call last):
+  File "train.py", line 3, in train
+    raise TwoArgumentsError("a shard", "another")
+__main__.TwoArgumentsError: a shard is missing:
+  see the log
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(ray.exceptions, "UnserializableException"), reason="an older Ray has no such error"
+)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GROUP, "ExceptionGroup: two shards (2 sub-exceptions)"),
+        (LINES, "__main__.TwoArgumentsError: a shard is missing:\n  see the log"),
+        ("no traceback", "no traceback"),
+    ],
+)
+def test_an_error_that_does_not_unpickle_is_shown_with_all_of_its_text(
+    text: str, expected: str
+) -> None:
+    error = ray.exceptions.UnserializableException(text)
+    assert reason_of(error) == expected
+    assert reason_in_a_line(error) == expected.splitlines()[0]
 
 
 def test_a_method_that_is_async_or_yields_is_refused(lend: Lend) -> None:

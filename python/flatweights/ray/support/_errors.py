@@ -42,6 +42,7 @@ _MOST_SHOWN = 2000  # characters of a text that a worker sent
 _LONGEST_TEXT = 1000  # characters of the text that replaces a longer error
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*(:|$)")  # in a traceback, after its frames
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes|$)")
 
 
@@ -207,7 +208,7 @@ def reason_of(error: Exception) -> str:
     """Return type and text of a worker's exception, without Ray's error around it."""
     shown = _shown(error)
     if isinstance(shown, _UNSERIALIZABLE):  # a traceback, which ends with the method's error
-        return shortened(str(shown).strip().splitlines()[-1])
+        return shortened(_end_of(_COLOURS.sub("", str(shown))))
     cause = _cause_in_constructor(_lines_of(shown))
     if not cause:
         return f"{type(shown).__name__}: {shortened(str(shown))}"
@@ -220,7 +221,7 @@ def reason_in_a_line(error: Exception) -> str:
     """As `reason_of`, on one line: Ray's own errors have several lines, with colours."""
     shown = _shown(error)
     if isinstance(shown, _UNSERIALIZABLE):
-        return reason_of(shown)
+        return reason_of(shown).splitlines()[0]
     name, lines = type(shown).__name__, _lines_of(shown)
     if not lines:
         return name
@@ -229,6 +230,18 @@ def reason_in_a_line(error: Exception) -> str:
         return f"{name}: {cause}"
     detail = _EXIT_DETAIL.search(lines[-1])
     return f"{name}: {lines[0]}" + (f" {detail[1]}" if detail else "")
+
+
+def _end_of(traceback: str) -> str:
+    """Return type and text of the error with which a traceback ends; of a group, the first line."""
+    lines = traceback.strip().splitlines()
+    frames = [k for k, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[frames[-1] :] if frames else []
+    texts = [k for k, line in enumerate(after) if _ERROR_LINE.match(line)]
+    if texts:
+        return "\n".join(after[texts[0] :])
+    group = (line[4:] for line in lines if line[:4] == "  | " and _ERROR_LINE.match(line[4:]))
+    return next(group, lines[-1])
 
 
 def shortened(text: str) -> str:
