@@ -214,7 +214,7 @@ ASYNCHRONOUS = {
     ),
     "a loop that is left takes a refusal for a result": (
         "rounds/_as_completed.py",
-        "            version = None if _has_failed(sent.answer) else sent.version\n",
+        "            version = sent.version if error_in(sent.answer) is None else None\n",
         "            version = sent.version\n",
     ),
     "a loop lets others keep nothing": (

@@ -677,6 +677,17 @@ def test_after_an_interrupt_weights_are_sent_once_the_call_has_ended(
     assert set(bits(group)) == {expected.buffer.tobytes()}
 
 
+def test_run_brings_back_workers_whose_refusals_nobody_has_read(group: WorkerGroup) -> None:
+    another = WorkerGroup(list(group.actors().values()), initial=None)
+    for _ in range(10):
+        group.broadcast(start_of(1.0))
+        another.broadcast(start_of(2.0))
+        with pytest.raises(WorkerError, match="StaleWorkerError"):
+            group.average("train")  # it raises at the first one that it reads
+        (found,) = group.run(1, "train")
+        assert (found.used, found.failed) == ((0, 1, 2), {})
+
+
 def test_a_worker_says_whose_weights_it_has() -> None:
     worker = PlainWorker()
     worker.call_version(head(("one", 1), ("one", 0)), weights_of(1.0), None)

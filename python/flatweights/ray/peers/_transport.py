@@ -227,6 +227,16 @@ class PendingResult(ABC):
         """Release the memory of the value, which is not taken again. A second call does nothing."""
 
 
+def error_in(answer: PendingResult) -> Exception | None:
+    """Return the error that ``answer``, which has arrived, is; None if it is a value."""
+    if answer.packed is None:
+        try:
+            answer.result()
+        except Exception as error:
+            return error.with_traceback(None)
+    return None
+
+
 @dataclass(eq=False)
 class Payload:
     """Weights on their way to workers.

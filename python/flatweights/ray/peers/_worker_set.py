@@ -42,7 +42,7 @@ from flatweights.ray.peers._ready_workers import ReadyWorkers
 from flatweights.ray.peers._result_metadata import ReadOptions
 from flatweights.ray.peers._start import GroupStart
 from flatweights.ray.peers._store import RayResult, argument_of, check_cluster
-from flatweights.ray.peers._transport import Call, Payload, PendingResult, Stamp
+from flatweights.ray.peers._transport import Call, Payload, PendingResult, Stamp, error_in
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, deadline_in, wait_any
 from flatweights.ray.results._report import METRICS, SENT
 from flatweights.ray.results._result import copied
@@ -572,6 +572,8 @@ class WorkerSet:
         Args:
             seconds: The longest wait for ranks that are alive.
         """
+        if any(record.in_flight is not None for record in self.ranks.records.values()):
+            self._drop_in_flight(self.ranks.healthy(), 0.0)
         unhealthy = self.ranks.unhealthy()
         if not unhealthy or self.ranks.over:
             return []
@@ -722,7 +724,10 @@ class WorkerSet:
         self.ranks.note_lost(dict.fromkeys(late, late_error(deadline.timeout)))
 
     def _drop_in_flight(self, ranks: Iterable[int], end: float | None) -> list[int]:
-        """Drop answers in flight as they arrive; return those of ``ranks`` that still owe one."""
+        """Drop answers in flight as they arrive; return those of ``ranks`` that still owe one.
+
+        Nobody else learns of ranks that have died or are stale, so they are noted.
+        """
         owing = {
             in_flight: rank
             for rank in ranks
@@ -730,7 +735,10 @@ class WorkerSet:
         }
         while owing and (there := wait_any(owing, end)):
             for answer in there:
-                self.ranks.records[owing.pop(answer)].drop_in_flight()
+                rank, error = owing.pop(answer), error_in(answer)
+                self.ranks.records[rank].drop_in_flight()
+                if error is not None:
+                    self.ranks.note_lost({rank: error})
         return list(owing.values())
 
     def _close(self, arrivals: Arrivals, took: Collection[int] = ()) -> None:

@@ -28,7 +28,7 @@ from flatweights.ray.core._deadline import Deadline
 from flatweights.ray.core._loop import Loop, LoopCall
 from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._ranks import WorkerRecord
-from flatweights.ray.peers._transport import PendingResult
+from flatweights.ray.peers._transport import PendingResult, error_in
 from flatweights.ray.peers._wait import Arrivals, RoundSpec, wait_any
 from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.results._report import report
@@ -217,7 +217,7 @@ class AsCompleted:
                 sent.record.complete(answer, is_there=False, is_late=is_late)
         for sent in loop.there:
             # A worker whose method has raised may have refused the weights.
-            version = None if _has_failed(sent.answer) else sent.version
+            version = sent.version if error_in(sent.answer) is None else None
             sent.record.complete(sent.answer, version=version)
             sent.answer.release()
         self.worker_set.channels.done()
@@ -560,14 +560,3 @@ class AsCompleted:
             seconds={"wait": 0.0, "average": _clock.now() - begin},
             nbytes=mean.nbytes,
         )
-
-
-def _has_failed(answer: PendingResult) -> bool:
-    """Whether an answer that has arrived is an error."""
-    if answer.packed is not None:
-        return False
-    try:
-        answer.result()
-    except Exception:
-        return True
-    return False
