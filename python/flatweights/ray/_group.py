@@ -683,7 +683,8 @@ class WorkerGroup:
 
     def _take_back(self, timeout: float | None) -> list[int]:
         """Send the latest weights to unhealthy workers that can be reached; return their ranks."""
-        return self._worker_set.take_back(_PROBE if timeout is None else min(_PROBE, timeout))
+        seconds = _PROBE if timeout is None else min(_PROBE, timeout)
+        return self._worker_set.take_back(seconds, timeout)
 
     def _report(self, result: Round) -> None:
         """Report a round; no later one lists the ranks again that have joined and left."""

@@ -360,6 +360,7 @@ def test_an_interrupt_of_a_call_in_the_body_spoils_no_result(
             with pytest.raises(KeyboardInterrupt):
                 group.step("ping")
     assert interrupted
+    group.restore()
 
 
 def test_loops_that_take_turns_and_end_share_the_workers(group: WorkerGroup) -> None:

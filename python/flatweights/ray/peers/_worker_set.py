@@ -174,8 +174,7 @@ class WorkerSet:
         Raises:
             WorkerError: If no rank is healthy, and none took the weights.
         """
-        if [r for r in self.ranks.records.values() if r.in_flight is not None and r.why is None]:
-            self._await_in_flight(deadline_in(timeout))
+        self._await_owed(timeout)
         if weights is None:
             self._restore_if_none_is_healthy(timeout)
         self._complete_published(timeout)
@@ -563,17 +562,19 @@ class WorkerSet:
         head = self._next_stamp(), latest.version, None
         return Call(head, method, args, kwargs, payload), latest
 
-    def take_back(self, seconds: float) -> list[int]:
+    def take_back(self, seconds: float, timeout: float | None) -> list[int]:
         """Bring back unhealthy ranks that can be reached; return these ranks.
+
+        Before that, it waits for answers that healthy ranks owe, which may be refusals.
 
         A dead rank, which Ray may be restarting, is asked by a call that later rounds look at: its
         answer may take seconds.
 
         Args:
             seconds: The longest wait for ranks that are alive.
+            timeout: Seconds to wait for answers that are owed.
         """
-        if any(record.in_flight is not None for record in self.ranks.records.values()):
-            self._drop_in_flight(self.ranks.healthy(), 0.0)
+        self._await_owed(timeout)
         unhealthy = self.ranks.unhealthy()
         if not unhealthy or self.ranks.over:
             return []
@@ -717,6 +718,10 @@ class WorkerSet:
                 asked = "get_weights, which all workers start from unless initial= is given"
                 raise WorkerError({rank: RuntimeError(f"{asked}: {reason_of(error)}")}) from error
         raise WorkerError(self.ranks.unhealthy())
+
+    def _await_owed(self, timeout: float | None) -> None:
+        if [r for r in self.ranks.records.values() if r.in_flight is not None and r.why is None]:
+            self._await_in_flight(deadline_in(timeout))
 
     def _await_in_flight(self, deadline: Deadline) -> None:
         """Wait for the answers that healthy ranks owe to broken-off calls."""
