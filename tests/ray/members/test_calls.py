@@ -157,14 +157,14 @@ def test_a_donor_that_dies_leaves_a_reason(group: Core) -> None:
 def test_states_are_released_once_nobody_needs_them(group: Core) -> None:
     group.step(0, 1, 2)
     heal(group, 2)
-    number = group.calls.number
+    assert only(Release, group.done) == [Release(group.calls.number)]
+    assert not group.calls.healings
     group.step(0, 1, 2)
     group.request(1, STEP, lacks=True)
-    group.request(0, STEP)
-    group.request(2, STEP)
-    group.receive(Reduced((0, 2), 8))
+    number = group.step(0, 2).number
+    assert [one.number for one in group.calls.healings] == [number]
+    group.receive(Ended(group[1], MemberDiedError("it died")))
     assert only(Release, group.done) == [Release(number)]
-    assert [one.number for one in group.calls.healings] == [group.calls.number]
 
 
 def test_nobody_has_the_state_any_more(group: Core) -> None:

@@ -8,6 +8,7 @@ import pickle
 import random
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -363,6 +364,28 @@ def test_a_process_listens_once_whichever_thread_is_first() -> None:
             made = [*threads.map(lambda _, end=end: end.address, range(4))]
         assert len({*made}) == 1
         end.close()
+
+
+def test_threads_that_expect_connections_at_once_lose_none(
+    listening: Callable[[], Streams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams, switches = listening(), sys.getswitchinterval()
+
+    def expect(k: int) -> bytes:
+        def take(connection: socket.socket) -> None: ...
+
+        for number in range(3_000):
+            epoch = struct.pack("=qq", k, number)
+            streams.expect(epoch, take)
+        return epoch
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            last = [*pool.map(expect, range(4))]
+    finally:
+        sys.setswitchinterval(switches)
+    assert {*streams._expected} == {*last}
 
 
 def test_a_process_that_is_not_expected_gets_no_socket(listening: Callable[[], Streams]) -> None:

@@ -380,7 +380,6 @@ class Calls:
     ) -> int:
         """Choose the donor among the averaged members; return its number."""
         donor = min((peer for peer in asking if peer.rank in used), key=lambda peer: peer.rank)
-        self._end_healings()
         until = Deadline.after(call.timeout, now)
         self.healings.append(Healing(number, donor, [*recovering], until))
         return donor.number
@@ -414,7 +413,10 @@ class Calls:
                 healing.fail(event.why)
 
     def _heal(self, now: float) -> None:
-        """Answer members that wait for a state, if it is known; give up on late donors."""
+        """Answer members that wait for a state, if it is known; give up on late donors.
+
+        A state that nobody needs any more is as large as a model and its optimizer's slots.
+        """
         for healing in self.healings:
             healing.give_up_in_time(now)
             if not healing.is_known:
@@ -430,13 +432,9 @@ class Calls:
                 self._away.discard(peer.rank)
                 text = "rank %d is healed, with the state of rank %d"
                 self._warn(text, peer.rank, healing.donor.rank)
-
-    def _end_healings(self) -> None:
-        """Forget healings that nobody needs any more."""
-        for healing in self.healings:
-            if not healing.recovering:
-                self._do(Release(healing.number))
-        self.healings = [healing for healing in self.healings if healing.recovering]
+        for healing in [one for one in self.healings if not one.recovering]:
+            self.healings.remove(healing)
+            self._do(Release(healing.number))
 
     # Ends.
 

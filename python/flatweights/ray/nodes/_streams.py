@@ -106,7 +106,9 @@ class Streams:
 
         If it was expected with another epoch, that ends.
         """
-        self._expected = {e: one for e, one in self._expected.items() if one != take}
+        for old, one in [*self._expected.items()]:  # which other threads change
+            if one == take:
+                self._expected.pop(old, None)
         self._expected[epoch] = take
 
     def connect(self, address: Address, epoch: bytes, end: float) -> socket.socket:
