@@ -14,6 +14,7 @@ void bind_difference(pybind11::module_& m);
 void bind_average(pybind11::module_& m);
 void bind_inplace(pybind11::module_& m);
 void bind_channels(pybind11::module_& m);
+void bind_packets(pybind11::module_& m);
 void bind_publication(pybind11::module_& m);
 void bind_repeated_calls(pybind11::module_& m);
 void bind_worker_answers(pybind11::module_& m);

@@ -24,7 +24,8 @@ std::span<const std::byte> as_span(const py::bytes& bytes) {
 void raise_os_error(const std::system_error& error) {
   const auto raised = py::reinterpret_steal<py::object>(
       PyObject_CallFunction(PyExc_OSError, "is", error.code().value(), error.what()));
-  if (raised) PyErr_SetObject(PyExc_OSError, raised.ptr());
+  // Its type may be a class of its own, such as ConnectionResetError.
+  if (raised) PyErr_SetObject(py::type::of(raised).ptr(), raised.ptr());
   throw py::error_already_set();
 }
 

@@ -19,6 +19,7 @@ PYBIND11_MODULE(_core_of_main_interpreter, m) {
   flatweights::bind::bind_running_average(m);
   flatweights::bind::bind_difference(m);
   flatweights::bind::bind_channels(m);
+  flatweights::bind::bind_packets(m);
   flatweights::bind::bind_repeated_calls(m);
   flatweights::bind::bind_worker_answers(m);
   flatweights::bind::bind_device_segments(m);

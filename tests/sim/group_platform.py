@@ -586,7 +586,7 @@ class _Shares(ChannelEnd):
         while packets and not self.is_closed:
             packet = packets.pop(0)
             if packet:
-                self._take(packet[:1], packet[1:], [])
+                self._take(packet[:1], packet[1:], _core.Descriptors())
             else:
                 self.is_closed = True
 
@@ -827,6 +827,6 @@ class SimulatedWorkerChannel(_Shares, WorkerChannel):
         mailbox.to_driver.append(b"")
         self._listener.changed()
 
-    def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
+    def _take(self, kind: bytes, body: bytes, descriptors: _core.Descriptors) -> None:
         bell: Any = self._listener
         self._doorbell = bell

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -704,6 +705,30 @@ def test_a_channel_whose_post_was_interrupted_works_or_is_given_up(one: Driver) 
         if not was_interrupted:
             break
     assert step > 10
+
+
+def test_an_interrupt_while_a_segment_is_received_leaves_no_descriptor_open() -> None:
+    channels, segment = Channels(), _core.Segment(4096)
+    token = channels.new_token()
+    worker = WorkerChannel(channels.address, token)
+    channel = channels.connect(token, worker.mailbox.nonce)
+    packet = b"W" + struct.pack("<IIQ16s", 0, 1, segment.nbytes, segment.nonce)
+
+    def received() -> int:
+        """Return the number of descriptors once the segment has come."""
+        socket.send_fds(channel.connection, [packet], [segment.descriptor])
+        worker.receive()
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    interrupts, before, steps = Interrupts(), received(), 0
+    socket.send_fds(channel.connection, [packet], [segment.descriptor])
+    while interrupts.hit(worker.receive):
+        assert received() == before
+        socket.send_fds(channel.connection, [packet], [segment.descriptor])
+        steps += 1
+    assert steps > 50
+    worker.connection.close()
+    channels.close()
 
 
 @contextlib.contextmanager

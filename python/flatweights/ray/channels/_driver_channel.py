@@ -565,14 +565,11 @@ class _Connections:
         connection = pending.connection
         try:
             check_user(connection)
-            while True:
-                try:
-                    packet, descriptors = receive_packet(connection)
-                    break
-                except BlockingIOError:
-                    yield select.POLLIN
+            while (received := receive_packet(connection)) is None:
+                yield select.POLLIN
         except ChannelError as error:
             raise RefusedError(str(error)) from None
+        packet, descriptors = received
         try:
             token, nonce = packet[1 : 1 + _TOKEN], packet[1 + _TOKEN :]
             if packet[:1] != b"H" or len(descriptors) != 1:
@@ -580,9 +577,6 @@ class _Connections:
             channel = DriverChannel(connection, _core.Mailbox.open(descriptors[0], nonce))
         except (OSError, ChannelError, ValueError, MemoryError) as error:
             raise RefusedError(f"{type(error).__name__}: {error}") from None
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
         with self._lock:
             is_expected = self._channels.get(token, channel) is None
             if is_expected:

@@ -38,19 +38,22 @@ def is_shortage(error: Exception) -> bool:
     )
 
 
-def receive_packet(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Return the next packet (empty at the end of the file) and its descriptors.
+def receive_packet(connection: socket.socket) -> tuple[bytes, _core.Descriptors] | None:
+    """Return the next packet (empty at the end of the file) and its descriptors, without waiting.
+
+    Returns:
+        None if there is no packet.
 
     Raises:
-        BlockingIOError: If there is no packet.
         OSError: If the connection is broken.
         ChannelError: If this process had no free descriptors for those of the packet, which are
             lost.
     """
-    packet, descriptors, flags, _ = socket.recv_fds(connection, _MOST, 4)
-    if flags & socket.MSG_CTRUNC:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    received = _core.receive_packet(connection.fileno(), _MOST)
+    if received is None:
+        return None
+    packet, descriptors, are_short = received
+    if are_short:
         raise ChannelError(os.strerror(errno.EMFILE))
     return packet, descriptors
 
@@ -204,21 +207,20 @@ class ChannelEnd:
         """
         was_reset = False
         while not self.is_closed:
-            descriptors: list[int] = []
             try:
-                packet, descriptors = receive_packet(self.connection)
-            except BlockingIOError:
-                return
+                received = receive_packet(self.connection)
             except ConnectionResetError:  # the peer left packets unread; its own come next
-                if not was_reset:
-                    was_reset = True
-                    continue
-                packet = b""
+                self.is_closed, was_reset = was_reset, True
+                continue
             except OSError:
-                packet = b""
+                self.is_closed = True
+                return
             except ChannelError as error:
                 self._refused = error.with_traceback(None)
                 continue
+            if received is None:
+                return
+            packet, descriptors = received
             if not packet:
                 self.is_closed = True
                 return
@@ -226,17 +228,13 @@ class ChannelEnd:
                 self._take(packet[:1], packet[1:], descriptors)
             except (ChannelError, OSError, ValueError, struct.error) as error:
                 self._refused = error.with_traceback(None)
-            finally:
-                for descriptor in descriptors:
-                    with contextlib.suppress(OSError):
-                        os.close(descriptor)
 
     def _missing(self, text: str) -> ChannelError:
         """Return the error about a packet that the peer should have sent."""
         refused, self._refused = self._refused, None
         return ChannelError(text + (f" ({type(refused).__name__}: {refused})" if refused else ""))
 
-    def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
+    def _take(self, kind: bytes, body: bytes, descriptors: _core.Descriptors) -> None:
         if kind == b"P" and not descriptors:
             self.last_words = body.decode(errors="replace")
             return

@@ -95,9 +95,9 @@ class WorkerChannel(ChannelEnd):
         self.mailbox.close_descriptor()
         self._segments = Segments(_MOST_SEGMENTS, functools.partial(self.mailbox.holds, False))
 
-    def _take(self, kind: bytes, body: bytes, descriptors: list[int]) -> None:
+    def _take(self, kind: bytes, body: bytes, descriptors: _core.Descriptors) -> None:
         if kind == b"D" and len(descriptors) == 2 and self._doorbell is None:
-            memory, bell = descriptors
+            memory, bell = descriptors[0], descriptors[1]
             self._doorbell = _core.Doorbell.open(memory, bell, body)
         else:
             super()._take(kind, body, descriptors)

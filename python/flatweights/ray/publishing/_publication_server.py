@@ -11,7 +11,6 @@ back the one that it has got, if any was left. A publisher that takes over needs
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import select
 import socket
@@ -23,7 +22,7 @@ from typing import NamedTuple
 from flatweights import _core
 from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError, check_user, receive_packet
-from flatweights.ray.support._listener import kept
+from flatweights.ray.support._listener import kept, milliseconds
 
 _READER = struct.Struct("<cI")  # a kind, the number of the reader
 _WELCOME, _FULL = b"R", b"F"
@@ -238,16 +237,12 @@ class PublicationConnection:
             ValueError: If the files that it hands out are not those of ``address``.
         """
         self.connection = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        descriptors: list[int] = []
         try:
             _connect(self.connection, address.socket, end)
             packet, descriptors = self._receive(end)
             if packet and for_others:
-                while descriptors:
-                    os.close(descriptors.pop())
                 self.connection.send(_FOR_OTHERS)
                 packet, descriptors = self._receive(end)
-            self.connection.setblocking(False)
             if len(packet) != _READER.size:
                 raise ConnectionResetError("the server has closed")
             kind, number = _READER.unpack(packet)
@@ -255,20 +250,21 @@ class PublicationConnection:
                 raise FullError(
                     f"the publisher has {number} readers on this node, and takes no more"
                 )
-            control, data = descriptors
+            control, data = descriptors[0], descriptors[1]
             self.reader = _core.PublicationReader(
                 control, address.control, data, address.data, address.nbytes, number
             )
         except BaseException:
             self.connection.close()
             raise
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
-    def _receive(self, end: float) -> tuple[bytes, list[int]]:
-        self.connection.settimeout(max(1e-3, end - _clock.now()))
-        return receive_packet(self.connection)
+    def _receive(self, end: float) -> tuple[bytes, _core.Descriptors]:
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        while (received := receive_packet(self.connection)) is None:
+            if not poll.poll(milliseconds(end)):
+                raise TimeoutError("the server does not answer in time")
+        return received
 
     @property
     def is_over(self) -> bool:
