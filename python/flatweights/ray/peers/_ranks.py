@@ -115,22 +115,6 @@ class WorkerRecord:
         if version is not None:
             self.version, self.is_new = version, False
 
-    @staticmethod
-    def complete_all(
-        records: Mapping[int, WorkerRecord],
-        answers: Mapping[int, PendingResult],
-        version: Stamp | None,
-    ) -> None:
-        """Do the work of `complete` for answers that have all arrived."""
-        for rank, answer in answers.items():
-            record = records[rank]
-            if record.in_flight is answer:
-                if record.kept is not None:
-                    record._notify(True)
-                record.in_flight = None
-                if version is not None:
-                    record.version, record.is_new = version, False
-
     def take(self, version: Stamp | None) -> None:
         """Note that the worker has the weights of ``version``."""
         self.version, self.is_new = version, False

@@ -754,18 +754,14 @@ class WorkerSet:
             took: The ranks that have the latest weights.
         """
         self.channels.done()
-        unanswered, late, records = arrivals.unanswered, arrivals.late, self.ranks.records
-        version = self.latest.version if took else None
-        if not unanswered and (not took or took == arrivals.answers.keys()):
-            WorkerRecord.complete_all(records, arrivals.answers, version)
-        else:
-            for rank, answer in arrivals.answers.items():
-                records[rank].complete(
-                    answer,
-                    is_there=rank not in unanswered,
-                    is_late=rank in late,
-                    version=version if rank in took else None,
-                )
+        unanswered, late, version = arrivals.unanswered, arrivals.late, self.latest.version
+        for rank, answer in arrivals.answers.items():
+            self.ranks.records[rank].complete(
+                answer,
+                is_there=rank not in unanswered,
+                is_late=rank in late,
+                version=version if rank in took else None,
+            )
         arrivals.release()
         if arrivals.failed or late:
             self.ranks.note_lost(arrivals.errors)
