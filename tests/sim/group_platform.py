@@ -599,7 +599,7 @@ class SimulatedDriverChannel(_Shares, DriverChannel):
         box: Any = mailbox
         super().__init__(connection, box)
         self._platform = platform
-        self._of_peer: Any = {0: None}  # of which views are counted
+        self.peer_segments: Any = {0: None}  # of which views are counted
         self._peer_has = {0: 1}
 
 

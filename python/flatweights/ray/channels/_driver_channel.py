@@ -52,6 +52,7 @@ class DriverChannel(ChannelEnd):
     Attributes:
         calls: References to the results of the last `FlatWorker.serve_channel` calls, by number.
         is_given_up: Whether no command is posted any more, although the worker may be alive.
+        layout: The layout of the last weights that arrived in a message; None before the first.
     """
 
     def __init__(self, connection: socket.socket, mailbox: _core.Mailbox) -> None:
@@ -63,7 +64,7 @@ class DriverChannel(ChannelEnd):
         self._sent: list[Extent] = []  # of the command in the mailbox
         self._is_read = True
         self._reader: _core.WorkerAnswers | None = None  # which may have read the answer
-        self._layout: Layout | None = None  # of the last weights that arrived in a message
+        self.layout: Layout | None = None
         self._digest = b""  # of the layout
 
     @property
@@ -114,11 +115,6 @@ class DriverChannel(ChannelEnd):
             raise
 
     @property
-    def layout(self) -> Layout | None:
-        """The layout of the last weights that arrived in a message; None before the first."""
-        return self._layout
-
-    @property
     def has_command(self) -> bool:
         """Whether a command was posted whose answer nobody has read."""
         self.settle()
@@ -161,11 +157,6 @@ class DriverChannel(ChannelEnd):
         """Note that `_core.RepeatedCalls` has read an answer, and posted the next command."""
         self._sent, self._is_read, self._reader = extents, False, None
 
-    @property
-    def peer_segments(self) -> dict[int, tuple[int, _core.PeerSegment]]:
-        """The worker's segments, by index, with their generations; it changes as they come."""
-        return self._of_peer
-
     def serve(self, call: Callable[[int], Any]) -> None:
         """Make another Ray call that serves commands, by ``call``, which takes its number."""
         self._count += 1
@@ -186,7 +177,7 @@ class DriverChannel(ChannelEnd):
 
     def count_views(self) -> int:
         """Return the number of views that this process has of the worker's segments."""
-        return sum(self.mailbox.holds(False, index) for index in self._of_peer)
+        return sum(self.mailbox.holds(False, index) for index in self.peer_segments)
 
     def latest_call(self) -> Any:
         """Return the reference to the result of the last call."""
@@ -215,19 +206,19 @@ class DriverChannel(ChannelEnd):
             return VALUE, None
         self._is_read = True
         try:
-            kind, buffers, body = self.mailbox.read_message(False, self._of_peer)
+            kind, buffers, body = self.mailbox.read_message(False, self.peer_segments)
         except IndexError:
             kind, buffers, body = self.read()
         if kind in (REQUEST, REDUCED, REPEAT):
             return kind, (body, buffers)
         if kind == WEIGHTS:
             (buffer,) = buffers
-            if self._layout is None or self._digest != body:
+            if self.layout is None or self._digest != body:
                 raise ChannelError("the layout of the weights is not known")
-            if buffer.nbytes != self._layout.nbytes:
-                expected = f"{self._layout.nbytes:,} bytes of weights"
+            if buffer.nbytes != self.layout.nbytes:
+                expected = f"{self.layout.nbytes:,} bytes of weights"
                 raise ChannelError(f"expected {expected}, got {buffer.nbytes:,}")
-            return kind, Packed(buffer, self._layout)
+            return kind, Packed(buffer, self.layout)
         if kind == VALUE and body == _NOTHING:
             return kind, None
         if kind == VALUE:
@@ -236,7 +227,7 @@ class DriverChannel(ChannelEnd):
                 del buffers
                 raise UnreadableResultError(f"its result cannot be unpickled: {reason}")
             if type(value) is FlatWeights:
-                self._layout = value.layout
+                self.layout = value.layout
                 self._digest = value.layout.digest.encode()
             return kind, value
         if kind == BY_CALL:

@@ -65,6 +65,7 @@ class ChannelEnd:
         mailbox: The mailbox that both sides map.
         is_closed: Whether the peer is dead, or has closed its end.
         last_words: The last words of the peer, about the reason.
+        peer_segments: The peer's segments, by index, with their generations.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ChannelEnd:
         self.is_closed = False
         self.last_words = ""
         self._is_worker = is_worker
-        self._of_peer: dict[int, tuple[int, _core.PeerSegment]] = {}
+        self.peer_segments: dict[int, tuple[int, _core.PeerSegment]] = {}
         self._peer_has: dict[int, int] = {}  # by index, the generation of the segment
         self._refused: Exception | None = None  # the error of a packet, for what misses it
         self._handles: dict[tuple[int, int], Handle] = {}  # by owner and index: what it was sent
@@ -96,7 +97,7 @@ class ChannelEnd:
 
     def forget_segments(self) -> None:
         """Unmap the peer's segments without a live view; no message can be read any more."""
-        self._of_peer.clear()
+        self.peer_segments.clear()
         self._handles.clear()
 
     def send_last_words(self, words: str) -> None:
@@ -185,7 +186,7 @@ class ChannelEnd:
             ValueError: If the message is malformed.
         """
         try:
-            return self.mailbox.read_message(self._is_worker, self._of_peer)
+            return self.mailbox.read_message(self._is_worker, self.peer_segments)
         except IndexError:  # the segment may have been sent since the last `receive`
             pass
         try:
@@ -194,7 +195,7 @@ class ChannelEnd:
             self.mailbox.release_message(self._is_worker)
             raise
         try:
-            return self.mailbox.read_message(self._is_worker, self._of_peer)
+            return self.mailbox.read_message(self._is_worker, self.peer_segments)
         except IndexError as error:
             self.mailbox.release_message(self._is_worker)
             raise self._missing(str(error)) from None
@@ -251,7 +252,7 @@ class ChannelEnd:
         segment = _core.PeerSegment(descriptors[0], nonce)
         if segment.nbytes != nbytes:
             raise ChannelError(f"segment {index}: expected {nbytes} bytes, got {segment.nbytes}")
-        self._of_peer[index] = generation, segment
+        self.peer_segments[index] = generation, segment
 
 
 _PEER = struct.Struct("3i")  # process, user, group

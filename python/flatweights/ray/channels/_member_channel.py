@@ -145,7 +145,7 @@ class MemberChannel(WorkerChannel):
             segment = segments[extent.segment]
             memory = segment.memory()[extent.offset : extent.offset + extent.nbytes]
         ends = self.mailbox, self._doorbell
-        request = _core.RepeatedRequest(*ends, self._of_peer, call, size, extent, segment)
+        request = _core.RepeatedRequest(*ends, self.peer_segments, call, size, extent, segment)
         return Shortcut(request, memory, segments, segments.changes)
 
     def response(self, seconds: float | None) -> tuple[bytes, list[Any], int]:
