@@ -67,21 +67,6 @@ class WorkerRecord:
         self.kept = None
         return answer
 
-    @staticmethod
-    def send_all(
-        records: Mapping[int, WorkerRecord],
-        ranks: Iterable[int],
-        call: Call,
-        by_rank: Mapping[int, Sequence[Any]],
-        answers: dict[int, PendingResult],
-    ) -> None:
-        """Call ``ranks``, each with its arguments in ``by_rank``; add the ``answers`` at once."""
-        for rank in ranks:
-            record = records[rank]
-            this = call.with_more(by_rank[rank]) if by_rank else call
-            record.in_flight = answers[rank] = record.worker.call(this)
-            record.kept = None
-
     def track(self, answer: PendingResult) -> None:
         """Note the answer to a call that was not made by `send`."""
         self.in_flight, self.kept = answer, None

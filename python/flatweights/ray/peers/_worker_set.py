@@ -283,7 +283,12 @@ class WorkerSet:
                     records[rank].track(answers[rank])
             if by_agent:
                 ranks = [rank for rank in ranks if rank not in by_agent]
-            WorkerRecord.send_all(records, ranks, call, by_rank, answers)
+            for rank in ranks:
+                record = records[rank]
+                this = call.with_more(by_rank[rank]) if by_rank else call
+                # In one statement, so that an interrupt finds the answer in both or in neither.
+                record.in_flight = answers[rank] = record.worker.call(this)
+                record.kept = None
         except BaseException as error:
             # The one that was being called may have the call, and take the weights that it brings.
             others = [records[rank] for rank in ranks if rank not in answers]
