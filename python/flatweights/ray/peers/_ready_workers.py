@@ -12,10 +12,12 @@ from typing import Any
 
 from flatweights import _core
 from flatweights._layout import Layout
+from flatweights._weights import FlatWeights, frozen
 from flatweights.ray.channels._driver_channel import Channels
 from flatweights.ray.peers._by_channel import ChannelResult, GroupChannels, slice_of
 from flatweights.ray.peers._ranks import WorkerRecord
-from flatweights.ray.peers._transport import Call, MeanOfAnswers, PendingResult, Stamp
+from flatweights.ray.peers._transport import Call, PendingResult, Stamp
+from flatweights.ray.results._round import Round
 
 
 class ReadyWorkers:
@@ -90,10 +92,8 @@ class ReadyWorkers:
             worker.serve(channel)
         return True
 
-    def mean(
-        self, weights: list[float], timeout: float | None, *, finite: bool
-    ) -> MeanOfAnswers | None:
-        """Wait for the answers to `post`, which are weights, and average them in place.
+    def mean(self, weights: list[float], timeout: float | None, *, finite: bool) -> Round | None:
+        """Wait for the answers to `post`, which are weights; return the round of their mean.
 
         Args:
             weights: One for each worker.
@@ -110,7 +110,13 @@ class ReadyWorkers:
             del mean  # it may have taken the segment that was offered
             self._group.offer(layout.nbytes)
             return None
-        return MeanOfAnswers(mean, layout, *found)
+        waited, averaged = found
+        return Round(
+            FlatWeights.wrap(frozen(mean), layout),
+            self.ranks,
+            seconds={"wait": waited, "average": averaged},
+            nbytes=mean.nbytes * len(self.ranks),
+        )
 
     def are_done(self, timeout: float | None) -> bool:
         """Wait until all have answered None to `post`; return whether they have."""

@@ -43,7 +43,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from flatweights._layout import Layout, unpickle_layout
+from flatweights._layout import unpickle_layout
 from flatweights._weights import FlatWeights
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.results._result import Packed
@@ -138,22 +138,6 @@ def read_plain_call(body: bytes, buffers: list[NDArray[np.uint8]]) -> tuple[Head
         return head, None, method
     buffer = buffers.pop() if buffers else np.empty(0, np.uint8)  # weights without bytes
     return head, (None, [Packed(buffer, layout)]), method
-
-
-class MeanOfAnswers(NamedTuple):
-    """The mean of answers that are all weights of one layout.
-
-    Attributes:
-        mean: The mean.
-        layout: Their layout.
-        waited: The seconds of the wait.
-        averaged: The seconds of the average.
-    """
-
-    mean: NDArray[np.uint8]
-    layout: Layout
-    waited: float
-    averaged: float
 
 
 class PendingResult(ABC):

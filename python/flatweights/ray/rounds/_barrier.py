@@ -19,7 +19,7 @@ from flatweights.ray.results._round import Round
 from flatweights.ray.results._wire import PayloadKind
 from flatweights.ray.rounds._allreduce import NodesAverage
 from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
-from flatweights.ray.rounds._local_reduce import DriverAverage, round_of_mean
+from flatweights.ray.rounds._local_reduce import DriverAverage
 from flatweights.ray.rounds._work import Work
 from flatweights.ray.support._errors import WorkerError, raised
 
@@ -144,8 +144,7 @@ def _average_at_once(
 
     def read() -> Round | None:
         worker_set.offer()
-        found = ready.mean(numbers, spec.timeout, finite=finite)
-        return None if found is None else round_of_mean(found, ready.ranks)
+        return ready.mean(numbers, spec.timeout, finite=finite)
 
     def collect(arrivals: Arrivals) -> Round:
         return DriverAverage(arrivals, spec, None, _plain_codec(worker_set, work)).run()

@@ -11,7 +11,6 @@ from flatweights._running_average import RunningAverage
 from flatweights._sources import Template
 from flatweights._weights import FlatWeights, frozen
 from flatweights.ray import _clock
-from flatweights.ray.peers._transport import MeanOfAnswers
 from flatweights.ray.peers._wait import Arrivals, RoundSpec
 from flatweights.ray.results._result import Packed, copied, split
 from flatweights.ray.results._round import Round
@@ -353,18 +352,3 @@ class DriverAverage:
             return self._out
         arrived = sorted(self._arrivals.arrived)
         return split(self._arrivals.result(arrived[0]))[0] if arrived else None
-
-
-def round_of_mean(found: MeanOfAnswers, ranks: list[int]) -> Round:
-    """Return the round with a mean that was made in one step.
-
-    Args:
-        found: The mean.
-        ranks: All ranks, in their order.
-    """
-    return Round(
-        FlatWeights.wrap(frozen(found.mean), found.layout),
-        ranks,
-        seconds={"wait": found.waited, "average": found.averaged},
-        nbytes=found.mean.nbytes * len(ranks),
-    )
