@@ -144,8 +144,8 @@ GROUP = {
     ),
     "a channel that was given up is used": (
         "peers/_by_channel.py",
-        "        if channel is None or channel.is_closed or channel.is_given_up:\n            channel =",
-        "        if channel is None or channel.is_closed:\n            channel =",
+        "            if not (channel.is_closed or channel.is_given_up):\n",
+        "            if not channel.is_closed:\n",
     ),
     "a result that cannot be sent is nothing": (
         "channels/_worker_channel.py",

@@ -12,7 +12,7 @@ nobody waits for it longer than for the death of any other actor.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -388,9 +388,7 @@ class Worker:
 
     def call(self, call: Call) -> PendingResult:
         """Post the call to the channel, or make it through Ray."""
-        channel = self.channel
-        if channel is None or channel.is_closed or channel.is_given_up:
-            channel = self._ready()
+        channel = self._ready()
         if channel is None:
             return call_actor(self.handle, call, self.platform)
         if call.head[2] is not None:
@@ -452,15 +450,6 @@ class Worker:
             elif is_dict:  # the caller may replace arrays in it
                 self._replace(payload, dict(payload.value))
             payload.is_frozen = True
-
-    @staticmethod
-    def prepare_for(workers: Iterable["Worker"], payload: Payload) -> None:
-        """Bring ``payload`` within reach of ``workers``; see `prepare`."""
-        for worker in workers:
-            channel = worker.channel
-            is_usable = not (channel is None or channel.is_closed or channel.is_given_up)
-            if not (payload.is_frozen and is_usable):
-                worker.prepare(payload)
 
     def look_for_node(self) -> None:
         """Ask the worker for its node once more, since its old node may have died."""

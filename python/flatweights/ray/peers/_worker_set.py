@@ -808,7 +808,8 @@ class WorkerSet:
             if ranks is None:
                 argument_of(payload)  # the caller's weights may change until they are sent
             else:
-                Worker.prepare_for([self.ranks.records[rank].worker for rank in ranks], payload)
+                for rank in ranks:
+                    self.ranks.records[rank].worker.prepare(payload)
         except FULL as error:
             raise too_small(len(self.ranks), nbytes_of(payload.value)) from error
 
