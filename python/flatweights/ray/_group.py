@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -406,9 +405,6 @@ class WorkerGroup:
         ranks = self._worker_set.ranks
         ranks.admit()
         options["max_inflight"] = self._max_inflight
-        if weights is None and options["rule"] is None:
-            with contextlib.suppress(TypeError):  # one has no hash, or is wrong
-                return _spec_of(len(ranks), span=ranks.span, **options)
         return RoundSpec.of(len(ranks), weights, span=ranks.span, **options)
 
     @alone
@@ -748,15 +744,6 @@ class WorkerGroup:
             " and ".join(names),
         ]
         return f"<{type(self).__name__} of {', '.join(filter(None, parts))}>"
-
-
-@functools.lru_cache(maxsize=64, typed=True)
-def _spec_of(ranks: int, **options: Any) -> RoundSpec:
-    """Return the checked arguments of rounds without weights and rules: most are the same again.
-
-    Of rules, `==` does not tell whether they are the same, and they may hold models.
-    """
-    return RoundSpec.of(ranks, None, **options)
 
 
 def _check_initial(initial: Any) -> None:
