@@ -219,7 +219,7 @@ ASYNCHRONOUS = {
     ),
     "a loop lets others keep nothing": (
         "rounds/_as_completed.py",
-        "        record.keep_by(functools.partial(self._keep, answer, record.kept))\n",
+        "        record.kept = functools.partial(self._keep, answer, record.kept)\n",
         "",
     ),
 }

@@ -684,8 +684,7 @@ class WorkerGroup:
 
     def _report(self, result: Round) -> None:
         """Report a round; no later one lists the ranks again that have joined and left."""
-        if result.joined or result.left:
-            self._worker_set.ranks.forget_news(result.joined, result.left)
+        self._worker_set.ranks.forget_news(result.joined, result.left)
         report(result, already_named=self.unhealthy if result.failed or result.late else ())
 
     def shutdown(self) -> None:

@@ -11,6 +11,7 @@ nobody waits for it longer than for the death of any other actor.
 """
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -185,7 +186,7 @@ class ChannelResult(PendingResult):
         self._channel = channel
         self._call = call
         self._by_ray: RayResult | None = None  # the Ray call's answer, to wait for instead
-        self._until: float | None = None  # the end of that wait, since the worker died
+        self._until = math.inf  # the end of that wait, once the worker has died
         self._value: Any = _MISSING
         self._error: Exception | None = None
 
@@ -269,7 +270,7 @@ class ChannelResult(PendingResult):
         """
         ready = platform.wait([*by_ray], 0, len(by_ray))
         came = [answer for ref in ready for answer in by_ray.pop(ref)]
-        dead = [a for rest in by_ray.values() for a in rest if a._is_without_news()]
+        dead = [a for rest in by_ray.values() for a in rest if _clock.now() >= a._until]
         for answer in dead:
             answer._count_as_dead()
         return came + dead
@@ -303,10 +304,6 @@ class ChannelResult(PendingResult):
             self._by_ray = RayResult(channel.latest_call(), self._platform)
             self._until = _clock.now() + _DEATH
         return False
-
-    def _is_without_news(self) -> bool:
-        """Whether the worker died, and Ray has had its time to say why."""
-        return self._until is not None and _clock.now() >= self._until
 
     def _count_as_dead(self) -> None:
         """Wait for Ray's news of the worker no longer: its channel has shown that it died."""

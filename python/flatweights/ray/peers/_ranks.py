@@ -152,10 +152,6 @@ class WorkerRecord:
         self._pause = min(max(2 * self._pause, _PAUSE), _MOST_PAUSE) if is_dead else _PAUSE
         self.next_probe = _clock.now() + self._pause
 
-    def keep_by(self, keep: Callable[[bool], None]) -> None:
-        """Let ``keep`` know when another call drops the answer in flight; see `kept`."""
-        self.kept = keep
-
     def _notify(self, is_there: bool) -> None:
         kept, self.kept = self.kept, None
         if kept is not None:
@@ -370,11 +366,6 @@ class Ranks:
             record.end(RuntimeError(SHUT_DOWN))
         self._joining.clear()
         self._leaving.clear()
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there are any `news`."""
-        return bool(self._news[0] or self._news[1])
 
     @property
     def news(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -526,8 +526,7 @@ class WorkerSet:
             transports[rank] = f"store: {why_no_agents}" if is_far else worker.transport
         transports.update(result.transports)
         result.transports = transports
-        if self.ranks.has_news:
-            result.joined, result.left = self.ranks.news
+        result.joined, result.left = self.ranks.news
         if result.used:
             self.agents.nbytes = result.nbytes // len(result.used)
         weights = result.weights
@@ -777,11 +776,6 @@ class WorkerSet:
         for rank, error in failed.items():
             self.ranks.records[rank].leave_out(error)
 
-    def _note_taken(self, ranks: Iterable[int]) -> None:
-        """Note that ``ranks`` have the latest weights."""
-        for rank in ranks:
-            self.ranks.records[rank].take(self.latest.version)
-
     def _make_latest(self, weights: Any, ranks: Iterable[int] | None) -> Payload:
         """Make ``weights`` ready for ``ranks``, or for any; from then on they are the latest.
 
@@ -893,7 +887,8 @@ class WorkerSet:
             self._close(arrivals)
             self._leave_out(arrivals.failed)
             if payload is not None:
-                self._note_taken(arrivals.given)
+                for rank in arrivals.given:
+                    self.ranks.records[rank].take(self.latest.version)
                 _count_sent(payload, arrivals, arrivals.given)
         return arrivals.given
 

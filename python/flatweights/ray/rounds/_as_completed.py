@@ -290,7 +290,7 @@ class AsCompleted:
     ) -> None:
         end = None if timeout is None else _clock.now() + timeout
         record, loop = self.worker_set.ranks[rank], self._loop
-        record.keep_by(functools.partial(self._keep, answer, record.kept))
+        record.kept = functools.partial(self._keep, answer, record.kept)
         version, number = latest.version, latest.number
         loop.call(LoopCall(rank, record, answer, kind, version, number, loop.rounds, end))
 
@@ -504,9 +504,8 @@ class AsCompleted:
         result.transports = {rank: sent.record.worker.transport for rank, sent in taken.items()}
         since, self._since = self._since, _SinceLast()
         since.add_to(result)
-        if worker_set.ranks.has_news:
-            result.joined, result.left = worker_set.ranks.news
-            worker_set.ranks.forget_news(result.joined, result.left)
+        result.joined, result.left = worker_set.ranks.news
+        worker_set.ranks.forget_news(result.joined, result.left)
         return result
 
     def _check_not_all_spoiled(self) -> None:
