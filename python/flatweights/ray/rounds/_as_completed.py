@@ -34,7 +34,7 @@ from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.results._report import report
 from flatweights.ray.results._result import copied
 from flatweights.ray.results._round import Round
-from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
+from flatweights.ray.rounds._codec import plain_codec
 from flatweights.ray.rounds._local_reduce import DriverAverage
 from flatweights.ray.rounds._work import Work
 from flatweights.ray.support._errors import WorkerError, is_lost, late_error
@@ -486,9 +486,7 @@ class AsCompleted:
         worker_set.channels.done()
         result = self._of_one(*taken.values()) if len(taken) == 1 else None
         if result is None:
-            codec = PLAIN
-            if worker_set.layout is not None:
-                codec = Codec(accept=functools.partial(self._accept, worker_set.layout))
+            codec = plain_codec(worker_set.layout, self._work.method)
             arrivals = Arrivals(Deadline(None, None))
             for rank, sent in taken.items():
                 arrivals.arrive(rank, sent.answer)
@@ -517,9 +515,6 @@ class AsCompleted:
         if healthy <= self._since.quarantined:
             raise WorkerError(ranks.unhealthy(self._asked_now()) | self._since.failed)
 
-    def _accept(self, layout: Layout, model: Any, where: str) -> None:
-        check_result(layout, self._work.method, model, where)
-
     def _of_one(self, sent: _Sent) -> Round | None:
         """Return the round of a single result of weights only, as `DriverAverage`, but faster.
 
@@ -536,8 +531,7 @@ class AsCompleted:
             return None
         layout, where = packed.layout, f"rank {sent.rank}"
         if layout is not self._accepted:
-            if self.worker_set.layout is not None:
-                self._accept(self.worker_set.layout, layout, where)
+            plain_codec(self.worker_set.layout, self._work.method).accept(layout, where)
             self._accepted = layout
         takes_all = spec.nonfinite == "propagate"
         reach("averaging")

@@ -18,7 +18,7 @@ from flatweights.ray.results._report import report
 from flatweights.ray.results._round import Round
 from flatweights.ray.results._wire import PayloadKind
 from flatweights.ray.rounds._allreduce import NodesAverage
-from flatweights.ray.rounds._codec import PLAIN, Codec, check_result
+from flatweights.ray.rounds._codec import Codec, plain_codec
 from flatweights.ray.rounds._local_reduce import DriverAverage
 from flatweights.ray.rounds._work import Work
 from flatweights.ray.support._errors import WorkerError, raised
@@ -96,7 +96,7 @@ def _average(
         is_encoded = wire is not None and (payload_kind == "gradients" or wire.has_sent)
         encoded = payload_kind if is_encoded else None
         call = worker_set.call(work.method, work.args, work.kwargs, payload, encoded)
-        codec = _plain_codec(worker_set, work)
+        codec = plain_codec(worker_set.layout, work.method)
         if wire is not None and is_encoded:
             codec = Codec(
                 wire.widen,
@@ -138,7 +138,9 @@ def _average_at_once(
     ready, own = worker_set.ready(called), worker_set.layout
     if ready is None:
         return None
-    if own is not ready.layout and not _plain_codec(worker_set, work).accepts(ready.layout):
+    if own is not ready.layout and not plain_codec(worker_set.layout, work.method).accepts(
+        ready.layout
+    ):
         return None
     numbers, finite = spec.numbers_of(called), spec.nonfinite != "propagate"
 
@@ -147,7 +149,9 @@ def _average_at_once(
         return ready.mean(numbers, spec.timeout, finite=finite)
 
     def collect(arrivals: Arrivals) -> Round:
-        return DriverAverage(arrivals, spec, None, _plain_codec(worker_set, work)).run()
+        return DriverAverage(
+            arrivals, spec, None, plain_codec(worker_set.layout, work.method)
+        ).run()
 
     call = work.method, work.args, work.kwargs
     result = worker_set.round_at_once(ready, broadcast, spec.timeout, call, by_rank, read, collect)
@@ -162,13 +166,6 @@ def _is_small(argument: Any) -> bool:
     if kind is str:
         return len(argument) <= _SHORT
     return kind in _NUMBERS or issubclass(kind, np.generic)
-
-
-def _plain_codec(worker_set: WorkerSet, work: Work) -> Codec:
-    """Return the check of plain weights, as far as the workers' own layout is known."""
-    if worker_set.layout is None:
-        return PLAIN
-    return Codec(accept=functools.partial(check_result, worker_set.layout, work.method))
 
 
 def _asked(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -51,7 +52,19 @@ PLAIN = Codec()
 """A codec for plain weights; it widens a `flatweights.wire.Difference`."""
 
 
-def check_result(layout: Layout, method: str, model: Any, where: str) -> None:
+def plain_codec(layout: Layout | None, method: str) -> Codec:
+    """Return the codec for plain weights that ``method`` returns, which it checks.
+
+    Args:
+        layout: The layout of the weights of the workers; None if unknown, and nothing is checked.
+        method: The name of the method.
+    """
+    if layout is None:
+        return PLAIN
+    return Codec(accept=functools.partial(_check_result, layout, method))
+
+
+def _check_result(layout: Layout, method: str, model: Any, where: str) -> None:
     """Raise `TypeError` unless ``model`` can be weights of ``layout``, or gradients of them.
 
     There may be gradients of only some of the weights.
