@@ -198,8 +198,8 @@ ASYNCHRONOUS = {
     ),
     "a lost worker is not asked again": (
         "rounds/_as_completed.py",
-        "            record.back_off()\n            self._loop.lost.add(rank)\n",
-        "            record.back_off()\n",
+        "        else:\n            self._loop.lost.add(rank)\n",
+        "",
     ),
     "results of before it was lost are yielded": (
         "rounds/_as_completed.py",

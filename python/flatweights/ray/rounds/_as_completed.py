@@ -302,12 +302,10 @@ class AsCompleted:
         self._loop.lost.remove(rank)
         if record is None:
             return
-        if record.why is None:  # it was restored in the loop's body
-            self._loop.idle.append(rank)
-        elif record.in_flight is not None:
-            self._expect(rank, record.in_flight, "in_flight", self.worker_set.latest)
-        else:
+        if record.why is not None and record.in_flight is None:
             self._send(rank, "probe")
+        else:  # a call in the loop's body has restored or called it
+            self._take_up(rank)
 
     # Answers.
 
@@ -360,18 +358,15 @@ class AsCompleted:
         sent.record.complete(sent.answer, is_there=False, is_late=True)
         if sent.record.has_left:
             return
-        self.worker_set.ranks.note_lost({sent.rank: late_error(self._spec.timeout)})
         self._since.late.append(sent.rank)
-        self._take_up_lost(sent.rank)
+        self._lose(sent, late_error(self._spec.timeout))
 
-    def _take_up_lost(self, rank: int) -> None:
-        """Ask ``rank`` to take the latest weights, once it has given its answer in flight."""
-        record = self.worker_set.ranks[rank]
-        if record.in_flight is not None:
-            self._expect(rank, record.in_flight, "in_flight", self.worker_set.latest)
-        else:
-            record.back_off()
-            self._loop.lost.add(rank)
+    def _lose(self, sent: _Sent, error: Exception) -> None:
+        """Count a worker as lost, and ask it to take the latest weights once it owes no answer."""
+        self.worker_set.ranks.note_lost({sent.rank: error})
+        if sent.record.in_flight is None:
+            sent.record.back_off()
+        self._take_up(sent.rank)
 
     def _arrive(self, sent: _Sent) -> None:
         record = sent.record
@@ -380,17 +375,12 @@ class AsCompleted:
         elif sent.kind == "work" and record.why is None:
             self._loop.there.append(sent)
         elif sent.kind == "probe" or record.is_probed:  # by another loop or call
-            self._end_probe(sent)
+            if record.end_probe():
+                self.worker_set.mark_healthy([sent.rank])
+            self._take_up(sent.rank)
         else:
             record.drop_in_flight()
             self._take_up(sent.rank)
-
-    def _end_probe(self, sent: _Sent) -> None:
-        if sent.record.end_probe():
-            self.worker_set.mark_healthy([sent.rank])
-            self._loop.idle.append(sent.rank)
-        else:
-            self._loop.lost.add(sent.rank)
 
     def _keep(
         self, answer: PendingResult, before: Callable[[bool], None] | None, is_there: bool
@@ -465,14 +455,12 @@ class AsCompleted:
         return bool(stale)
 
     def _fail(self, sent: _Sent, error: Exception) -> None:
-        rank = sent.rank
         sent.record.complete(sent.answer)
         if not is_lost(error):
-            self._loop.idle.append(rank)
-            raise WorkerError({rank: error}) from error
-        self.worker_set.ranks.note_lost({rank: error})
-        self._since.failed[rank] = error
-        self._take_up_lost(rank)
+            self._loop.idle.append(sent.rank)
+            raise WorkerError({sent.rank: error}) from error
+        self._since.failed[sent.rank] = error
+        self._lose(sent, error)
 
     def _round(self, taken: Mapping[int, _Sent], publications: int) -> Round | None:
         """Return the average of the results; None, if all hold NaN or infinity.
