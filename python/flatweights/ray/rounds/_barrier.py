@@ -135,12 +135,8 @@ def _average_at_once(
     arguments = itertools.chain(work.args, work.kwargs.values(), *by_rank.values())
     if not all(map(_is_small, arguments)):
         return None  # large ones may have to go through Ray, and would be pickled twice
-    ready, own = worker_set.ready(called), worker_set.layout
-    if ready is None:
-        return None
-    if own is not ready.layout and not plain_codec(worker_set.layout, work.method).accepts(
-        ready.layout
-    ):
+    ready, codec = worker_set.ready(called), plain_codec(worker_set.layout, work.method)
+    if ready is None or not codec.accepts(ready.layout):
         return None
     numbers, finite = spec.numbers_of(called), spec.nonfinite != "propagate"
 
@@ -149,9 +145,7 @@ def _average_at_once(
         return ready.mean(numbers, spec.timeout, finite=finite)
 
     def collect(arrivals: Arrivals) -> Round:
-        return DriverAverage(
-            arrivals, spec, None, plain_codec(worker_set.layout, work.method)
-        ).run()
+        return DriverAverage(arrivals, spec, None, codec).run()
 
     call = work.method, work.args, work.kwargs
     result = worker_set.round_at_once(ready, broadcast, spec.timeout, call, by_rank, read, collect)
