@@ -297,8 +297,8 @@ CHANGES = (
     ),
     Change(
         "python/flatweights/keras/_sparse.py",
-        "own.max() < table.shape[0]",
-        "own.max() <= table.shape[0]",
+        "own.max() < shape[0]",
+        "own.max() <= shape[0]",
         ("tests/keras/test_sparse.py", "tests/keras/"),
     ),
     Change(

@@ -12,7 +12,7 @@ import tensorflow as tf
 from flatweights.keras._exchange import Exchange
 from flatweights.keras._hooks import variables_of
 from flatweights.keras._names import inner_variable, named_variables, with_slots
-from flatweights.keras._sparse import Sparse, Table, Tables, is_sent_sparse
+from flatweights.keras._sparse import Sparse, Tables, is_sent_sparse
 from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import HOST
 
@@ -103,9 +103,7 @@ class Exchanges:
         if found:
             named, slots = self._slots_of(variables)
             names = [slot.name for slot in slots]
-            tables = Tables(
-                {i: Table(names[i], tuple(variables[i].shape)) for i in found}, names, named
-            )
+            tables = Tables(found, names, named)
             where = "several nodes" if self.is_far else "one node, or not known"
             for i in found:
                 text = (

@@ -17,8 +17,8 @@ least half of it. Members tell their room in the first call, and the largest one
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 import keras
 import numpy as np
@@ -43,18 +43,6 @@ _TAKE_ROWS = frozenset(
     getattr(keras.optimizers, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Ftrl", "Nadam", "SGD")
 )
-
-
-class Table(NamedTuple):
-    """A variable whose gradient consists of rows.
-
-    Attributes:
-        name: Its name, the same in all members.
-        shape: Its shape.
-    """
-
-    name: str
-    shape: tuple[int, ...]
 
 
 def check_sparse(sparse: Any, optimizer: Any, rule: Any) -> None:
@@ -163,19 +151,19 @@ class Tables:
     """The gradients of one set of variables, some of which are tables.
 
     Attributes:
-        names: The names of the variables of all gradients.
+        names: The names of the variables of all gradients, the same in all members.
         variables: These variables.
         rooms: Of each table, the number of rows for which the last step had room.
     """
 
     def __init__(
-        self, tables: Mapping[int, Table], names: Sequence[str], variables: Sequence[Any]
+        self, tables: Sequence[int], names: Sequence[str], variables: Sequence[Any]
     ) -> None:
         """Take the tables by their position among the gradients, and the variables of all."""
         self.names = names
         self.variables = variables
         self.rooms = [0] * len(tables)
-        self._tables = dict(tables)
+        self._shapes = {i: tuple(variables[i].shape) for i in tables}
         self._unions: list[NDArray[np.int64]] = []
         self._is_among = True  # this member's rows are in the unions
         self._own: list[NDArray[np.int64]] = []
@@ -184,13 +172,12 @@ class Tables:
     def rename(self, names: Sequence[str]) -> None:
         """Give all variables other names."""
         self.names = names
-        self._tables = {i: table._replace(name=names[i]) for i, table in self._tables.items()}
         self._exchanges.clear()
 
     @property
     def what(self) -> str:
         """What the first call gathers."""
-        return f"rows of {', '.join(table.name for table in self._tables.values())}"
+        return f"rows of {', '.join(self.names[i] for i in self._shapes)}"
 
     def average(
         self,
@@ -210,7 +197,7 @@ class Tables:
             kept_in: What keeps both calls; see `compute_in_python`.
         """
         numbers, rows = [], []
-        for i in self._tables:
+        for i in self._shapes:
             own, which = tf.unique(tf.reshape(grads[i].indices, [-1]))
             numbers.append(tf.cast(own, tf.int64))
             # In the order of the batch, as Keras adds them if it makes a gradient dense.
@@ -219,21 +206,21 @@ class Tables:
         sizes = tf.zeros(len(rows), tf.int64)
         *places, rooms = compute_in_python(gather, [*numbers, sizes], kept_in=kept_in)
         tensors = [
-            None if i in self._tables else tf.convert_to_tensor(grads[i]) for i in range(len(grads))
+            None if i in self._shapes else tf.convert_to_tensor(grads[i]) for i in range(len(grads))
         ]
         shapes = [
-            tf.concat([room[tf.newaxis], tf.constant(table.shape[1:], tf.int64)], 0)
-            for room, table in zip(tf.unstack(rooms, len(rows)), self._tables.values(), strict=True)
+            tf.concat([room[tf.newaxis], tf.constant(whole[1:], tf.int64)], 0)
+            for room, whole in zip(tf.unstack(rooms, len(rows)), self._shapes.values(), strict=True)
         ]
-        for i, place, row, shape in zip(self._tables, places, rows, shapes, strict=True):
+        for i, place, row, shape in zip(self._shapes, places, rows, shapes, strict=True):
             tensors[i] = tf.scatter_nd(place[:, tf.newaxis], row, shape)
         empty = [tf.zeros(shape[:1], tf.float64) for shape in shapes]
         averages: list[Any] = compute_in_python(exchange, [*tensors, *empty], kept_in=kept_in)
-        for (i, table), found in zip(self._tables.items(), averages[len(grads) :], strict=True):
+        for (i, whole), found in zip(self._shapes.items(), averages[len(grads) :], strict=True):
             own = tf.cast(found, tf.int64)
             count = tf.math.count_nonzero(own >= 0)
-            mean = tf.ensure_shape(averages[i][:count], [None, *table.shape[1:]])
-            dense = tf.constant(table.shape, tf.int64)
+            mean = tf.ensure_shape(averages[i][:count], [None, *whole[1:]])
+            dense = tf.constant(whole, tf.int64)
             averages[i] = tf.IndexedSlices(mean, own[:count], dense)
             if not as_rows:
                 averages[i] = tf.scatter_nd(own[:count, tf.newaxis], mean, dense)
@@ -248,13 +235,13 @@ class Tables:
         *sizes, _ = called.sizes
         self._own = self._moved(called, sizes, None)
         sent: list[tuple[int, bytes]] = []
-        for own, room, table in zip(self._own, self.rooms, self._tables.values(), strict=True):
-            if own.size and not (own.min() >= 0 and own.max() < table.shape[0]):
+        for own, room, (i, shape) in zip(self._own, self.rooms, self._shapes.items(), strict=True):
+            if own.size and not (own.min() >= 0 and own.max() < shape[0]):
                 raise ValueError(
-                    f"gradient of {table.name}: expected rows 0 to {table.shape[0] - 1}, got rows "
+                    f"gradient of {self.names[i]}: expected rows 0 to {shape[0] - 1}, got rows "
                     f"{own.min()} to {own.max()}"
                 )
-            sent.append((room, own.astype(_dtype_of(table)).tobytes()))
+            sent.append((room, own.astype(_number_dtype(shape[0])).tobytes()))
         return pickle.dumps(sent)
 
     def write(self, called: CalledTensors, told: Sequence[bytes], is_among: bool) -> None:
@@ -268,8 +255,8 @@ class Tables:
         by_rank = [pickle.loads(one) for one in told]
         self._is_among, self._unions = is_among, []
         places = []
-        for k, (table, own) in enumerate(zip(self._tables.values(), self._own, strict=True)):
-            dtype = _dtype_of(table)
+        for k, (shape, own) in enumerate(zip(self._shapes.values(), self._own, strict=True)):
+            dtype = _number_dtype(shape[0])
             every = [np.frombuffer(sent[k][1], dtype) for sent in by_rank]
             union = np.unique(np.concatenate(every)).astype(np.int64)
             self._unions.append(union)
@@ -313,10 +300,10 @@ class Tables:
     def _new_exchange(self, rooms: Sequence[int], dtypes: Sequence[Any]) -> SparseExchange:
         names = [*self.names]
         sizes = [int(np.prod(one.shape)) for one in self.variables]
-        for (i, table), room in zip(self._tables.items(), rooms, strict=True):
-            names[i] = f"rows of {table.name}"
-            sizes[i] = room * int(np.prod(table.shape[1:]))
-        names += [f"numbers of rows of {table.name}" for table in self._tables.values()]
+        for (i, shape), room in zip(self._shapes.items(), rooms, strict=True):
+            names[i] = f"rows of {self.names[i]}"
+            sizes[i] = room * int(np.prod(shape[1:]))
+        names += [f"numbers of rows of {self.names[i]}" for i in self._shapes]
         shapes = [(size,) for size in (*sizes, *rooms)]
         return SparseExchange(names, shapes, [*dtypes, *[np.float64] * len(rooms)], self.variables)
 
@@ -332,5 +319,6 @@ def _room_for(count: int, room: int) -> int:
     return max(_LEAST, -(-count // step) * step)
 
 
-def _dtype_of(table: Table) -> np.dtype[Any]:
-    return np.dtype(np.int32 if table.shape[0] <= np.iinfo(np.int32).max else np.int64)
+def _number_dtype(rows: int) -> np.dtype[Any]:
+    """Return the dtype in which numbers of ``rows`` rows travel."""
+    return np.dtype(np.int32 if rows <= np.iinfo(np.int32).max else np.int64)
