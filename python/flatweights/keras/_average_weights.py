@@ -25,8 +25,8 @@ from flatweights.keras._progress import (
     AnyState,
     HasCounts,
     Progress,
-    best_weight_callbacks_among,
     check_before,
+    keeps_best_weights,
 )
 from flatweights.keras._report import Report
 from flatweights.keras._samples import TrainedSamples
@@ -215,7 +215,7 @@ class AverageWeights(MemberCallback, HasCounts):
             _check_slots(self.model.optimizer)
         # Other callbacks, perhaps of some members only, swap in moving averages at an epoch's end.
         are_own = _ends_with_own_averages(self.model.optimizer) and not averages_slots
-        keepers = [one for one in callbacks if best_weight_callbacks_among([one])]
+        keepers = [*filter(keeps_best_weights, callbacks)]
         self._best_weight_callbacks = [] if self._ends_epochs and not are_own else keepers
         self._is_started = self._is_complete = False
         self._found = -1  # variables of the model when it was started
@@ -541,4 +541,4 @@ def _keeps(callback: Any) -> bool:
     """Whether ``callback`` keeps weights: in a file, to set them at the end, or to swap them."""
     kinds = *SAVING, keras.callbacks.BackupAndRestore, Report
     swaps = isinstance(callback, keras.callbacks.SwapEMAWeights)
-    return swaps or isinstance(callback, kinds) or bool(best_weight_callbacks_among([callback]))
+    return swaps or isinstance(callback, kinds) or keeps_best_weights(callback)

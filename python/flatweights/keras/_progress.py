@@ -421,13 +421,10 @@ def names_of(callbacks: Sequence[Any]) -> list[str]:
     return names
 
 
-def best_weight_callbacks_among(callbacks: Sequence[Any]) -> list[str]:
-    """Return the names of callbacks that keep the best weights, and set them at the end."""
-    return [
-        name
-        for name, one in zip(names_of(callbacks), callbacks, strict=True)
-        if isinstance(one, keras.callbacks.EarlyStopping) and one.restore_best_weights
-    ]
+def keeps_best_weights(callback: Any) -> bool:
+    """Whether ``callback`` keeps the best weights, and sets them at the end."""
+    stops_early = isinstance(callback, keras.callbacks.EarlyStopping)
+    return stops_early and bool(callback.restore_best_weights)
 
 
 def _counts_of(callback: Any) -> dict[str, Any]:
