@@ -177,11 +177,6 @@ class AverageWeights(MemberCallback, HasCounts):
         self.round = None
         self.outer = None
 
-    @property
-    def _ends_epochs(self) -> bool:
-        """Whether an average ends each epoch, and none is made within one."""
-        return self._every == 1 and self._unit == "epoch"
-
     def on_train_begin(self, logs: Any = None) -> None:
         """Make all members start from the weights of one member.
 
@@ -216,9 +211,10 @@ class AverageWeights(MemberCallback, HasCounts):
         # Other callbacks, perhaps of some members only, swap in moving averages at an epoch's end.
         are_own = _ends_with_own_averages(self.model.optimizer) and not averages_slots
         keepers = [*filter(keeps_best_weights, callbacks)]
-        self._best_weight_callbacks = [] if self._ends_epochs and not are_own else keepers
-        self._is_started = self._is_complete = False
-        self._found = -1  # variables of the model when it was started
+        ends_epochs = self._every == 1 and self._unit == "epoch"
+        self._best_weight_callbacks = [] if ends_epochs and not are_own else keepers
+        self._is_complete = False
+        self._found = -1  # variables of the model when it was started; -1 before
         if self.model.built:
             self._start()
         elif self._handle.min_results is not None:
@@ -297,7 +293,7 @@ class AverageWeights(MemberCallback, HasCounts):
         # Keras has then just set the weights to this member's own moving averages, whose mean is no
         # step of an outer optimizer.
         ends = _ends_with_own_averages(self.model.optimizer)
-        if ends and self._is_started and not self._trained:
+        if ends and self._found >= 0 and not self._trained:
             self._trained, self._since = True, self._last_weight
         trained, handle = self._trained, self._handle
         # Members that have been late are not at the same call as the others.
@@ -400,7 +396,6 @@ class AverageWeights(MemberCallback, HasCounts):
             expected = "outer: expected an optimizer with the same settings in all members"
             check_alike(expected, self._handle.gather(settings, "outer", at="start").weights)
             self._stepped = model
-        self._is_started = True
 
     @property
     def _heals(self) -> bool:
