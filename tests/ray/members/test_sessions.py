@@ -29,7 +29,7 @@ from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._member_channel import CoordinatorDiedError, MemberChannel
 from flatweights.ray.channels._message import buffer_message
 from flatweights.ray.channels._protocol import NUMBER
-from flatweights.ray.channels._segments import Segments
+from flatweights.ray.channels._segments import Segments, new_buffer
 from flatweights.ray.core._peer import PeerState
 from flatweights.ray.core._requests import Request, Response
 from flatweights.ray.members import _sessions
@@ -978,7 +978,8 @@ def test_an_response_that_a_member_has_still_to_fetch_is_kept(
                 buffer_message(kind, body, None, segments) if buffer is None else None
             ),
         )
-        assert channel.request(body, late._coordinator.new_buffer(weights.layout), is_urgent=True)
+        sent = new_buffer(weights.layout, late._coordinator.offer)
+        assert channel.request(body, sent, is_urgent=True)
         [number] = NUMBER.unpack(channel.response(PATIENCE)[0])
     weights["w"][:] = 8.0
     assert first.average(weights, min_results=1, timeout=0.01).late == (1,)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from flatweights import _core
 from flatweights._core import move_parts
+from flatweights._layout import Layout
 
 _LINE = 64
 
@@ -29,6 +30,15 @@ class Extent(NamedTuple):
     generation: int
     offset: int
     nbytes: int
+
+
+def new_buffer(layout: Layout, offer: Callable[[int], object]) -> NDArray[np.uint8]:
+    """Return a packed buffer, if possible in memory that ``offer`` offers to this thread."""
+    offer(layout.nbytes)
+    try:
+        return layout.new_buffer()
+    finally:
+        _core.withdraw_offer()
 
 
 class Segments:

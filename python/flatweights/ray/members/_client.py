@@ -12,7 +12,6 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from flatweights import _core
 from flatweights._layout import Layout, unpickle_layout
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._gpu_segments import OwnSegment
@@ -27,6 +26,7 @@ from flatweights.ray.channels._protocol import (
     RESEND,
     TOLD_AGAIN,
 )
+from flatweights.ray.channels._segments import new_buffer
 from flatweights.ray.core._requests import (
     Kind,
     MemberDiedError,
@@ -96,13 +96,11 @@ class CoordinatorClient(ABC):
     def offer(self, nbytes: int) -> None:  # noqa: B027 - through Ray there is no such memory
         """Let this thread make its next buffer of ``nbytes`` where the coordinator reads it."""
 
-    def new_buffer(self, layout: Layout) -> NDArray[np.uint8]:
-        """Return a packed buffer, if possible in memory that the coordinator reads."""
-        self.offer(layout.nbytes)
-        try:
-            return layout.new_buffer()
-        finally:
-            _core.withdraw_offer()
+    def packed(self, variables: Variables) -> NDArray[np.uint8]:
+        """Return ``variables``, read into a buffer, if possible one that the coordinator reads."""
+        buffer = new_buffer(variables.layout, self.offer)
+        variables.gather_into(buffer)
+        return buffer
 
     def gather(self, variables: Variables, request: Request) -> tuple[Request, Sent]:
         """Read ``variables`` into memory from which an average is made.
@@ -110,9 +108,7 @@ class CoordinatorClient(ABC):
         Returns:
             The request, which tells where they are; and the memory, for `exchange`.
         """
-        buffer = self.new_buffer(variables.layout)
-        variables.gather_into(buffer)
-        return request, buffer
+        return request, self.packed(variables)
 
     def on_gpu(self, variables: Variables, request: Request) -> Request:
         """Return the request of a member that sends nothing; it tells where ``variables`` are."""
@@ -319,7 +315,7 @@ class ChannelClient(CoordinatorClient):
             if isinstance(sent, OwnSegment):
                 self._may_stay.discard(request.kind)
                 request = request.through_host()
-                segment, sent = sent.memory, self.new_buffer(layout)
+                segment, sent = sent.memory, new_buffer(layout, self.offer)
                 segment.copy_to(sent)
 
     def _repeat(

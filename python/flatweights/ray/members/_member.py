@@ -752,7 +752,7 @@ class Member:
                 if state is not None and response.donor == self._session:
                     given = state.copy() if isinstance(state, WholeState) else state
                     coordinator.exchange(
-                        _state_request("give", given), given.layout, _gathered(coordinator, given)
+                        _state_request("give", given), given.layout, coordinator.packed(given)
                     )
                 if state is not None and self._session in response.recovering:
                     _, got = coordinator.exchange(_state_request("heal", state), state.layout, None)
@@ -942,12 +942,6 @@ def _check_thread() -> None:
 
 def _state_request(operation: Literal["give", "heal"], state: Variables) -> Request:
     return Request(operation, state.layout.digest, nonfinite="propagate")
-
-
-def _gathered(coordinator: CoordinatorClient, state: Variables) -> NDArray[np.uint8]:
-    buffer = coordinator.new_buffer(state.layout)
-    state.gather_into(buffer)
-    return buffer
 
 
 def _layout_of(variables: Any, name: str) -> Layout:

@@ -28,6 +28,7 @@ from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._member_channel import CoordinatorDiedError
 from flatweights.ray.channels._protocol import RESEND
+from flatweights.ray.channels._segments import new_buffer
 from flatweights.ray.core._calls import Calls
 from flatweights.ray.core._events import (
     Action,
@@ -626,11 +627,7 @@ class ProcessGroup:
 
     def _copied(self, weights: Packed) -> Packed:
         """Return a copy, if possible in memory that all members of this node read."""
-        self._channels.segments.offer(weights.layout.nbytes)
-        try:
-            copied = weights.layout.new_buffer()
-        finally:
-            _core.withdraw_offer()
+        copied = new_buffer(weights.layout, self._channels.segments.offer)
         _core.move_parts([copied], [weights.buffer])
         return Packed(copied, weights.layout)
 

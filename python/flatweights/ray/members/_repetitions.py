@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from flatweights import _core
 from flatweights._layout import Layout
 from flatweights.ray.channels._driver_channel import Channels
-from flatweights.ray.channels._segments import Extent
+from flatweights.ray.channels._segments import Extent, new_buffer
 from flatweights.ray.core._events import LastCall, Reduce, Send
 from flatweights.ray.core._requests import Request, Response, remember
 from flatweights.ray.members._repeated_call import response_again
@@ -255,11 +255,7 @@ class Repetitions:
     def _new_result(self, layout: Layout, sessions: Sequence[Session]) -> _Result | None:
         """Return a buffer in a segment that all members know; None if there is none."""
         segments = self._channels.segments
-        segments.offer(layout.nbytes)
-        try:
-            buffer = layout.new_buffer()
-        finally:
-            _core.withdraw_offer()
+        buffer = new_buffer(layout, segments.offer)
         extent = segments.find(buffer)
         if extent is None:
             return None
