@@ -64,8 +64,6 @@ class NodeConnections:
         size: The number of nodes.
         epoch: The attempt that these connections belong to, by which they differ from earlier and
             later ones.
-        sent_bytes: Bytes sent to each node, in their order.
-        received_bytes: Bytes received from each node.
     """
 
     def __init__(self, me: int, size: int, epoch: bytes) -> None:
@@ -73,8 +71,6 @@ class NodeConnections:
         self.me = me
         self.size = size
         self.epoch = epoch
-        self.sent_bytes = [0] * size
-        self.received_bytes = [0] * size
         self._sockets: dict[int, socket.socket] = {}
         self._changed = threading.Condition()
         self._ended = ""  # the reason
@@ -157,7 +153,7 @@ class NodeConnections:
         patience: float,
         end: float | None = None,
         arrived: Callable[[int, int], Iterable[Buffer]] = lambda place, index: (),
-    ) -> None:
+    ) -> tuple[int, int]:
         """Send buffers to all peers and receive buffers from all of them, at the same time.
 
         All nodes have to call it with the same number, and the buffers of a sender need the same
@@ -174,6 +170,9 @@ class NodeConnections:
             arrived: A function that is called with a place and an index when that buffer of
                 ``receives`` is full. It returns the buffers to send to every peer next.
 
+        Returns:
+            The bytes that were sent, and those that were received.
+
         Raises:
             StreamError: If a peer closes its connections, stalls, or sends another number or length
                 than expected. All connections have ended then, as after any exception of one of the
@@ -183,7 +182,7 @@ class NodeConnections:
             began = _clock.now()
             # Each node begins with the node after it, so no two begin with the same one.
             order = [(self.me + step) % self.size for step in range(1, self.size)]
-            peers = [_Endpoint(self, place, self._sockets[place], number) for place in order]
+            peers = [_Endpoint(place, self._sockets[place], number) for place in order]
 
             def pass_on(place: int, index: int) -> None:
                 if buffers := arrived(place, index):
@@ -204,6 +203,7 @@ class NodeConnections:
                 since = _clock.now() - patience
                 if silent := [peer for peer in waiting.values() if peer.since <= since]:
                     raise late(_worst(silent), f"it has stalled: no byte for {patience:g} s")
+            return sum(peer.sent for peer in peers), sum(peer.received for peer in peers)
 
     def close(self) -> None:
         """Close the sockets. An exchange that runs in another thread ends with an error."""
@@ -236,16 +236,15 @@ class _Endpoint:
         descriptor: The descriptor of the socket to it.
         since: The last time at which a byte was sent or received, or nothing was to be moved.
         missing: The number of buffers that have not arrived.
+        sent: Bytes sent, with those of the frames.
+        received: Bytes received, likewise.
     """
 
-    def __init__(
-        self, connections: NodeConnections, place: int, connection: socket.socket, number: int
-    ) -> None:
+    def __init__(self, place: int, connection: socket.socket, number: int) -> None:
         self.place = place
         self.descriptor = connection.fileno()
         self.since = _clock.now()
-        self.missing = 0
-        self._connections = connections
+        self.missing = self.sent = self.received = 0
         self._connection = connection
         self._write, self._pending = _writer_of(connection)
         self._number = number
@@ -286,7 +285,7 @@ class _Endpoint:
                 rest = [memoryview(_FRAME.pack(self._number, view.nbytes)), view]
                 while rest:
                     count = self._move(self._write, rest) or 0
-                    self._connections.sent_bytes[self.place] += count
+                    self.sent += count
                     while rest and count >= rest[0].nbytes:
                         count -= rest.pop(0).nbytes
                     if rest:
@@ -320,7 +319,7 @@ class _Endpoint:
             if count == 0:
                 raise StreamError(self.place, f"it closed the stream in exchange {self._number}")
             if count is not None:
-                self._connections.received_bytes[self.place] += count
+                self.received += count
                 view = view[count:]
 
     def _move(self, call: Callable[[Buffer], int], data: Buffer) -> int | None:

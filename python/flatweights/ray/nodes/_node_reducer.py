@@ -147,11 +147,8 @@ class NodeReducer:
         opened, patience = now + min(OPENING, share), min(PATIENCE, share)
         plan = self._begin(plan, me)
         connections = self._streams.open(endpoints.peers, me, endpoints.epoch, opened)
-        before = Traffic(sum(connections.sent_bytes), sum(connections.received_bytes))
         exchange = StreamAllreduce(plan, me, models, self._new_mean(plan))
-        exchange.run(connections, patience=patience, end=end)
-        after = Traffic(sum(connections.sent_bytes), sum(connections.received_bytes))
-        return Traffic(after.sent - before.sent, after.received - before.received)
+        return Traffic(*exchange.run(connections, patience=patience, end=end))
 
     def weights(self, number: int, version: int | None = None) -> Any:
         """Return the average of the exchange ``number``, read-only; nested models become a dict.

@@ -43,14 +43,16 @@ class StreamAllreduce:
         self._missing = [sum(map(bool, self._buffers.values()))] * len(self._mine)  # nodes by block
         self._merged = 0  # blocks
 
-    def run(self, connections: NodeConnections, *, patience: float, end: float | None) -> None:
-        """Exchange; the number of the exchange is that of the plan.
+    def run(
+        self, connections: NodeConnections, *, patience: float, end: float | None
+    ) -> tuple[int, int]:
+        """Exchange; return the bytes sent and received. The plan has the exchange's number.
 
         Raises:
             StreamError: If a node does not answer, or its answer is invalid.
         """
         first = self._merge_complete()
-        connections.send_and_receive(
+        return connections.send_and_receive(
             self._plan.number,
             {node: itertools.chain(self._sums(node), first) for node in self._coming},
             {node: self._receive(node) for node in self._coming},
