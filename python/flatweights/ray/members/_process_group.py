@@ -143,7 +143,6 @@ class ProcessGroup:
         self._name = name
         self._config = config
         self._size = config.size
-        self._node = node
         self._channels = platform.channels()
         offer = self._channels.segments.offer
         self._agents = platform.agents(

@@ -80,7 +80,7 @@ class NodeReducer:
         self._making = threading.Lock()
         self._streams: Streams | None = None
         self._close: Callable[[], object] | None = None
-        self._mean: tuple[Plan, Any, Bytes] | None = None
+        self._mean: tuple[Plan, Any] | None = None
 
     @property
     def address(self) -> Address:
@@ -189,5 +189,5 @@ class NodeReducer:
             _core.withdraw_offer()
         array = model.buffer if isinstance(model, FlatWeights) else model
         flat: Bytes = array.reshape(-1).view(np.uint8)
-        self._mean = plan, model, flat
+        self._mean = plan, model
         return flat
