@@ -13,7 +13,6 @@ from flatweights.ray.publishing import _names
 from flatweights.ray.publishing._errors import SupersededError
 from flatweights.ray.publishing._models import check_layout, source_of
 from flatweights.ray.publishing._publication_server import PublicationServer, take_over
-from flatweights.ray.results._variables import Variables
 from flatweights.ray.support._errors import (
     EARLIER_SESSION,
     IN_FORK,
@@ -127,25 +126,22 @@ class Publisher:
             source = source_of(weights, "weights")
             check_layout(source.layout, self._layout, "weights")
         with self._calls.ready():
-            return self._publish(source)
-
-    def _publish(self, source: Variables) -> int:
-        self._check()
-        publication = self._server.publication
-        try:
-            buffer = publication.begin()
-        except RuntimeError:
-            self._check()  # it was closed meanwhile
-            raise
-        try:
-            source.gather_into(buffer)
-        except BaseException:
-            publication.abandon()
-            raise
-        del buffer
-        number = max(publication.newest, self._before) + 1  # also after an interrupt
-        publication.commit(number)
-        return number
+            self._check()
+            publication = self._server.publication
+            try:
+                buffer = publication.begin()
+            except RuntimeError:
+                self._check()  # it was closed meanwhile
+                raise
+            try:
+                source.gather_into(buffer)
+            except BaseException:
+                publication.abandon()
+                raise
+            del buffer
+            number = max(publication.newest, self._before) + 1  # also after an interrupt
+            publication.commit(number)
+            return number
 
     def close(self) -> None:
         """Stop publishing; subscribers keep their weights. Further calls do nothing."""

@@ -153,7 +153,7 @@ class Subscriber:
                 thread.
             Exception: The exception of setting the variables.
         """
-        with self._state.calls.ready():
+        with self._state.calls.ready():  # the buffer goes with that frame, before the lock
             return self._update(out)
 
     def read(self) -> FlatWeights:
