@@ -76,7 +76,6 @@ class PublicationServer:
         # By descriptor; without a number, if all were taken.
         self._readers: dict[int, tuple[socket.socket, int | None]] = {}
         self._free = list(range(_KEPT))
-        self._is_kept = True  # whether the last number is still there
         self._idle_since = _clock.now()
         self._listener = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self._woken, self._waker = map(kept, socket.socketpair())
@@ -192,11 +191,10 @@ class PublicationServer:
         if word == _TAKEN_OVER:
             self.supersede()
             return
-        if word == _FOR_OTHERS and self._is_kept:
+        if word == _FOR_OTHERS and all(one != _KEPT for _, one in self._readers.values()):
             with contextlib.suppress(OSError):  # it has ended, which is the next event
                 self._welcome(connection, _KEPT)
                 self._readers[descriptor] = connection, _KEPT
-                self._is_kept = False
                 self._free += [] if reader is None else [reader]
             return
         # Once the connection has ended, the reader reads no more.
@@ -204,10 +202,8 @@ class PublicationServer:
         del self._readers[descriptor]
         if reader is not None:
             self.publication.clear(reader)
-        if reader == _KEPT:
-            self._is_kept = True
-        elif reader is not None:
-            self._free.append(reader)
+            if reader != _KEPT:
+                self._free.append(reader)
         self._idle_since = _clock.now()
         connection.close()
 
