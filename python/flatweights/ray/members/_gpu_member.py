@@ -52,8 +52,7 @@ class GpuMember:
         self._segments = GpuSegments(session, channel.count_holds)
         # Segments of others that are mapped here, by owner and index.
         self._peers: dict[tuple[int, int], tuple[Handle, _core.PeerDeviceSegment]] = {}
-        self._layout: Layout | None = None  # of the weights that were gathered last
-        self._own: OwnSegment | None = None  # the segment that has them
+        self._gathered: tuple[Layout, OwnSegment] | None = None  # last: the segment has them
         self._has_warned = False
 
     def gather(self, variables: Any, uuid: bytes) -> OwnSegment | None:
@@ -65,7 +64,7 @@ class GpuMember:
             OSError: Likewise, if there is no free descriptor.
         """
         layout: Layout = variables.layout
-        self._own = None  # it may have to go, to make room
+        self._gathered = None  # it may have to go, to make room
         try:
             if why := _core.device_segment_obstacle(uuid):
                 raise RuntimeError(why)
@@ -83,7 +82,7 @@ class GpuMember:
                 why = reason_in_a_line(error)
                 _log.warning("weights leave the GPU to be averaged, since there: %s", why)
             return None
-        self._layout, self._own = layout, segment
+        self._gathered = layout, segment
         return segment
 
     def announce(self, segment: OwnSegment) -> None:
@@ -105,9 +104,9 @@ class GpuMember:
         return pickle.dumps(tuple(reduced))
 
     def _reduced(self, wanted: Reduction) -> SegmentsReduced:
-        layout, own = self._layout, self._own
-        if layout is None or own is None:
+        if self._gathered is None:
             raise RuntimeError("this member has gathered nothing")
+        layout, own = self._gathered
         handle = own.handle
         # The average goes to a segment that neither this call nor anybody else reads.
         out = self._segments.take(handle.uuid, layout.nbytes, besides=[handle.placed.segment])
@@ -146,4 +145,4 @@ class GpuMember:
         """Let go of all segments."""
         self._segments.clear()
         self._peers.clear()
-        self._own = None
+        self._gathered = None
