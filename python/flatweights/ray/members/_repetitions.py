@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +77,8 @@ class Series(NamedTuple):
     seconds_waited: float
 
 
-class _Ready(NamedTuple):
+@dataclass
+class _Ready:
     """A call that C++ can make.
 
     Attributes:
@@ -85,6 +87,7 @@ class _Ready(NamedTuple):
         layout: The layout of its weights.
         results: Where its results go.
         is_shared: Whether that is in the segments of small results.
+        used: The number of its last response.
     """
 
     request: Request
@@ -92,6 +95,7 @@ class _Ready(NamedTuple):
     layout: Layout
     results: list[_Result]
     is_shared: bool
+    used: int
 
 
 class _Result(NamedTuple):
@@ -113,7 +117,6 @@ class Repetitions:
         self._channels = channels
         self._sessions: list[Session] = []  # those of the calls that are ready, by rank
         self._ready: dict[int, _Ready] = {}  # by number, the oldest first
-        self._used: dict[int, int] = {}  # by number of the call, that of its last response
         self._shared: list[NDArray[np.uint8]] = []  # the segments of small results
         self._shared_used = 0  # bytes of each
         self._calls: _core.RepeatedCalls | None = None
@@ -142,7 +145,6 @@ class Repetitions:
         self._calls = None
         self._sessions = []
         self._ready.clear()
-        self._used.clear()
         self._shared, self._shared_used = [], 0
 
     def prepare(
@@ -219,8 +221,9 @@ class Repetitions:
             request.nonfinite == "propagate" or request.operation == "broadcast",
             [one.timeout for one in requests],
         )
-        self._ready[response.prepared] = _Ready(request, response, layout, results, bool(shared))
-        self._used[response.prepared] = response.number
+        self._ready[response.prepared] = _Ready(
+            request, response, layout, results, bool(shared), response.number
+        )
 
     def _small_results(self, layout: Layout, sessions: Sequence[Session]) -> list[_Result]:
         """Return parts of the two segments of small results; none, if they do not fit."""
@@ -242,13 +245,13 @@ class Repetitions:
     ) -> list[_Result]:
         """Return two segments, perhaps those of a call that is not used any more."""
         assert self._calls is not None
-        own = [call for call, ready in self._ready.items() if not ready.is_shared]
+        own = {call: ready.used for call, ready in self._ready.items() if not ready.is_shared}
         if len(own) >= _MOST:
-            oldest = min(own, key=self._used.__getitem__)
-            if response.number - self._used[oldest] < _UNUSED:
+            oldest = min(own, key=own.__getitem__)
+            if response.number - own[oldest] < _UNUSED:
                 return []
             self._calls.forget(oldest)
-            del self._ready[oldest], self._used[oldest]
+            del self._ready[oldest]
         found = [self._new_result(layout, sessions) for _ in range(2)]
         return [one for one in found if one is not None]
 
@@ -289,7 +292,7 @@ class Repetitions:
         made, responses = [], {}
         for call, at, position, times_made, waited, averaged, *in_all in last:
             ready = self._ready[call]
-            self._used[call] = at
+            ready.used = at
             responses[at] = self.response_of(call, at, position, (waited, averaged))
             made.append(LastCall(ready.request, at, ready.layout.nbytes))
             if ready.request.operation != "broadcast":
