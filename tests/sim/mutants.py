@@ -344,8 +344,8 @@ MUTANTS = {
     # Interrupted members.
     "an interrupted member may stay": Mutant(
         "members/_member.py",
-        "elif self._coordinator.is_told or self._coordinator.is_asking:",
-        "elif self._coordinator.is_asking:",
+        'elif self._coordinator.stage != "idle":',
+        'elif self._coordinator.stage == "asking":',
     ),
     "an interrupted member has the state": Mutant(
         "members/_member.py",

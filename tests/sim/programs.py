@@ -219,7 +219,7 @@ class Program:
         """Check that a member whose call was interrupted makes no call as if nothing were."""
         self._world.note("KeyboardInterrupt in a call")
         self._process.notes["broke"] = True
-        if member._coordinator.is_asking or member._coordinator.is_told:
+        if member._coordinator.stage != "idle":
             has_state = self._plan["program"] not in ("weights", "twins")
             if not (member._over or (has_state and member.lacks_state)):
                 self._world.fail("a call was interrupted, and the next one will not raise")

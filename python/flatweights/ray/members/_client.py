@@ -6,7 +6,7 @@ import contextlib
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import ray
@@ -79,15 +79,15 @@ class CoordinatorClient(ABC):
     """A member's end of the connection to its coordinator.
 
     Attributes:
-        is_asking: Whether a request was sent whose response was not received.
-        is_told: Whether a response was received, which the member has still to apply.
+        stage: What has come of the current call: "asking", once a request was sent, until its
+            response is received; "told", if the member has still to apply that; else "idle".
     """
 
     def __init__(
         self, actor: ray.actor.ActorHandle, identity: Identity, platform: MemberPlatform = PLATFORM
     ) -> None:
         """Take the actor, which is the coordinator or the agent of this node, and the identity."""
-        self.is_asking = self.is_told = False
+        self.stage: Literal["idle", "asking", "told"] = "idle"
         self._platform = platform
         self._actor = actor
         self._identity = identity
@@ -152,7 +152,7 @@ class CoordinatorClient(ABC):
             TimeoutError: If it does not answer.
             Exception: The error of the response.
         """
-        self.is_asking = True
+        self.stage = "asking"
         patience = None if request.timeout is None else request.timeout + _GRACE
         if not request.brings_weights:
             patience = None  # the others may still be in an epoch, or have stopped
@@ -160,12 +160,11 @@ class CoordinatorClient(ABC):
             told, got = self._send_and_receive(request, layout, sent, patience)
         except ray.exceptions.RayError as error:
             raise CoordinatorDiedError(f"the coordinator cannot be reached: {error}") from None
-        self.is_told = True
-        self.is_asking = False
+        self.stage = "told"
         response = _response_in(told)
         self._learn(response, request)
         if response.error is not None:
-            self.is_told = False
+            self.stage = "idle"
             try:
                 raise response.error
             finally:  # the error has this frame: a cycle would keep the buffer, and its segment

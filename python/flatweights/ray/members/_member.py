@@ -486,7 +486,7 @@ class Member:
         """
         coordinator, shortcut = self._coordinator, again.shortcut
         try:
-            coordinator.is_asking, coordinator.is_told = has_come is not None, False
+            coordinator.stage = "idle" if has_come is None else "asking"
             told: Any = has_come
             whole = self._whole(state)
             if has_come is None:
@@ -494,12 +494,12 @@ class Member:
                     return None
                 if shortcut.memory is not None:
                     variables.gather_into(shortcut.memory)
-                coordinator.is_asking = True
+                coordinator.stage = "asking"
                 if _failpoints.hook is not None:
                     _failpoints.reach("asking")
                 told = shortcut.request.exchange(again.request.weight, SLICE)
                 if told is None:
-                    coordinator.is_asking = False
+                    coordinator.stage = "idle"
                     return None
             response = None
             if isinstance(told, bool):
@@ -510,7 +510,7 @@ class Member:
                     coordinator, again.request, again.layout, sent, whole
                 )
             else:
-                coordinator.is_asking, coordinator.is_told = False, True
+                coordinator.stage = "told"
                 if _failpoints.hook is not None:
                     _failpoints.reach("told")
                 *numbers, mean = told
@@ -776,7 +776,7 @@ class Member:
         _check_thread()
         with self._alone():
             self._check_there()
-            self._coordinator.is_asking = self._coordinator.is_told = False
+            self._coordinator.stage = "idle"
             try:
                 yield self._coordinator
             except BaseException as error:
@@ -794,9 +794,9 @@ class Member:
             # response could not be read, which the others cannot know.
             self._break_off(str(error), error.__cause__)
             raise MemberError(f"process group {self.name!r}: {self._over}") from None
-        if self._coordinator.is_told and not self._coordinator.is_asking and state is not None:
+        if self._coordinator.stage == "told" and state is not None:
             self.lacks_state = True
-        elif self._coordinator.is_told or self._coordinator.is_asking:
+        elif self._coordinator.stage != "idle":
             # A later call would receive this response, or bring weights without it.
             self._break_off(f"a call was broken off by {type(error).__name__}", error)
 
