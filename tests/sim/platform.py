@@ -267,9 +267,11 @@ class Simulated(MemberPlatform):
         """Know of no other jobs."""
         return []
 
-    @staticmethod
-    def check_connected(session: str | None = None) -> None:
-        """Ray is never shut down."""
+    def check_connected(self, session: str | None = None) -> None:
+        """Ray is never shut down, but a finalizer may run in a process that is dead."""
+        current = self.world.current
+        if current is None or current.process.is_dead:
+            raise RuntimeError("its process is dead")
 
     # Of a member.
 

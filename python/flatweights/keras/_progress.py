@@ -43,7 +43,8 @@ _DECIDING: tuple[type[Any], ...] = (
     keras.callbacks.ReduceLROnPlateau,
     *SAVING,
 )
-# Callbacks that see no epoch which a member skips: what the last one would save is no epoch's end.
+# Callbacks that see no epoch which a member skips. BackupAndRestore would save a state between two
+# epochs.
 _HIDDEN = (*_DECIDING, keras.callbacks.BackupAndRestore)
 # Whether the model has the moving averages, and their slots the weights, travels with both.
 _SWAPPING = keras.callbacks.SwapEMAWeights
@@ -137,8 +138,8 @@ class Progress:
         params: The parameters of the `fit`, by which its callbacks are recognised.
         has_joined: Whether the training was under way when this `fit` began.
         stopped_in: The epoch in which a callback has stopped the training, if the others could not
-            be told then: this member stops with the first later epoch in which it is where they
-            are. None without such a stop.
+            be told then: this member stops at the end of the first later epoch in which it is
+            where they are. None without such a stop.
     """
 
     def __init__(

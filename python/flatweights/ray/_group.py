@@ -579,7 +579,8 @@ class WorkerGroup:
 
         These ranks are healthy again. Until its time is up, it waits for workers that still owe a
         late answer and for workers that Ray is restarting, but not for workers that Ray gave up.
-        `broadcast`, calls with ``broadcast=`` and rounds of `run` do the same without waiting.
+        `broadcast`, calls with ``broadcast=`` and rounds of `run` do the same without waiting, and
+        so do all calls if no worker is healthy.
 
         Args:
             timeout: Seconds to wait; for ever, if None.
@@ -678,7 +679,10 @@ class WorkerGroup:
         return result
 
     def _take_back(self, timeout: float | None) -> list[int]:
-        """Send the latest weights to unhealthy workers that can be reached; return their ranks."""
+        """Send the latest weights to unhealthy workers that can be reached; return their ranks.
+
+        Answers that healthy workers owe are waited for first, for ``timeout`` at most.
+        """
         seconds = _PROBE if timeout is None else min(_PROBE, timeout)
         return self._worker_set.take_back(seconds, timeout)
 

@@ -297,13 +297,13 @@ def test_the_next_call_ends_a_removal_that_was_interrupted(
 ) -> None:
     group = lend(PlainWorker, 3)
     pids = [ray.get(actor.pid.remote()) for actor in group.actors().values()]
-    kill = GroupPlatform.kill
+    end_actor = GroupPlatform.end
 
     def interrupt(*_: Any) -> None:
-        monkeypatch.setattr(GroupPlatform, "kill", kill)
+        monkeypatch.setattr(GroupPlatform, "end", end_actor)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(GroupPlatform, "kill", interrupt)
+    monkeypatch.setattr(GroupPlatform, "end", interrupt)
     with pytest.raises(KeyboardInterrupt):
         group.remove([1, 2])
     found = group.average("train")

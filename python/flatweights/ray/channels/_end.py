@@ -211,7 +211,9 @@ class ChannelEnd:
             try:
                 received = receive_packet(self.connection)
             except ConnectionResetError:  # the peer left packets unread; its own come next
-                self.is_closed, was_reset = was_reset, True
+                if was_reset:
+                    self.is_closed = True
+                was_reset = True
                 continue
             except OSError:
                 self.is_closed = True

@@ -415,7 +415,8 @@ class Calls:
     def _heal(self, now: float) -> None:
         """Answer members that wait for a state, if it is known; give up on late donors.
 
-        A state that nobody needs any more is as large as a model and its optimizer's slots.
+        A state that nobody needs any more is released at once: it is as large as a model and the
+        slots of its optimizer.
         """
         for healing in self.healings:
             healing.give_up_in_time(now)

@@ -642,7 +642,7 @@ class Member:
                 try:
                     result.weights[rank] = pickle.loads(one)
                 except Exception as error:
-                    wrong = rank, error
+                    wrong = rank, error.with_traceback(None)  # which has this frame
                     break
         if wrong is not None:
             rank, cause = wrong
@@ -835,11 +835,11 @@ class Member:
         self._close("" if error is None else _line_of(error))
 
     def _close(self, raised: str = "") -> None:
-        """Close this end; if an interrupt has broken that off before, again."""
-        self._finalizer.detach()
+        """Close this end. After an interrupt, the next call, or the finalizer, does it again."""
         if not self._is_closed:
             self._coordinator.close(raised)
             self._is_closed = True
+        self._finalizer.detach()
 
     def _round(self, response: Response, weights: Any) -> Round:
         self._ranks = response.ranks

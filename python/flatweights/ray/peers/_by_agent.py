@@ -179,7 +179,9 @@ class NodeAnswer(PendingResult):
                     call.poll()
 
     def result(self) -> Any:
-        """Return the metadata or the value."""
+        """Return the metadata or the value; of an answer that was given up, what ended its wait."""
+        if self._after is not None:
+            return ray.get(self._after)
         if self._value is not None:
             return ray.get(self._value)
         value = self.call.values[self._rank]

@@ -197,7 +197,8 @@ class Ranks:
         """
         self.records: dict[int, WorkerRecord] = {}
         self._joining: dict[int, tuple[WorkerRecord, ray.ObjectRef]] = {}  # a `ping` of its actor
-        self._leaving: list[tuple[WorkerRecord, bool]] = []  # owe an answer; whether to end then
+        # They were removed, or are to be, and owe answers; whether to end them then.
+        self._leaving: list[tuple[WorkerRecord, bool]] = []
         self.admitted: list[int] = []
         self._news: tuple[list[int], list[int]] = [], []  # the ranks that were added and removed
         self._span = 0
@@ -342,6 +343,8 @@ class Ranks:
         What an interrupt breaks off, the next call does.
         """
         for one in [*self._leaving]:
+            if self.over:  # a signal handler or another thread has shut the group down
+                return
             record, kill = one
             rank = record.worker.rank
             if not record.has_left:
@@ -355,8 +358,8 @@ class Ranks:
             if record.in_flight is None:
                 record.worker.detach()
                 if kill:
-                    self.platform.kill(record.worker.handle)
-                self._leaving.remove(one)
+                    self.platform.end(record.worker.handle)
+                self._leaving = [other for other in self._leaving if other is not one]
 
     def end_all(self) -> None:
         """End all workers, and those that were to end when they leave."""

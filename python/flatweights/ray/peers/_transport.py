@@ -212,7 +212,7 @@ class PendingResult(ABC):
 
 
 def error_in(answer: PendingResult) -> Exception | None:
-    """Return the error that ``answer``, which has arrived, is; None if it is a value."""
+    """Read ``answer``, which has arrived; return its error, or None if it is a value."""
     if answer.packed is None:
         try:
             answer.result()

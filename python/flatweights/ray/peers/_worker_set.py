@@ -49,12 +49,14 @@ from flatweights.ray.results._result import copied
 from flatweights.ray.results._round import Round
 from flatweights.ray.results._wire import GroupWire, PayloadKind, nbytes_of
 from flatweights.ray.support._errors import (
+    DEAD,
     FULL,
     SHUT_DOWN,
     WorkerError,
     has_left_weights,
     is_refusal,
     is_restarting,
+    is_stale,
     late_error,
     raised,
     reason_of,
@@ -157,10 +159,11 @@ class WorkerSet:
     ) -> tuple[list[int], Any]:
         """Return the ranks in ``ranks`` to call, and the weights that these calls must bring.
 
-        1. It waits for answers that healthy ranks owe to broken-off calls.
+        1. It waits for answers that healthy ranks owe to broken-off calls; some may be lost.
         2. The first calls bring the initial weights.
-        3. If no rank is healthy, ``weights``, or the latest ones, are sent at once to ranks that
-           can be reached. After the former, it returns these ranks, and None.
+        3. If no rank is healthy, those that can be reached are sent weights at once: the latest
+           ones, if ``weights`` is None, after which it goes on with these ranks; otherwise
+           ``weights``, and it returns these ranks, and None.
         4. If the calls bring no weights, or only changes of the latest ones, ranks that may lack
            these are sent them.
 
@@ -569,7 +572,7 @@ class WorkerSet:
     def take_back(self, seconds: float, timeout: float | None) -> list[int]:
         """Bring back unhealthy ranks that can be reached; return these ranks.
 
-        Before that, it waits for answers that healthy ranks owe, which may be refusals.
+        Before that, it waits for answers that healthy ranks owe, which may show them to be lost.
 
         A dead rank, which Ray may be restarting, is asked by a call that later rounds look at: its
         answer may take seconds.
@@ -578,9 +581,12 @@ class WorkerSet:
             seconds: The longest wait for ranks that are alive.
             timeout: Seconds to wait for answers that are owed.
         """
+        if self.ranks.over:
+            return []
+        self.ranks.check_open()
         self._await_owed(timeout)
         unhealthy = self.ranks.unhealthy()
-        if not unhealthy or self.ranks.over:
+        if not unhealthy:
             return []
         dead = [
             rank for rank, why in unhealthy.items() if isinstance(why, ray.exceptions.RayActorError)
@@ -735,7 +741,7 @@ class WorkerSet:
     def _drop_in_flight(self, ranks: Iterable[int], end: float | None) -> list[int]:
         """Drop answers in flight as they arrive; return those of ``ranks`` that still owe one.
 
-        Nobody else learns of ranks that have died or are stale, so they are noted.
+        Nobody else learns of healthy ranks that have died or are stale, so they are noted.
         """
         owing = {
             in_flight: rank
@@ -744,9 +750,11 @@ class WorkerSet:
         }
         while owing and (there := wait_any(owing, end)):
             for answer in there:
-                rank, error = owing.pop(answer), error_in(answer)
-                self.ranks.records[rank].drop_in_flight()
-                if error is not None:
+                rank = owing.pop(answer)
+                record = self.ranks.records[rank]
+                error = error_in(answer) if record.why is None else None
+                record.drop_in_flight()
+                if error is not None and (is_stale(error) or isinstance(error, DEAD)):
                     self.ranks.note_lost({rank: error})
         return list(owing.values())
 
@@ -824,8 +832,9 @@ class WorkerSet:
             took = self.restore(deadline, patient=False)
         finally:
             if not took and not any(record.in_flight for record in self.ranks.records.values()):
+                # Some may have set a half of them.
+                self._start.was_sent = self._start.was_sent or self.latest is not before
                 self.latest = before
-                self._start.was_sent = True  # some may have set a half of them
         if not took:
             raise WorkerError(self.ranks.unhealthy())
         sent = self.latest.in_full()

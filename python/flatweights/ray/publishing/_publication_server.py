@@ -93,7 +93,7 @@ class PublicationServer:
         self._thread = threading.Thread(
             target=self._run, name="flatweights-publication", daemon=True
         )
-        self._has_begun = False  # whether the thread is there, which ends all
+        self._has_begun = False  # whether the thread runs, which then ends everything
         self._beginning = threading.RLock()  # a signal handler may call `close` within it
 
     def start(self) -> None:
@@ -111,10 +111,11 @@ class PublicationServer:
 
     def close(self) -> None:
         """Admit no more readers; the present ones look for another server."""
+        self.is_closed = True
         with self._beginning:
-            self.is_closed = True
+            has_begun = self._has_begun
         self._waker.close()
-        if not self._has_begun:  # nor will it: an interrupt may have come within `start`
+        if not has_begun:  # the thread, which an interrupt may have left to begin later, ends
             self._end()
         elif self._thread is not threading.current_thread():
             self._thread.join()
