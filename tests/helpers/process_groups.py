@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from flatweights.ray.channels._member_channel import MemberChannel
+from flatweights.ray.core._events import Action, SendState
 from flatweights.ray.core._peer import PeerState
 from flatweights.ray.members._client import ChannelClient, Identity
 from flatweights.ray.members._config import GroupConfig
@@ -34,13 +35,28 @@ def with_sessions(group: ProcessGroup, *ranks: int) -> list[tuple[Entry, JoinRep
     return [(entry, entry.join_reply.result()) for entry in entries]
 
 
+class Watched(ProcessGroup):
+    """A process group that knows whether a member has been healed."""
+
+    states_sent = 0
+
+    @property
+    def heals(self) -> bool:
+        """Whether a healing is under way, or was."""
+        return bool(self.calls.healings or self.states_sent)
+
+    def _do(self, action: Action) -> bool:
+        self.states_sent += isinstance(action, SendState)
+        return super()._do(action)
+
+
 class LocalProcessGroup:
     """A process group and the thread that runs it."""
 
     def __init__(self, size: int, min_size: int | None = None, grace: float | None = None) -> None:
         self.size = size
         self.config = GroupConfig.of(size, min_size=min_size, grace=grace)
-        self.group = ProcessGroup("local", self.config, "here", None)
+        self.group = Watched("local", self.config, "here", None)
         self.thread = threading.Thread(target=self.group.run, daemon=True)
         self.thread.start()
 

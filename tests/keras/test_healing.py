@@ -245,7 +245,7 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     late.at[2, 5] = lambda: steps.append(int(late.model.optimizer.iterations))
     first.at[2, 16] = lambda: slept.wait(LIMIT)  # it takes its time once that one has overslept
     first.at[2, 18] = lambda: group.wait_until(
-        lambda inside: inside.calls.healings or inside.calls.waiting.recovering
+        lambda inside: inside.heals or inside.calls.waiting.recovering
     )
     for fit in (first, late):
         fit.start(pool)
@@ -274,7 +274,7 @@ def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_o
     first.goes_on_without(2, 4)
     first.at[2, 16] = lambda: slept.wait(LIMIT)
     first.at[2, 18] = lambda: group.wait_until(
-        lambda inside: inside.calls.healings or inside.calls.waiting.recovering
+        lambda inside: inside.heals or inside.calls.waiting.recovering
     )
     for fit in (first, late):
         fit.start(pool)
@@ -360,7 +360,7 @@ def test_the_other_goes_on_without_a_member_in_the_middle_of_a_synchronized_step
         first.goes_on_without(2, 4)
         first.at[2, 16] = lambda: slept.wait(LIMIT)  # it takes its time once that one has overslept
         first.at[2, 18] = lambda: group.wait_until(
-            lambda inside: inside.calls.healings or inside.calls.waiting.recovering
+            lambda inside: inside.heals or inside.calls.waiting.recovering
         )
     for fit in (first, late):
         fit.start(pool)
@@ -754,7 +754,7 @@ def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
     def wait() -> None:
         """Wait for the late member, whose request is for gradients, as the next call is."""
         waits.set()
-        group.wait_until(lambda inside: inside.calls.healings or inside.calls.waiting.recovering)
+        group.wait_until(lambda inside: inside.heals or inside.calls.waiting.recovering)
 
     late.at[2, 4] = lambda: waits.wait(LIMIT)
     first.goes_on_without(2, 4)
@@ -861,7 +861,7 @@ def test_samples_of_a_training_that_was_given_up_do_not_count(
 
     def wait() -> None:
         waits.set()
-        group.wait_until(lambda inside: inside.calls.healings or inside.calls.waiting.recovering)
+        group.wait_until(lambda inside: inside.heals or inside.calls.waiting.recovering)
 
     monkeypatch.setattr(late.member, "average_variables", noted)
     late.at[1, 4] = lambda: waits.wait(LIMIT)
@@ -939,7 +939,7 @@ def test_a_member_that_averages_weights_alone_is_late(
 
     def wait() -> None:
         waits.set()
-        group.wait_until(lambda inside: inside.calls.healings or inside.calls.waiting.recovering)
+        group.wait_until(lambda inside: inside.heals or inside.calls.waiting.recovering)
 
     late.at[1, 4] = lambda: waits.wait(LIMIT)
     first.at[1, 4] = lambda: first._wait_for_others(1.0)
@@ -1021,9 +1021,7 @@ def test_a_loop_of_ones_own_counts_by_iterations(
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                group.wait_until(
-                    lambda inside: inside.calls.waiting.recovering or inside.calls.healings
-                )
+                group.wait_until(lambda inside: inside.calls.waiting.recovering or inside.heals)
             step(data[member.rank, done])
         member.average({"the end": np.zeros(1)}, min_results=1)
         return [np.asarray(one) for one in [weights, *optimizer.variables]]
@@ -1056,9 +1054,7 @@ def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                group.wait_until(
-                    lambda inside: inside.calls.waiting.recovering or inside.calls.healings
-                )
+                group.wait_until(lambda inside: inside.calls.waiting.recovering or inside.heals)
             for target, (optimizer, one) in enumerate(zip(optimizers, weights, strict=True)):
                 optimizer.apply([2 * (one.value - float(target))], [one])
         return [np.asarray(one) for k in range(2) for one in [weights[k], *optimizers[k].variables]]
@@ -1208,9 +1204,7 @@ def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor
                 kill(member)
                 raise KilledError
             if number == 10 and member.rank == 0:  # the other has come
-                group.wait_until(
-                    lambda inside: inside.calls.waiting.recovering or inside.calls.healings
-                )
+                group.wait_until(lambda inside: inside.calls.waiting.recovering or inside.heals)
             with tf.GradientTape() as tape:
                 rows = slice(2 * number, 2 * number + 2)
                 loss = tf.reduce_mean((model(x[rows]) - y[rows]) ** 2)

@@ -250,9 +250,7 @@ def test_a_replaced_member_is_healed_in_a_loop_of_ones_own(
                 kill(member)
                 raise KilledError
             if done == 12 and dies_at < 0:
-                group.wait_until(
-                    lambda inside: inside.calls.waiting.out_of_sync or inside.calls.healings
-                )
+                group.wait_until(lambda inside: inside.calls.waiting.out_of_sync or inside.heals)
             training.step(*batch(member.rank, done))
         member.average({"the end": np.zeros(1)}, min_results=1)
         return training.state

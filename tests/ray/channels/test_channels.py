@@ -718,12 +718,14 @@ def test_an_interrupt_while_a_segment_is_received_leaves_no_descriptor_open() ->
         """Return the number of descriptors once the segment has come."""
         socket.send_fds(channel.connection, [packet], [segment.descriptor])
         worker.receive()
-        return len([*Path("/proc/self/fd").iterdir()])
+        links = [one.readlink() for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+        return len([link for link in links if "memfd:flatweights" in str(link)])
 
+    gc.collect()  # what other tests have left
     interrupts, before, steps = Interrupts(), received(), 0
     socket.send_fds(channel.connection, [packet], [segment.descriptor])
     while interrupts.hit(worker.receive):
-        assert received() == before
+        assert received() <= before
         socket.send_fds(channel.connection, [packet], [segment.descriptor])
         steps += 1
     assert steps > 50
