@@ -198,8 +198,8 @@ ASYNCHRONOUS = {
     ),
     "a lost worker is not asked again": (
         "rounds/_as_completed.py",
-        "        else:\n            self._loop.lost.add(rank)\n",
-        "",
+        "            sent.record.back_off()\n        self._take_up(sent.rank)\n",
+        "            sent.record.back_off()\n            return\n        self._take_up(sent.rank)\n",
     ),
     "results of before it was lost are yielded": (
         "rounds/_as_completed.py",
