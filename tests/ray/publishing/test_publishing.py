@@ -468,6 +468,10 @@ def test_another_layout_is_refused() -> None:
             frozen["n"].flags.writeable = False
             with pytest.raises(ValueError, match="out, slot 1 'n': expected an array that is wri"):
                 subscriber.update(out=frozen)
+            both = np.zeros(3000, np.float32)
+            overlapping = {"a": both.reshape(50, 60), "n": both[-2:].view(np.int64)}
+            with pytest.raises(ValueError, match="out, slot 1 'n': overlaps another part of out"):
+                subscriber.update(out=overlapping)
             assert subscriber.version == 0
             assert subscriber.update(out=model_of(0.0))
         with pytest.raises(ValueError, match="weights, against the published weights"):

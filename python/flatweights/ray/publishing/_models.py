@@ -54,9 +54,10 @@ class Arrays:
 
         Raises:
             TypeError: If one is no NumPy array.
-            ValueError: If one is read-only or not contiguous.
+            ValueError: If one is read-only or not contiguous, or overlaps another one.
         """
-        self._template.targets(self._model, self._where)
+        targets = self._template.targets(self._model, self._where)
+        self._template.check_apart(targets, self._where)
 
 
 def source_of(model: Any, where: str) -> Variables:
