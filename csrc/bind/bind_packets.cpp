@@ -29,17 +29,14 @@ class Descriptors {
   Descriptors() = default;
   Descriptors(const Descriptors&) = delete;
   Descriptors& operator=(const Descriptors&) = delete;
-  ~Descriptors() { close(); }
-
-  void reserve(std::size_t count) { numbers_.reserve(count); }
-  void add(int descriptor) { numbers_.push_back(descriptor); }
-
-  void close() noexcept {
+  ~Descriptors() {
 #ifdef __linux__
     for (const int number : numbers_) ::close(number);
 #endif
-    numbers_.clear();
   }
+
+  void reserve(std::size_t count) { numbers_.reserve(count); }
+  void add(int descriptor) { numbers_.push_back(descriptor); }
 
   [[nodiscard]] const std::vector<int>& numbers() const { return numbers_; }
 
@@ -92,13 +89,11 @@ py::object receive_packet(int socket, std::size_t most) {
 void bind_packets(py::module_& m) {
   py::class_<Descriptors>(m, "Descriptors")
       .def(py::init<>())
-      .def("__len__", [](const Descriptors& s) { return s.numbers().size(); })
-      .def("__getitem__",
-           [](const Descriptors& s, std::size_t k) {
-             if (k >= s.numbers().size()) throw py::index_error();
-             return s.numbers()[k];
-           })
-      .def("close", &Descriptors::close);
+      .def_property_readonly("numbers", [](const Descriptors& s) {
+        py::list numbers;
+        for (const int number : s.numbers()) numbers.append(number);
+        return numbers;
+      });
   m.def(
       "receive_packet",
       [](int socket, std::size_t most) {

@@ -563,9 +563,9 @@ class _Connections:
         packet, descriptors = received
         try:
             token, nonce = packet[1 : 1 + _TOKEN], packet[1 + _TOKEN :]
-            if packet[:1] != b"H" or len(descriptors) != 1:
+            if packet[:1] != b"H" or len(descriptors.numbers) != 1:
                 raise RefusedError("closed before a hello" if not packet else "no hello")
-            channel = DriverChannel(connection, _core.Mailbox.open(descriptors[0], nonce))
+            channel = DriverChannel(connection, _core.Mailbox.open(descriptors.numbers[0], nonce))
         except (OSError, ChannelError, ValueError, MemoryError) as error:
             raise RefusedError(f"{type(error).__name__}: {error}") from None
         with self._lock:

@@ -238,20 +238,21 @@ class ChannelEnd:
         return ChannelError(text + (f" ({type(refused).__name__}: {refused})" if refused else ""))
 
     def _take(self, kind: bytes, body: bytes, descriptors: _core.Descriptors) -> None:
-        if kind == b"P" and not descriptors:
+        numbers = descriptors.numbers
+        if kind == b"P" and not numbers:
             self.last_words = body.decode(errors="replace")
             return
-        if kind == b"G" and len(descriptors) == 1:
-            handle = Handle.read(body, descriptors[0])
+        if kind == b"G" and len(numbers) == 1:
+            handle = Handle.read(body, numbers[0])
             self._handles[handle.placed[:2]] = handle
             return
-        if kind == b"F" and not descriptors:
+        if kind == b"F" and not numbers:
             self.forget_handles(*_OWNER.unpack(body))
             return
-        if kind != b"W" or len(body) != _SEGMENT.size or len(descriptors) != 1:
+        if kind != b"W" or len(body) != _SEGMENT.size or len(numbers) != 1:
             raise ChannelError(f"expected a segment, got a packet {kind!r} of {len(body)} bytes")
         index, generation, nbytes, nonce = _SEGMENT.unpack(body)
-        segment = _core.PeerSegment(descriptors[0], nonce)
+        segment = _core.PeerSegment(numbers[0], nonce)
         if segment.nbytes != nbytes:
             raise ChannelError(f"segment {index}: expected {nbytes} bytes, got {segment.nbytes}")
         self.peer_segments[index] = generation, segment

@@ -96,8 +96,8 @@ class WorkerChannel(ChannelEnd):
         self._segments = Segments(_MOST_SEGMENTS, functools.partial(self.mailbox.holds, False))
 
     def _take(self, kind: bytes, body: bytes, descriptors: _core.Descriptors) -> None:
-        if kind == b"D" and len(descriptors) == 2 and self._doorbell is None:
-            memory, bell = descriptors[0], descriptors[1]
+        if kind == b"D" and len(descriptors.numbers) == 2 and self._doorbell is None:
+            memory, bell = descriptors.numbers
             self._doorbell = _core.Doorbell.open(memory, bell, body)
         else:
             super()._take(kind, body, descriptors)

@@ -243,11 +243,11 @@ class PublicationConnection:
             if len(packet) != _READER.size:
                 raise ConnectionResetError("the server has closed")
             kind, number = _READER.unpack(packet)
-            if kind != _WELCOME or len(descriptors) != 2:
+            if kind != _WELCOME or len(descriptors.numbers) != 2:
                 raise FullError(
                     f"the publisher has {number} readers on this node, and takes no more"
                 )
-            control, data = descriptors[0], descriptors[1]
+            control, data = descriptors.numbers
             self.reader = _core.PublicationReader(
                 control, address.control, data, address.data, address.nbytes, number
             )
