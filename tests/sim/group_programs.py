@@ -335,9 +335,28 @@ class GroupProgram:
                 elif kind < 0.1:
                     with self._calling():
                         group.restore(timeout=1.0)
+            if not plan["beside"] and world.draw() < 0.5:
+                self._hear_from_all(loop)
         finally:
             self._is_looping = False
             loop.close()
+
+    def _hear_from_all(self, loop: Any) -> None:
+        """Go on with a loop once nothing goes wrong any more, until each worker has a result."""
+        world, oracle, timeout = self._world, self._oracle, self._plan["timeout"]
+        end, seen = self._calm(), set[int]()
+        self._plan["timeout"] = timeout  # that of the loop
+        while not seen >= {*self._alive()}:
+            begin, published = world.now, oracle.published
+            with self._waiting():
+                result = next(loop)
+            oracle.check_result(begin, published, result)
+            seen.update(result.used)
+            del result
+            world.sleep(0.1)
+            if world.now > end:
+                world.fail(f"ranks {self._alive()} live, and a loop hears only from {sorted(seen)}")
+                return
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -372,9 +391,9 @@ class GroupProgram:
 
     # The end.
 
-    def _calm_down(self) -> None:
-        """Let nothing go wrong any more; all workers that live take part soon."""
-        world, plan, group, oracle = self._world, self._plan, self._group, self._oracle
+    def _calm(self) -> float:
+        """Let nothing go wrong any more; return the time until which all that live take part."""
+        world, plan = self._world, self._plan
         world.note("nothing goes wrong any more")
         plan |= {"nan": 0.0, "raises": 0.0, "refuses": 0.0, "slow": 0.0}
         plan |= {"timeout": None, "min_results": 1, "nonfinite": "raise"}
@@ -384,7 +403,12 @@ class GroupProgram:
         for actor in self._platform.actors:
             actor.process.faults.clear()
         actors = self._platform.actors
-        end = _CALM + max([world.now, *[actor.process.stopped_until for actor in actors]])
+        return _CALM + max([world.now, *[actor.process.stopped_until for actor in actors]])
+
+    def _calm_down(self) -> None:
+        """Let nothing go wrong any more, and wait until all workers that live take part."""
+        world, plan, group, oracle = self._world, self._plan, self._group, self._oracle
+        end = self._calm()
         self._last = None
         by_run = world.draw() < 0.5  # which asks workers whether they are back, too
         has_weights = plan["initial"]  # actors that were restarted need some
