@@ -49,12 +49,12 @@ from flatweights.ray.peers._wait import seconds_left
 from flatweights.ray.results._variables import Memory, Variables
 from flatweights.ray.support._failpoints import reach
 
+Made = TypeVar("Made")
+
 Sent: TypeAlias = NDArray[np.uint8] | OwnSegment | None
 """The packed weights of a request, in memory of the host or in a segment of a GPU."""
 
 _ABSENT = 5.0  # seconds in which a coordinator has to name the missing ranks
-Made = TypeVar("Made")
-
 _CALLS = 4  # of a member in its coordinator: `stay`, the current one, and two that it gave up
 _GRACE = 30.0  # seconds beyond the timeout of a call for which a member waits for its coordinator
 _LEAVE = pickle.dumps((Request("leave").fields, None))
