@@ -23,16 +23,20 @@ namespace py = pybind11;
 
 namespace {
 
-// Descriptors of this process, which are closed with this object.
+// Descriptors of this process, which are closed with this object, or by `close`: the traceback of
+// an error may keep the object.
 class Descriptors {
  public:
   Descriptors() = default;
   Descriptors(const Descriptors&) = delete;
   Descriptors& operator=(const Descriptors&) = delete;
-  ~Descriptors() {
+  ~Descriptors() { close(); }
+
+  void close() noexcept {
 #ifdef __linux__
     for (const int number : numbers_) ::close(number);
 #endif
+    numbers_.clear();
   }
 
   void reserve(std::size_t count) { numbers_.reserve(count); }
@@ -89,11 +93,13 @@ py::object receive_packet(int socket, std::size_t most) {
 void bind_packets(py::module_& m) {
   py::class_<Descriptors>(m, "Descriptors")
       .def(py::init<>())
-      .def_property_readonly("numbers", [](const Descriptors& s) {
-        py::list numbers;
-        for (const int number : s.numbers()) numbers.append(number);
-        return numbers;
-      });
+      .def_property_readonly("numbers",
+                             [](const Descriptors& s) {
+                               py::list numbers;
+                               for (const int number : s.numbers()) numbers.append(number);
+                               return numbers;
+                             })
+      .def("close", &Descriptors::close);
   m.def(
       "receive_packet",
       [](int socket, std::size_t most) {

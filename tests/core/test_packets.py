@@ -38,6 +38,13 @@ def test_descriptors_are_closed_with_their_object(pair: Pair) -> None:
     assert not any(map(os.get_inheritable, numbers))
     del received, descriptors
     assert not any(map(is_open, numbers))
+    socket.send_fds(there, [b"packet"], [here.fileno()])
+    received = _core.receive_packet(here.fileno(), 512)
+    assert received is not None
+    numbers = received[1].numbers
+    received[1].close()
+    assert not any(map(is_open, numbers))
+    assert received[1].numbers == []
 
 
 def test_without_a_packet_it_does_not_wait(pair: Pair) -> None:

@@ -568,6 +568,8 @@ class _Connections:
             channel = DriverChannel(connection, _core.Mailbox.open(descriptors.numbers[0], nonce))
         except (OSError, ChannelError, ValueError, MemoryError) as error:
             raise RefusedError(f"{type(error).__name__}: {error}") from None
+        finally:
+            descriptors.close()
         with self._lock:
             is_expected = self._channels.get(token, channel) is None
             if is_expected:

@@ -231,6 +231,8 @@ class ChannelEnd:
                 self._take(packet[:1], packet[1:], descriptors)
             except (ChannelError, OSError, ValueError, struct.error) as error:
                 self._refused = error.with_traceback(None)
+            finally:
+                descriptors.close()
 
     def _missing(self, text: str) -> ChannelError:
         """Return the error about a packet that the peer should have sent."""

@@ -234,10 +234,12 @@ class PublicationConnection:
             ValueError: If the files that it hands out are not those of ``address``.
         """
         self.connection = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        descriptors = _core.Descriptors()
         try:
             _connect(self.connection, address.socket, end)
             packet, descriptors = self._receive(end)
             if packet and for_others:
+                descriptors.close()
                 self.connection.send(_FOR_OTHERS)
                 packet, descriptors = self._receive(end)
             if len(packet) != _READER.size:
@@ -254,6 +256,8 @@ class PublicationConnection:
         except BaseException:
             self.connection.close()
             raise
+        finally:
+            descriptors.close()
 
     def _receive(self, end: float) -> tuple[bytes, _core.Descriptors]:
         poll = select.poll()
