@@ -131,6 +131,10 @@ class LocalProcessGroup:
             time.sleep(pause)
             pause = min(1.2 * pause, 0.05)
 
+    def until_one_is_back(self) -> None:
+        """Wait until a member that lacks the state waits for it, or has got it."""
+        self.wait_until(lambda group: group.calls.waiting.recovering or group.heals)
+
     def until_asked(self, *ranks: int) -> None:
         """Wait until the open call consists of the requests of ``ranks``, which may be unread."""
 

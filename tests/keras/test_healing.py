@@ -244,9 +244,7 @@ def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
     steps: list[int] = []
     late.at[2, 5] = lambda: steps.append(int(late.model.optimizer.iterations))
     first.at[2, 16] = lambda: slept.wait(LIMIT)  # it takes its time once that one has overslept
-    first.at[2, 18] = lambda: group.wait_until(
-        lambda inside: inside.heals or inside.calls.waiting.recovering
-    )
+    first.at[2, 18] = group.until_one_is_back
     for fit in (first, late):
         fit.start(pool)
     ended = [fit.done.result(LIMIT) for fit in (first, late)]
@@ -273,9 +271,7 @@ def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_o
     late.at[2, 4] = sleep
     first.goes_on_without(2, 4)
     first.at[2, 16] = lambda: slept.wait(LIMIT)
-    first.at[2, 18] = lambda: group.wait_until(
-        lambda inside: inside.heals or inside.calls.waiting.recovering
-    )
+    first.at[2, 18] = group.until_one_is_back
     for fit in (first, late):
         fit.start(pool)
     check_alike([fit.done.result(LIMIT)[1] for fit in (first, late)])
@@ -359,9 +355,7 @@ def test_the_other_goes_on_without_a_member_in_the_middle_of_a_synchronized_step
     if not ends:
         first.goes_on_without(2, 4)
         first.at[2, 16] = lambda: slept.wait(LIMIT)  # it takes its time once that one has overslept
-        first.at[2, 18] = lambda: group.wait_until(
-            lambda inside: inside.heals or inside.calls.waiting.recovering
-        )
+        first.at[2, 18] = group.until_one_is_back
     for fit in (first, late):
         fit.start(pool)
     new = late
@@ -754,7 +748,7 @@ def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
     def wait() -> None:
         """Wait for the late member, whose request is for gradients, as the next call is."""
         waits.set()
-        group.wait_until(lambda inside: inside.heals or inside.calls.waiting.recovering)
+        group.until_one_is_back()
 
     late.at[2, 4] = lambda: waits.wait(LIMIT)
     first.goes_on_without(2, 4)
@@ -861,7 +855,7 @@ def test_samples_of_a_training_that_was_given_up_do_not_count(
 
     def wait() -> None:
         waits.set()
-        group.wait_until(lambda inside: inside.heals or inside.calls.waiting.recovering)
+        group.until_one_is_back()
 
     monkeypatch.setattr(late.member, "average_variables", noted)
     late.at[1, 4] = lambda: waits.wait(LIMIT)
@@ -939,7 +933,7 @@ def test_a_member_that_averages_weights_alone_is_late(
 
     def wait() -> None:
         waits.set()
-        group.wait_until(lambda inside: inside.heals or inside.calls.waiting.recovering)
+        group.until_one_is_back()
 
     late.at[1, 4] = lambda: waits.wait(LIMIT)
     first.at[1, 4] = lambda: first._wait_for_others(1.0)
@@ -1021,7 +1015,7 @@ def test_a_loop_of_ones_own_counts_by_iterations(
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                group.wait_until(lambda inside: inside.calls.waiting.recovering or inside.heals)
+                group.until_one_is_back()
             step(data[member.rank, done])
         member.average({"the end": np.zeros(1)}, min_results=1)
         return [np.asarray(one) for one in [weights, *optimizer.variables]]
@@ -1054,7 +1048,7 @@ def test_twins_of_ones_own_loop_are_healed_by_the_names_of_their_optimizers(
                 kill(member)
                 raise KilledError
             if done == 10 and dies_at < 0:
-                group.wait_until(lambda inside: inside.calls.waiting.recovering or inside.heals)
+                group.until_one_is_back()
             for target, (optimizer, one) in enumerate(zip(optimizers, weights, strict=True)):
                 optimizer.apply([2 * (one.value - float(target))], [one])
         return [np.asarray(one) for k in range(2) for one in [weights[k], *optimizers[k].variables]]
@@ -1204,7 +1198,7 @@ def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor
                 kill(member)
                 raise KilledError
             if number == 10 and member.rank == 0:  # the other has come
-                group.wait_until(lambda inside: inside.calls.waiting.recovering or inside.heals)
+                group.until_one_is_back()
             with tf.GradientTape() as tape:
                 rows = slice(2 * number, 2 * number + 2)
                 loss = tf.reduce_mean((model(x[rows]) - y[rows]) ** 2)
