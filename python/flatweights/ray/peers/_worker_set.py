@@ -870,18 +870,22 @@ class WorkerSet:
                 self._prepare(ranks, payload)
             self.send_out(self.call(payload=payload), arrivals, ranks)
 
-        def is_to_be_asked_again(rank: int) -> bool:
-            if owing.pop(rank, None) is not None:
+        def to_be_asked(came: Sequence[int]) -> list[int]:
+            asked = [rank for rank in came if owing.pop(rank, None) is not None]
+            for rank in asked:
                 self.ranks.records[rank].drop_in_flight()
                 arrivals.arrived.discard(rank)
-                return True
-            arrivals.result(rank)
+            answered = [rank for rank in came if rank not in asked]
+            for rank in answered:
+                arrivals.result(rank)
+            restarting = [r for r in answered if is_restarting(arrivals.failed.get(r))]
             is_over = deadline.end is not None and _clock.now() + _PAUSE > deadline.end
-            if patient and is_restarting(arrivals.failed.get(rank)) and not is_over:
+            if patient and restarting and not is_over:
                 _clock.sleep(_PAUSE)
-                del arrivals.failed[rank]
-                return True
-            return False
+                for rank in restarting:
+                    del arrivals.failed[rank]
+                asked += restarting
+            return asked
 
         owing = {
             rank: in_flight for rank in ranks if (in_flight := self.ranks.records[rank].in_flight)
@@ -891,7 +895,7 @@ class WorkerSet:
                 arrivals.expect(owing)
             ask([rank for rank in ranks if rank not in owing])
             while (came := arrivals.wait()) is not None:
-                ask([rank for rank in came if is_to_be_asked_again(rank)])
+                ask(to_be_asked(came))
         finally:
             self._close(arrivals)
             self._leave_out(arrivals.failed)
