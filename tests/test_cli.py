@@ -56,6 +56,17 @@ def test_the_paths_to_tensorflow_are_those_of_its_build(monkeypatch: pytest.Monk
     }
 
 
+def test_a_process_that_fails_after_its_last_word_has_told_the_paths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        said = "TensorFlow says this\nflatweights: one\nflatweights: two\n"
+        return subprocess.CompletedProcess(command, -11, said, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert _of_tensorflow() == {"tensorflow path": "one", "GPUs": "two"}
+
+
 @pytest.mark.slow
 def test_info_tells_the_configuration_and_the_path_to_tensorflow_without_importing_the_extras() -> (
     None
@@ -245,7 +256,7 @@ def test_build_tf_without_tensorflow_says_what_to_install() -> None:
 
 def in_a_shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command.replace("flatweights", f"{sys.executable} -m flatweights.cli"),
+        command.replace("flatweights", f"{sys.executable} -m flatweights"),
         shell=True,
         capture_output=True,
         text=True,
@@ -297,6 +308,8 @@ def test_plan_prints_what_ray_plan_says(capsys: pytest.CaptureFixture[str]) -> N
             "flatweights examples: error: --show: expected the NAME of an example",
         ),
         (["examples", "--list", "linear"], "--list: expected no NAME, got 'linear'"),
+        (["examples", "--show", "linear", "--bogus"], "expected nothing after NAME, got '--bogus'"),
+        (["examples", "--plot", "a.png"], "--plot: expected the NAME of a program to run"),
         (["examples", "lines"], "NAME: invalid choice: 'lines'"),
         (["demo", "--workers", "0"], "--workers: expected an integer from 1 to 64, got '0'"),
         (["demo", "--workers", "65"], "--workers: expected an integer from 1 to 64, got '65'"),
@@ -338,6 +351,7 @@ def test_bad_arguments_say_what_was_expected(
         ("directory.png", "Is a directory"),
         ("plot.doc", "expected a file name ending in .png, .svg, .pdf"),
         ("plot", "expected a file name ending in .png, .svg, .pdf"),
+        (300 * "n" + ".png", "File name too long"),
     ],
 )
 def test_plot_that_cannot_be_written_is_refused_before_training(
@@ -356,8 +370,10 @@ def test_refused_arguments_leave_no_plot_behind(
 ) -> None:
     old = tmp_path / "old.png"
     old.write_bytes(b"kept")
-    for plot in (old, tmp_path / "new.png"):
+    link = tmp_path / "link.png"
+    link.symlink_to("nowhere.png")
+    for plot in (old, tmp_path / "new.png", link):
         with pytest.raises(SystemExit):
             main(["demo", "--plot", str(plot), "--workers", "0"])
-    assert [path.name for path in tmp_path.iterdir()] == ["old.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.png", "old.png"]
     assert old.read_bytes() == b"kept"

@@ -17,6 +17,7 @@ from flatweights import demo, examples
 from flatweights.demo._arguments import PLOT_SUFFIXES, integer, plot_file
 
 _NEEDED = ("tensorflow", "ray", "sklearn", "rich", "matplotlib", "scipy", "gymnasium")
+_SAID = "flatweights: "  # before a line that is not TensorFlow's
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,8 +91,9 @@ def _of_tensorflow() -> dict[str, str]:
     stderr, and a broken installation may kill the process.
     """
     program = (
-        "from flatweights.tensorflow.library._load import status; print(status(), flush=True)\n"
-        "from flatweights.tensorflow._gpus import status; print(status())"
+        f"say = lambda status: print({_SAID!r} + status(), flush=True)\n"
+        "from flatweights.tensorflow.library._load import status; say(status)\n"
+        "from flatweights.tensorflow._gpus import status; say(status)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -101,8 +103,10 @@ def _of_tensorflow() -> dict[str, str]:
         errors="replace",
     )
     names = ("tensorflow path", "GPUs")
-    paths = dict(zip(names, done.stdout.strip().splitlines(), strict=False))
-    if done.returncode != 0:
+    lines = done.stdout.splitlines()
+    said = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
+    paths = dict(zip(names, said, strict=False))
+    if done.returncode != 0 and len(paths) < len(names):
         lines = done.stderr.strip().splitlines()
         last = lines[-1] if lines else f"exit code {done.returncode}"
         why = "none, since tensorflow cannot be imported" if not paths else "none, since it failed"
@@ -120,7 +124,8 @@ def _build_tf(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     from flatweights.tensorflow.library._compile import LibraryError
     from flatweights.tensorflow.library._load import build_library
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that it can clean up
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # so that it can clean up
     try:
         print(build_library())
     except LibraryError as error:
@@ -163,6 +168,8 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """List the programs of flatweights.examples, run one, or show its source."""
     asked, name = options.asked, options.name
+    if options.plot and (asked is not None or name is None):
+        parser.error("--plot: expected the NAME of a program to run")
     if asked == "list" or (asked is None and name is None):
         if name is not None:
             parser.error(f"--list: expected no NAME, got {name!r}")
@@ -175,6 +182,8 @@ def _examples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     if asked is not None:
         if name is None:
             parser.error(f"--{asked}: expected the NAME of an example")
+        if options.options:
+            parser.error(f"--{asked}: expected nothing after NAME, got {options.options[0]!r}")
         source = _source(name)
         print(source if asked == "path" else source.read_text(encoding="utf-8").rstrip())
         return 0
@@ -267,9 +276,3 @@ def _parser() -> argparse.ArgumentParser:
     guide = "train on handwritten digits in Ray actors, compared with the loop of Ray's guide"
     demo.add_options(add("demo", _demo, guide))
     return parser
-
-
-if __name__ == "__main__":
-    from flatweights_command import main as command
-
-    sys.exit(command())

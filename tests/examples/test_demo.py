@@ -18,7 +18,7 @@ from reference import clean_environment
 from flatweights import FlatWeights
 from flatweights.demo import SIZES
 
-COMMAND = [sys.executable, "-m", "flatweights.cli"]
+COMMAND = [sys.executable, "-m", "flatweights"]
 ENDLESS = ("demo", "--size=small", "--rounds=100000", "--local-steps=1")
 TIMEOUT_S = 300
 

@@ -164,7 +164,7 @@ def test_mistakes_of_the_program_keep_their_traceback() -> None:
 def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = subprocess.run(
-        [sys.executable, "-m", "flatweights.cli", "examples", "linear"],
+        [sys.executable, "-m", "flatweights", "examples", "linear"],
         env=clean_environment(RAY_TMPDIR=str(tmp_path / "file"), RAY_ADDRESS="local"),
         capture_output=True,
         text=True,

@@ -17,18 +17,23 @@ WAIT_S = 120
 
 
 @contextmanager
-def supervised(body: str) -> Iterator[subprocess.Popen[str]]:
-    """Run ``body`` as the supervised function of a program."""
+def supervised(body: str, before: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Run ``body`` as the supervised function of a program, which does ``before`` first."""
     # The file alone: the package would import NumPy.
     code = f"""
-import ctypes, os, runpy, subprocess, sys, time
+import ctypes, os, runpy, signal, subprocess, sys, time
 supervise = runpy.run_path({_supervise.__file__!r})["supervise"]
 def main():
     {body}
+{before}
 sys.exit(supervise(main))
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         yield process
@@ -104,6 +109,16 @@ def test_a_signal_ends_all_with_one_line(received: signal.Signals) -> None:
         _, err = process.communicate(timeout=WAIT_S)
         assert (process.returncode, err) == (128 + received, "interrupted\n")
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_signal_that_the_process_ignores_ends_nothing() -> None:
+    ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN); signal.signal(signal.SIGCHLD, 1)"
+    with supervised("print(input(), flush=True)", f"{ignored}; print(flush=True)") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGHUP)  # as the end of a terminal under nohup
+        out, err = process.communicate("goes on\n", timeout=WAIT_S)
+    assert (process.returncode, out, err) == (0, "goes on\n", "")
 
 
 def test_the_program_dies_with_its_supervisor() -> None:

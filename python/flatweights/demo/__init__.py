@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from flatweights.demo._arguments import PLOT_SUFFIXES, integer, plot_file
 
-__all__ = ["SIZES", "add_options", "run"]
+__all__ = ["SIZES", "add_options", "check_options", "run"]
 
 
 class Size(NamedTuple):

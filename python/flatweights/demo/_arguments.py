@@ -1,6 +1,7 @@
 """Types of command-line arguments that reject invalid values and say what they expect."""
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,13 +31,14 @@ def plot_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(
             f"expected a file name ending in {', '.join(PLOT_SUFFIXES)}, got {text!r}"
         )
-    existed = path.exists()
     try:
+        file = Path(os.path.realpath(path))  # what a link names
+        existed = file.exists()
         # Permissions alone do not show that a file system is read-only or full.
-        with path.open("ab"):
+        with file.open("ab"):
             pass
         if not existed:
-            path.unlink()
+            file.unlink()
     except OSError as error:
         raise argparse.ArgumentTypeError(
             f"expected a file that can be written, got {text!r}: {error.strerror}"

@@ -13,11 +13,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_WAITED_FOR = {*_ENDING, signal.SIGCHLD}
 _UNKILLABLE_S = 10.0  # after this time, processes in uninterruptible sleep are left alone
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
@@ -25,7 +24,8 @@ _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 def supervise(main: Callable[[], object]) -> int:
     """Call ``main`` in a child process, and let none of the processes that it starts outlive it.
 
-    On SIGINT, SIGTERM or SIGHUP all of them are killed at once, and one line is printed.
+    On SIGINT, SIGTERM or SIGHUP all of them are killed at once, and one line is printed; unless
+    this process ignores the signal, as under ``nohup``.
 
     Args:
         main: The program; its result or exception determines the exit code, as in `sys.exit`.
@@ -35,7 +35,11 @@ def supervise(main: Callable[[], object]) -> int:
     """
     libc = ctypes.CDLL(None)
     libc.prctl(_SET_CHILD_SUBREAPER, 1)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, none would come
+    # Linux keeps signals that are blocked even if they are ignored.
+    ending = {one for one in _ENDING if signal.getsignal(one) is not signal.SIG_IGN}
+    waited_for = {*ending, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
     sys.stdout.flush()
     sys.stderr.flush()
     parent, child = os.getpid(), os.fork()
@@ -46,7 +50,7 @@ def supervise(main: Callable[[], object]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child, too
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os._exit(_call(main))
-    ended_by, code = _wait(child)
+    ended_by, code = _wait(child, waited_for)
     _kill_descendants()
     if ended_by:
         if sys.stderr.isatty():  # erase a progress bar and show the cursor that it hid
@@ -60,13 +64,13 @@ def supervise(main: Callable[[], object]) -> int:
     return code
 
 
-def _wait(child: int) -> tuple[int, int]:
-    """Wait until ``child`` ends or a signal asks for its end.
+def _wait(child: int, waited_for: Collection[signal.Signals]) -> tuple[int, int]:
+    """Wait until ``child`` ends or another signal that is ``waited_for`` asks for its end.
 
     Returns:
         The number of that signal, or 0; and the exit code of the child, as in `subprocess`.
     """
-    while (received := signal.sigwaitinfo(_WAITED_FOR).si_signo) == signal.SIGCHLD:
+    while (received := signal.sigwaitinfo(waited_for).si_signo) == signal.SIGCHLD:
         for pid, status in _ended_children():
             if pid == child:
                 return 0, os.waitstatus_to_exitcode(status)
