@@ -1,5 +1,6 @@
 """Rules that compare whole models, against float64 and against a plain reading of the papers."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from reference import BFLOAT16, REAL, random_array, same_bits
 
 import flatweights as fw
 from flatweights import robust
+from flatweights.robust import Rule
 
 Vectors = list[NDArray[Any]]
 
@@ -418,6 +420,31 @@ def test_counts_that_are_no_integers_and_lengths_that_are_no_numbers_are_named()
             call()
     trimmed = robust.trimmed_mean([np.array([x]) for x in (0.0, 1.0, 2.0, 9.0)], np.float32(0.25))
     assert trimmed == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("one", "same"),
+    [
+        (robust.TrimmedMean(1), robust.TrimmedMean(np.int64(1))),
+        (robust.CenteredClipping(1), robust.CenteredClipping(np.float32(1), np.int8(5))),
+        (robust.MultiKrum(1, 2), robust.MultiKrum(np.int32(1), np.int32(2))),
+        (Rule.of(functools.partial(max, key=len)), Rule.of(max)),
+    ],
+)
+def test_equal_rules_have_one_name(one: Any, same: Any) -> None:
+    assert repr(one) == repr(same)  # by which members compare them
+
+
+def test_a_tiny_radius_leaves_the_centre_where_it_is() -> None:
+    sources = [np.array([x]) for x in (1.0, 2.0, 4.0)]
+    assert robust.centered_clipping(sources, np.array([3.0]), radius=1e-310).tolist() == [3.0]
+
+
+def test_too_few_sources_are_told_with_those_that_were_skipped() -> None:
+    sources = [np.array([x]) for x in (1.0, np.nan, 2.0, np.nan, np.nan)]
+    text = r"expected at least 5 sources .* got 2, without 3 that hold NaN or infinity$"
+    with pytest.raises(ValueError, match=text):
+        robust.krum(sources, 1, nonfinite="skip")
 
 
 @pytest.mark.parametrize(

@@ -799,7 +799,7 @@ def test_an_update_cannot_write_to_the_average_and_one_that_fails_stops_the_opti
     optimizer, average = Writes(np.zeros(3)), np.ones(3)
     with pytest.raises(ValueError, match="read-only"):
         optimizer.step(average)
-    with pytest.raises(RuntimeError, match="a step was interrupted"):
+    with pytest.raises(RuntimeError, match="or was interrupted"):
         optimizer.step(average)
 
 
@@ -876,10 +876,46 @@ def test_an_interrupted_step_is_done_or_the_optimizer_refuses_to_be_used(name: s
             seen.add(optimizer.state.buffer.tobytes())
             continue
         refused += 1
-        with pytest.raises(RuntimeError, match="a step was interrupted"):
+        with pytest.raises(RuntimeError, match="or was interrupted"):
             calls[refused % len(calls)](optimizer)
     assert seen == {before, after}
     assert refused >= len(calls)
+
+
+def test_an_update_may_replace_its_vectors_by_name() -> None:
+    class Two(server.ServerOptimizer[Any]):
+        names = "b", "a"  # in another order than at first
+
+        def vectors(self) -> dict[str, float]:
+            return {"a": 1.0, "b": 2.0}
+
+        def update(self, block: server.Block, /) -> None:
+            block.vectors = {name: block.vectors[name] * 10 for name in self.names}
+
+    optimizer = Two(np.zeros(3))
+    optimizer.step(np.ones(3))
+    assert (optimizer.state["a"][0], optimizer.state["b"][0]) == (10, 20)
+    optimizer.names = "a", "c"
+    with pytest.raises(KeyError, match="c"):
+        optimizer.step(np.ones(3))
+
+
+def test_a_state_that_would_not_load_is_not_saved(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    optimizer = server.FedAvgM(np.zeros(2, np.float16), momentum=0.9)
+    for _ in range(2):
+        optimizer.step(np.array([6e4, 1], np.float16))
+    assert np.isinf(optimizer.weights[0]), "in 16 bits, but its master copy is finite"
+    optimizer.save(path)
+    assert server.FedAvgM.load(path).state.buffer.tobytes() == optimizer.state.buffer.tobytes()
+    saved = path.read_bytes()
+    lost = server.ExponentialMovingAverage(np.array([-1.7e308]), decay=0.5)
+    lost.step(np.array([1.7e308]))
+    with pytest.raises(ValueError, match="state, slot 0 'weights': holds NaN or infinity"):
+        lost.save(path)
+    with pytest.raises(ValueError, match="state, slot 0 'weights': holds NaN or infinity"):
+        pickle.dumps(lost)
+    assert path.read_bytes() == saved
 
 
 class Remembering(server.ServerOptimizer[Any]):

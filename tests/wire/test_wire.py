@@ -915,6 +915,21 @@ def test_an_interrupted_encode_loses_no_more_than_a_message() -> None:
     assert seen == {(0, 0, 0), tuple(after)}
 
 
+def test_differences_that_were_rounded_elsewhere_are_checked() -> None:
+    weights = FlatWeights({"w": np.float32([1, 2])})
+    driver = DeltaBroadcaster(weights, "float16")
+    values = driver.encode(weights).values
+    values["w"][0] = np.nan
+    before = driver.reference["w"].tolist()
+    with pytest.raises(ValueError, match="weights, slot 0 'w': holds NaN or infinity"):
+        driver.after(weights, values)
+    with pytest.raises(ValueError, match="values: "):
+        driver.after(weights, FlatWeights({"w": np.zeros(1, np.float32)}))
+    with pytest.raises(TypeError, match="values: "):
+        driver.after(weights, np.zeros(2, np.float16))
+    assert driver.reference["w"].tolist() == before
+
+
 def test_encoders_own_what_they_are_unpickled_with() -> None:
     """Ray's store gives buffers out of band, which are read-only."""
 

@@ -293,7 +293,7 @@ def _run(
             return result
         wire_dtype, payload_kind = wire
         try:
-            return state.wire.encode(result, payload_kind, wire_dtype)
+            return state.wire.encode(result, payload_kind, wire_dtype, method)
         except MissedUpdateError as error:
             raise StaleWorkerError(str(error)) from error
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from flatweights._average import Job, Nonfinite
 from flatweights._numbers import check_count, real_number
-from flatweights.robust._rules import Source
-from flatweights.robust._selection import DistanceRule, Distances
+from flatweights.robust._rules import Source, set_checked
+from flatweights.robust._selection import Arrays, DistanceRule, Distances
 
 # The geometric median is found if no direction makes the sum of distances fall by more than this
 # part of the sum of weights, for each unit of length. The sum exceeds the smallest one by at most
@@ -177,9 +177,11 @@ def _middle(squares: Distances) -> int:
     return int(np.lexsort((sums, (~is_finite).sum(axis=1)))[0])
 
 
-def _check_length(value: float, name: str) -> None:
-    if not 0 < real_number(value, name) < math.inf:
+def _length_of(value: float, name: str) -> float:
+    length = real_number(value, name)
+    if not 0 < length < math.inf:
         raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+    return length
 
 
 @dataclass(frozen=True)
@@ -198,11 +200,11 @@ class GeometricMedian(DistanceRule):
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        _check_length(self.smoothing, "smoothing")
-        check_count(self.steps, "steps")
+        set_checked(self, smoothing=_length_of(self.smoothing, "smoothing"))
+        set_checked(self, steps=check_count(self.steps, "steps"))
 
     def _combine(
-        self, job: Job, squares: Distances, present: list[int]
+        self, job: Job, points: list[Arrays], squares: Distances, present: list[int]
     ) -> tuple[list[int], list[float]]:
         weights = np.array([job.weights[k] for k in present])
         # As average does, so that only ratios matter, and their sum is finite.
@@ -239,8 +241,8 @@ class CenteredClipping(DistanceRule):
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        _check_length(self.radius, "radius")
-        check_count(self.steps, "steps")
+        set_checked(self, radius=_length_of(self.radius, "radius"))
+        set_checked(self, steps=check_count(self.steps, "steps"))
 
     def converted(self, convert: Callable[[Any, str], Any]) -> CenteredClipping:
         """Return this rule with a converted centre."""
@@ -248,7 +250,7 @@ class CenteredClipping(DistanceRule):
             return self
         return replace(self, center=convert(self.center, "center"))
 
-    def _points(self, job: Job) -> list[list[NDArray[Any]]]:
+    def _points(self, job: Job) -> list[Arrays]:
         if self.center is None:
             return job.parts
         job.template.match(self.center, "center")
@@ -260,7 +262,7 @@ class CenteredClipping(DistanceRule):
         return [*job.parts, center]
 
     def _combine(
-        self, job: Job, squares: Distances, present: list[int]
+        self, job: Job, points: list[Arrays], squares: Distances, present: list[int]
     ) -> tuple[list[int], list[float]]:
         count = len(present)
         near = _near(squares[:count, :count], np.ones(count), like_most=False)
@@ -273,9 +275,10 @@ class CenteredClipping(DistanceRule):
             shares = shares * (1.0 - clip.sum() / count)
             shares[:count] += clip / count
             distance = _from_center(squares, shares)
+        shares[shares < _LEAST_SHARE] = 0
         places = [*present, len(job.parts)][: len(squares)]
         final = {k: s for k, s in zip(places, shares.tolist(), strict=True) if s > 0}
-        job.average(final, self._points(job))
+        job.average(final, points)
         return [k for k in final if k < len(job.parts)], distance[:count].tolist()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from flatweights._average import Nonfinite
 from flatweights._numbers import check_count, real_number
-from flatweights.robust._rules import CoordinateRule, Source
+from flatweights.robust._rules import CoordinateRule, Source, set_checked
 
 
 def _count_of(trim: Any) -> int | None:
@@ -46,11 +46,13 @@ class TrimmedMean(CoordinateRule):
     def __post_init__(self) -> None:
         """Check the fraction, or the number."""
         number = real_number(self.trim, "trim")
-        if not 0 <= number < (0.5 if _count_of(self.trim) is None else math.inf):
+        count = _count_of(self.trim)
+        if not 0 <= number < (0.5 if count is None else math.inf):
             raise ValueError(
                 f"trim: expected an integer of at least 0, or a fraction below 0.5, "
                 f"got {self.trim!r}"
             )
+        set_checked(self, trim=number if count is None else count)
 
     def ranks(self, count: int) -> tuple[int, int, int]:
         """Return the ranks that stay."""
@@ -76,7 +78,7 @@ class MeanAroundMedian(CoordinateRule):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        check_count(self.keep, "keep")
+        set_checked(self, keep=check_count(self.keep, "keep"))
 
     def ranks(self, count: int) -> tuple[int, int, int]:
         """Return the number to keep."""

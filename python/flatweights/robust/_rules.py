@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -147,8 +148,11 @@ class Calling(Rule):
 
     @property
     def name(self) -> str:
-        """The name of the function."""
-        return getattr(self._function, "__name__", repr(self._function))
+        """The name of the function, or of the class of another object that can be called."""
+        function = self._function
+        while isinstance(function, functools.partial):
+            function = function.func
+        return getattr(function, "__name__", type(function).__name__)
 
     def _run(self, job: Job) -> tuple[list[int], list[float] | None]:
         job.check(job.parts)
@@ -163,6 +167,12 @@ class Calling(Rule):
             parts = [part.copy() for part in parts]
         _core.move_parts(job.written, parts)
         return used, None
+
+
+def set_checked(rule: Rule, **options: float) -> None:
+    """Set options of a frozen rule to checked numbers: equal ones have one `repr`."""
+    for name, value in options.items():
+        object.__setattr__(rule, name, value)
 
 
 class CoordinateRule(Rule):

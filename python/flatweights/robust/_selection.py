@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ from flatweights import _core
 from flatweights._average import Job, Nonfinite, read_sources
 from flatweights._numbers import check_count
 from flatweights._sources import Template
-from flatweights.robust._rules import Rule, Source, write_ranks
+from flatweights.robust._rules import Rule, Source, set_checked, write_ranks
 
+Arrays = list[NDArray[Any]]
 Distances = NDArray[np.float64]
 
 
@@ -88,35 +89,38 @@ class DistanceRule(Rule):
                 squares = _core.distances(job.template.layout.core, job.template.packed, rest)
         # A source with NaN is as far away as one with infinity: it is never near.
         squares = np.where(np.isnan(squares), np.inf, squares)
-        chosen, used_scores = self._combine(job, squares, used)
+        chosen, used_scores = self._combine(job, points, squares, used)
         scores = [math.nan] * len(job.parts)
         for k, score in zip(used, used_scores, strict=True):
             scores[k] = score
         return chosen, scores
 
-    def _points(self, job: Job) -> list[list[NDArray[Any]]]:
+    def _points(self, job: Job) -> list[Arrays]:
         """Return the sources, and other points whose distances the rule needs."""
         return job.parts
 
     @abstractmethod
     def _combine(
-        self, job: Job, squares: Distances, present: list[int]
+        self, job: Job, points: list[Arrays], squares: Distances, present: list[int]
     ) -> tuple[list[int], list[float]]:
         """Write the result; return the positions used and a score for each of ``present``.
 
         Args:
             job: The sources.
+            points: They, and the other points of `_points`.
             squares: Their squared distances: of those in ``present``, then of other points.
             present: The positions of the sources that were not left out.
         """
 
 
-def _check_sources(count: int, byzantine: int, factor: int) -> None:
-    least = factor * byzantine + 3
+def _check_sources(job: Job, present: list[int], byzantine: int, factor: int) -> None:
+    least, count = factor * byzantine + 3, len(present)
     if count < least:
+        skipped = len(job.parts) - count
+        without = f", without {skipped} that hold NaN or infinity" if skipped else ""
         raise ValueError(
             f"expected at least {least} sources ({factor} * byzantine + 3) "
-            f"for {byzantine} byzantine ones, got {count}"
+            f"for {byzantine} byzantine ones, got {count}{without}"
         )
 
 
@@ -134,13 +138,13 @@ class MultiKrum(DistanceRule):
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        check_count(self.byzantine, "byzantine", least=0)
-        check_count(self.keep, "keep")
+        set_checked(self, byzantine=check_count(self.byzantine, "byzantine", least=0))
+        set_checked(self, keep=check_count(self.keep, "keep"))
 
     def _combine(
-        self, job: Job, squares: Distances, present: list[int]
+        self, job: Job, points: list[Arrays], squares: Distances, present: list[int]
     ) -> tuple[list[int], list[float]]:
-        _check_sources(len(present), self.byzantine, 2)
+        _check_sources(job, present, self.byzantine, 2)
         if self.keep > len(present):
             raise ValueError(f"keep: expected at most the {len(present)} sources, got {self.keep}")
         scores = krum_scores(squares, self.byzantine)
@@ -158,7 +162,7 @@ class Krum(MultiKrum):
         byzantine: The number of sources that may be wrong.
     """
 
-    keep: int = 1
+    keep: int = field(default=1, init=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -173,13 +177,13 @@ class Bulyan(DistanceRule):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        check_count(self.byzantine, "byzantine", least=0)
+        set_checked(self, byzantine=check_count(self.byzantine, "byzantine", least=0))
 
     def _combine(
-        self, job: Job, squares: Distances, present: list[int]
+        self, job: Job, points: list[Arrays], squares: Distances, present: list[int]
     ) -> tuple[list[int], list[float]]:
         count, byzantine = len(present), self.byzantine
-        _check_sources(count, byzantine, 4)
+        _check_sources(job, present, byzantine, 4)
         scores = krum_scores(squares, byzantine)
         left = list(range(count))
         chosen: list[int] = []

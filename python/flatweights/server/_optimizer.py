@@ -295,7 +295,7 @@ class ServerOptimizer(ABC, Generic[Model]):
         Raises:
             TypeError: If ``state`` is not `FlatWeights`.
             ValueError: If it is not the state of an optimizer of this class, or holds NaN or
-                infinity.
+                infinity. Weights with a finite master copy may be infinite.
         """
         if not isinstance(state, FlatWeights):
             raise TypeError(f"state: expected FlatWeights, got {type(state).__name__}")
@@ -306,9 +306,10 @@ class ServerOptimizer(ABC, Generic[Model]):
 
         Raises:
             OSError: If the file cannot be written.
+            ValueError: If the state holds NaN or infinity, which `load` would refuse.
             RuntimeError: If a step was interrupted.
         """
-        self.state.save(path)
+        self._checked_state().save(path)
 
     @classmethod
     def load(cls: type[Optimizer], path: str | os.PathLike[str]) -> Optimizer:
@@ -347,22 +348,41 @@ class ServerOptimizer(ABC, Generic[Model]):
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from error
         optimizer._adopt(template, state)
-        i = expected.first_nonfinite([state.buffer])
-        if i is not None and i < len(state.layout) - len(numbers):  # the last slots were read above
-            raise expected.nonfinite_error(i, where)
+        optimizer._check_values(where)
         if optimizer.steps < 0:
             raise ValueError(f"{where}: expected a number of steps, got {optimizer.steps}")
         return optimizer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the state."""
-        return type(self).from_state, (self.state,)
+        """Pickle the state.
+
+        Raises:
+            ValueError: As `save`.
+        """
+        return type(self).from_state, (self._checked_state(),)
 
     def __repr__(self) -> str:
         """Class, hyperparameters, model and steps."""
         numbers = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._hyperparameters())
         size = self._template.layout.size
         return f"<{type(self).__name__}({numbers}) of {size} numbers, after {self.steps} steps>"
+
+    def _checked_state(self) -> FlatWeights:
+        state = self.state
+        self._check_values("state")
+        return state
+
+    def _check_values(self, where: str) -> None:
+        """Raise if the state holds NaN or infinity, apart from weights that have a master copy."""
+        state, numbers = self._state, {*self._number_slots().values()}
+        have_master = {
+            WEIGHTS + name.removeprefix(MASTER) for name in state if name.split("/")[0] == MASTER
+        }
+        parts = {n: part for n, part in state.items() if n not in numbers | have_master}
+        template = Template.of(parts, where)
+        error = template.find_nonfinite(template.read(parts, where), where)
+        if error is not None:
+            raise error
 
     _has_master: ClassVar = True
     """Whether 16-bit parts have a master copy."""
@@ -463,6 +483,6 @@ class ServerOptimizer(ABC, Generic[Model]):
     def _check_whole(self) -> None:
         if not self._is_whole:
             raise RuntimeError(
-                "a step was interrupted and has changed a part of the model: continue from a state "
-                "that was saved or pickled before"
+                "a step is running, or was interrupted and has changed a part of the model: then "
+                "continue from a state that was saved or pickled before"
             )

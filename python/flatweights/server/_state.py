@@ -19,7 +19,7 @@ WEIGHTS = "weights"
 MASTER = "master"
 
 # Numbers in a block: few enough that the vectors of a step stay in the L2 cache between passes.
-# # Each number is computed independently of the others, so the block size changes no result.
+# Each number is computed independently of the others, so the block size changes no result.
 BLOCK = 1 << 16
 
 
@@ -75,8 +75,8 @@ class Run:
     Attributes:
         offset: Offset of its first byte in the model.
         weights: The numbers in the model.
-        wide: The same numbers in float32 or float64. For 16-bit weights, it is the master copy
-            that they are rounded from; otherwise it is ``weights`` itself.
+        wide: The same numbers in float32 or float64: for 16-bit weights, the master copy that they
+            are rounded from. Without one, it is ``weights`` itself.
         kept: By name, the optimizer's vectors for these weights, such as the momentum; in the
             dtype of ``wide``.
     """
@@ -116,9 +116,13 @@ class Run:
                 numbers = _converted(numbers, converted)
             wide = self.wide[part] if self.has_master else weights
             vectors = {name: vector[part] for name, vector in self.kept.items()}
-            block, before = Block(wide, numbers, vectors, weights, scratch), [*vectors.values()]
+            block = Block(wide, numbers, dict(vectors), weights, scratch)
             yield block
-            targets, after = (wide, *before), (block.weights, *vectors.values())
+            if block.vectors.keys() != vectors.keys():
+                got = f"{[*block.vectors]}"
+                raise ValueError(f"block.vectors: expected {[*vectors]}, got {got}")
+            targets = (wide, *vectors.values())
+            after = (block.weights, *[block.vectors[name] for name in vectors])
             changed = [pair for pair in zip(targets, after, strict=True) if pair[0] is not pair[1]]
             for old, new in [(old, _apart(new, old, targets)) for old, new in changed]:
                 np.copyto(old, new)

@@ -71,21 +71,27 @@ class _Residual:
         return self._pair[0]
 
     def encode(
-        self, parts: list[NDArray[Any]], reference: FlatWeights | None, where: str
-    ) -> FlatWeights:
+        self,
+        parts: list[NDArray[Any]],
+        reference: FlatWeights | None,
+        where: str,
+        base: int | None = None,
+    ) -> Difference:
         """Return ``parts - reference + now``, rounded; the rounding errors become `now`.
 
         Args:
             parts: The arrays of the model, contiguous.
             reference: The weights to subtract; nothing is subtracted, if None.
             where: The name of the model in errors.
+            base: The version of ``reference``.
 
         Raises:
             ValueError: If a rounded number is NaN or infinite; `now` has not changed.
         """
         values = _encode(self.layouts, parts, reference, where, self._pair)
+        message = Difference(values, self.layouts.model, base=base)
         self._pair = self._pair[1], self._pair[0]
-        return values
+        return message
 
 
 class _Side:
@@ -216,8 +222,8 @@ class DeltaEncoder(_Side):
                 changed.
         """
         check_weights(weights, self._layouts.model, "weights")
-        values = self._residual.encode(list(weights.values()), self._reference, "weights")
-        return Difference(values, self._layouts.model, base=self.version)
+        parts = list(weights.values())
+        return self._residual.encode(parts, self._reference, "weights", self.version)
 
     def receive(self, message: Difference | Snapshot) -> FlatWeights:
         """Update `reference` by a message of the driver; return it, read-only.
@@ -305,9 +311,7 @@ class DeltaBroadcaster(_Side):
         layouts = layouts_for(weights.layout, dtype_on_wire(wire_dtype))
         super().__init__(layouts, weights, secrets.randbits(62))
         self._wire_dtype = wire_dtype
-        i = Template(Kind.FLAT_WEIGHTS, weights.layout).first_nonfinite([weights.buffer])
-        if i is not None:
-            raise nonfinite_error(i, weights, list(weights.values())[i], "weights")
+        _check_finite(weights, "weights")
         self._weights = weights.copy()
 
     @property
@@ -363,12 +367,16 @@ class DeltaBroadcaster(_Side):
     def _encode(
         self, weights: FlatWeights, version: int, values: FlatWeights | None = None
     ) -> Difference:
-        layouts = self._layouts
+        layouts, is_given = self._layouts, values is not None
         check_weights(weights, layouts.model, "weights")
         if values is None:
             values = _encode(layouts, list(weights.values()), self._reference, "weights")
+        else:
+            check_weights(values, layouts.wire, "values")
         update = Difference(values, layouts.model, self.version, version)
         self._advance(version, values.buffer, (self._weights, weights))
+        if is_given:
+            _check_finite(self._reference, "weights")
         return update
 
     def average(
@@ -496,6 +504,16 @@ class GradientEncoder:
             raise ValueError("expected a gradient first, got none")
         return sealed(self._residual.now)
 
+    def fits(self, gradient: FlatWeights | NDArray[Any]) -> bool:
+        """Whether `encode` takes a gradient of this layout: that of the first one.
+
+        Raises:
+            ValueError: As `encode`, for a vector with strides.
+            TypeError: As `encode`.
+        """
+        _, layout = _parts_of(gradient)
+        return self._residual is None or self._residual.layouts.model.digest == layout.digest
+
     def encode(self, gradient: FlatWeights | NDArray[Any]) -> Difference:
         """Return ``gradient + residual`` in 16 bits.
 
@@ -514,23 +532,35 @@ class GradientEncoder:
                 changed.
             TypeError: If it is neither.
         """
-        if isinstance(gradient, FlatWeights):
-            parts, layout = list(gradient.values()), gradient.layout
-        elif isinstance(gradient, np.ndarray) and gradient.ndim == 1:
-            # Made a part of a model, because bare arrays of bfloat16 pickle number by number.
-            if not gradient.flags.c_contiguous:
-                raise ValueError("gradient: expected a vector without strides")
-            parts, layout = [gradient], _vector_layout(gradient.size, gradient.dtype)
-        else:
-            raise TypeError(
-                "gradient: expected FlatWeights or a vector, such as flatten(gradient), got "
-                f"{type(gradient).__name__}"
-            )
+        parts, layout = _parts_of(gradient)
         residual = self._residual or _Residual(layouts_for(layout, self._wire_dtype))
         check_layout(residual.layouts.model, layout, "gradient, against the first one")
-        values = residual.encode(parts, None, "gradient")
+        message = residual.encode(parts, None, "gradient")
         self._residual = residual
-        return Difference(values, residual.layouts.model)
+        return message
+
+
+def _parts_of(gradient: FlatWeights | NDArray[Any]) -> tuple[list[NDArray[Any]], Layout]:
+    """Return the parts of a gradient, and their layout.
+
+    A vector is made a part of a model, because bare arrays of bfloat16 pickle number by number.
+    """
+    if isinstance(gradient, FlatWeights):
+        return list(gradient.values()), gradient.layout
+    if isinstance(gradient, np.ndarray) and gradient.ndim == 1:
+        if not gradient.flags.c_contiguous:
+            raise ValueError("gradient: expected a vector without strides")
+        return [gradient], _vector_layout(gradient.size, gradient.dtype)
+    raise TypeError(
+        "gradient: expected FlatWeights or a vector, such as flatten(gradient), got "
+        f"{type(gradient).__name__}"
+    )
+
+
+def _check_finite(weights: FlatWeights, where: str) -> None:
+    i = Template(Kind.FLAT_WEIGHTS, weights.layout).first_nonfinite([weights.buffer])
+    if i is not None:
+        raise nonfinite_error(i, weights, list(weights.values())[i], where)
 
 
 def _encode(

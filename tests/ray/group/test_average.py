@@ -17,7 +17,7 @@ from reference import arrays_of, assert_mean, assert_same
 
 import flatweights as fw
 from flatweights import FlatWeights
-from flatweights.ray import WorkerError, average
+from flatweights.ray import Round, WorkerError, average
 
 pytestmark = pytest.mark.ray
 
@@ -383,6 +383,17 @@ def test_weights_are_checked_before_results_are_got(ranks: list[Any], weights: l
     refs = [r.fail.remote(RuntimeError("got")) for r in ranks[:2]]
     with pytest.raises(ValueError, match="weight"):
         average(refs, weights)
+
+
+def test_a_round_that_could_not_be_put_is_not_that_of_an_earlier_session() -> None:
+    def full(weights: Any) -> Any:
+        raise KeyboardInterrupt
+
+    found = Round([1.0], used=[0])
+    assert found._ref_in("one", lambda weights: "first") == "first"
+    with pytest.raises(KeyboardInterrupt):
+        found._ref_in("two", full)
+    assert found._ref_in("two", lambda weights: "second") == "second"
 
 
 def test_trees_are_averaged_and_put_as_they_are_now(ranks: list[Any]) -> None:

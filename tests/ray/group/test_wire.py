@@ -139,6 +139,16 @@ def test_gradients_need_no_weights_and_may_be_a_vector() -> None:
     assert group.decode(mean, "gradients") is mean
 
 
+def test_gradients_have_errors_of_their_own_by_method_and_by_dtype() -> None:
+    worker, vector = WorkerWire(), np.full(5, 1.003, np.float32)
+    worker.encode(vector, "gradients", "bfloat16", "one")
+    other = worker.encode(0 * vector, "gradients", "bfloat16", "another")
+    assert not widen(other)["vector"].any()
+    assert worker.encode(vector, "gradients", "float16", "one").values["vector"].dtype == np.float16
+    wider = np.full(7, 1.003, np.float32)  # of another model: nothing is left of the last errors
+    assert widen(worker.encode(wider, "gradients", "bfloat16", "one"))["vector"].tolist() == [1] * 7
+
+
 def test_what_has_no_names_is_refused() -> None:
     group, worker = in_touch()
     with pytest.raises(TypeError, match="by name"):

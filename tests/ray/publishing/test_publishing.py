@@ -1,5 +1,6 @@
 """Publishers and subscribers of one node: every kind of model reads the published weights."""
 
+import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -13,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,31 @@ def test_an_interrupt_while_the_main_thread_waits_stops_no_other_answer(
     ray.get(gate.open.remote(), timeout=60)
     assert answer_of(waits, 60.0) == "open"
     assert ray.get(waits, timeout=60) == "open"
+
+
+def test_an_answer_that_comes_as_the_wait_ends_is_taken() -> None:
+    class JustInTime:
+        """A reference whose result comes after a wait has given up, before it is looked at."""
+
+        def future(self) -> Any:
+            future = Future[str]()
+            wait = future.result
+
+            def result(timeout: float | None = None) -> str:
+                if future.done():
+                    return wait()
+                future.set_result("open")
+                raise concurrent.futures.TimeoutError
+
+            future.result = result  # type: ignore[method-assign]
+            return future
+
+    found: list[str] = []
+    ref: Any = JustInTime()
+    thread = threading.Thread(target=lambda: found.append(answer_of(ref, 60.0)))
+    thread.start()
+    thread.join()
+    assert found == ["open"]
 
 
 @pytest.mark.parametrize("name", ["begin", "commit"])

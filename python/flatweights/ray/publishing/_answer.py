@@ -41,8 +41,8 @@ def answer_of(ref: ray.ObjectRef, timeout: float) -> Any:
             try:
                 return future.result(min(left, _LOOK))
             except LateError:
-                if future.done():  # the call has raised it
-                    raise
+                if future.done():  # the call has raised it, or has ended just now
+                    return future.result()
         elif ray.wait([ref], timeout=0)[0]:
             return ray.get(ref)
         else:

@@ -121,9 +121,8 @@ class Round:
 
     def _ref_in(self, session: str, put: Callable[[Any], ray.ObjectRef]) -> ray.ObjectRef:
         if self._ref is None or self._session != session:
-            self._session = session
             begin = _clock.now()
-            self._ref = self._put(put)
+            self._session, self._ref = session, self._put(put)
             parts = parts_of(self.weights)
             self._in_store = [] if may_change(self.weights) else parts
             self.seconds["put"] = _clock.now() - begin
@@ -214,7 +213,7 @@ class Round:
         rows = [
             f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>"
             for name, value in cells.items()
-            if value not in (None, "", [])
+            if value not in (None, "", [], {})
         ]
         return f"<table>{''.join(rows)}</table>"
 

@@ -29,7 +29,8 @@ class WorkerWire:
     def __init__(self) -> None:
         """Begin with no weights: the first message must be a snapshot."""
         self._weights: DeltaEncoder | None = None
-        self._gradients: GradientEncoder | None = None
+        # By method and dtype, since each has rounding errors of its own.
+        self._gradients: dict[tuple[str, WireDType], GradientEncoder] = {}
 
     def receive(self, message: WireMessage, take: Callable[[FlatWeights], Any]) -> None:
         """Pass the weights of ``message`` to ``take``, read-only; keep them unless it raises.
@@ -46,21 +47,34 @@ class WorkerWire:
         take(received.reference)
         self._weights = received
 
-    def encode(self, result: Any, payload_kind: PayloadKind, wire_dtype: WireDType) -> Any:
+    def encode(
+        self, result: Any, payload_kind: PayloadKind, wire_dtype: WireDType, method: str = ""
+    ) -> Any:
         """Return ``result`` with its weights or gradients in 16 bits; the extras stay.
+
+        Args:
+            result: What the ``method`` has returned.
+            payload_kind: Whether it is weights or gradients.
+            wire_dtype: The dtype of gradients; that of weights is that of the message before.
+            method: Its name: gradients of other methods are others.
 
         Raises:
             TypeError: If they are neither `FlatWeights` nor a dict nor, for gradients, a vector.
             ValueError: If they hold NaN or infinity, or do not fit; see `DeltaEncoder.encode`.
             MissedUpdateError: If no weights have been received yet.
         """
-        return with_weights(result, lambda model: self._encode(model, payload_kind, wire_dtype))
+        key = method, wire_dtype
+        return with_weights(result, lambda model: self._encode(model, payload_kind, key))
 
-    def _encode(self, model: Any, payload_kind: PayloadKind, wire_dtype: WireDType) -> Difference:
+    def _encode(
+        self, model: Any, payload_kind: PayloadKind, key: tuple[str, WireDType]
+    ) -> Difference:
         if payload_kind == "gradients":
-            if self._gradients is None:
-                self._gradients = GradientEncoder(wire_dtype)
-            return self._gradients.encode(_named(model) if isinstance(model, Mapping) else model)
+            gradient = _named(model) if isinstance(model, Mapping) else model
+            encoder = self._gradients.get(key)
+            if encoder is None or not encoder.fits(gradient):
+                encoder = self._gradients[key] = GradientEncoder(key[1])
+            return encoder.encode(gradient)
         weights = _named(model)
         if self._weights is None:
             raise MissedUpdateError("no weights have been received yet")

@@ -209,7 +209,7 @@ def reason_of(error: Exception) -> str:
     shown = _shown(error)
     if isinstance(shown, _UNSERIALIZABLE):  # a traceback, which ends with the method's error
         return shortened(_end_of(_COLOURS.sub("", str(shown))))
-    cause = _cause_in_constructor(_lines_of(shown))
+    cause = _cause_in_constructor(shown)
     if not cause:
         return f"{type(shown).__name__}: {shortened(str(shown))}"
     traceback = _COLOURS.sub("", str(shown)).splitlines()
@@ -225,7 +225,7 @@ def reason_in_a_line(error: Exception) -> str:
     name, lines = type(shown).__name__, _lines_of(shown)
     if not lines:
         return name
-    cause = _cause_in_constructor(lines)
+    cause = _cause_in_constructor(shown)
     if cause:
         return f"{name}: {cause}"
     detail = _EXIT_DETAIL.search(lines[-1])
@@ -278,8 +278,9 @@ def _lines_of(error: BaseException) -> list[str]:
     return [shortened(line) for line in map(str.strip, text.splitlines()) if line]
 
 
-def _cause_in_constructor(lines: list[str]) -> str:
-    """Return a clause if these are Ray's lines about a constructor that raised, else nothing."""
+def _cause_in_constructor(error: BaseException) -> str:
+    """Return a clause if this is Ray's error of a constructor that raised, else nothing."""
+    lines = _lines_of(error) if isinstance(error, DEAD) else []
     is_one = len(lines) > 1 and "creation task" in lines[0]
     return f"its constructor raised {lines[-1]}" if is_one else ""  # Ray's last line is the error
 
