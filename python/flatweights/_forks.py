@@ -25,6 +25,14 @@ def finalizer(owner: object, close: Callable[[], object]) -> Finalizer:
     return weakref.finalize(owner, _close_in, os.getpid(), close)
 
 
+def close_by(one: Finalizer) -> None:
+    """Call a finalizer, and let go of it only then: after an interrupt, it can be called again."""
+    if (alive := one.peek()) is not None:
+        _, close, args, _ = alive
+        close(*args)
+        one.detach()
+
+
 def _close_in(process: int, close: Callable[[], object]) -> None:
     if process == os.getpid():
         close()

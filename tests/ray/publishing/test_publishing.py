@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from interrupts import Interrupts
 from ray.experimental import internal_kv
 from ray_workers import wait_for
 
@@ -245,6 +246,28 @@ def test_a_constructor_that_is_interrupted_leaves_no_thread(
             make()
         (one,) = begun
         wait_until(lambda: not one.is_alive())
+
+
+def _close(*some: Any) -> None:
+    for one in some:
+        one.close()
+
+
+def test_what_is_interrupted_as_it_is_closed_is_closed_by_another_call() -> None:
+    weights, threads = {"w": np.zeros(4)}, threading.active_count()
+    interrupts = Interrupts(at_lines_only=True)
+    is_hit = True
+    while is_hit:
+        publisher = Publisher("closed twice", weights)
+        subscriber = Subscriber("closed twice", weights)
+        close = functools.partial(_close, subscriber, publisher)
+        is_hit = interrupts.hit(close)
+        close()
+        with pytest.raises(RuntimeError, match="it was closed"):
+            subscriber.update()
+        with pytest.raises(RuntimeError, match="it was closed"):
+            publisher.publish()
+        wait_until(lambda: threading.active_count() == threads)
 
 
 def test_a_publisher_that_is_interrupted_before_its_thread_runs_ends_quietly(
@@ -851,7 +874,7 @@ def test_a_relay_passes_weights_on_until_it_is_lost(relays: list[Any]) -> None:
 
     def read(relay: Any, least: int) -> float:
         end = time.monotonic() + 60
-        _, address = ray.get(relay.serve.remote(end))
+        _, address = ray.get(relay.serve.remote(0, end))
         source = BoardSource("agent", 0, b"", PublicationAddress(*address), end)
         assert source.wait(least - 1, 60.0)
         news = source.take(0)
@@ -981,7 +1004,7 @@ def test_a_relay_says_why_a_publisher_cannot_be_read(
 
     def is_told() -> bool:
         with pytest.raises(TimeoutError) as raised:
-            _transports._relay_board("tree", "node 0", time.monotonic() + 0.5)
+            _transports._relay_board("tree", 0, "node 0", time.monotonic() + 0.5)
         return re.search(text, str(raised.value)) is not None
 
     wait_until(is_told)

@@ -39,6 +39,17 @@ class Actor:
         assert (self.weights == self.weights[0]).all()
         return is_new, self.subscriber.version, float(self.weights[0]), self.subscriber.transport
 
+    def read(self) -> float:
+        return float(next(iter(self.subscriber.read().values()))[0])
+
+
+class Away:
+    """A publisher in a process of its own."""
+
+    def publish(self, value: float) -> int:
+        self.publisher = Publisher("nodes", np.full(SIZE, value))
+        return self.publisher.publish()
+
 
 def read_at_once(setting: str) -> tuple[str, float]:
     with pytest.MonkeyPatch.context() as patch:
@@ -50,6 +61,7 @@ def read_at_once(setting: str) -> tuple[str, float]:
 
 remote_reader: Any = ray.remote(num_cpus=0, resources={"away": 1})(read_at_once)
 remote_actor: Any = ray.remote(num_cpus=0, resources={"away": 1})(Actor)
+remote_publisher: Any = ray.remote(num_cpus=0, resources={"away": 1})(Away)
 any_actor: Any = ray.remote(num_cpus=0)(Actor)
 
 
@@ -140,6 +152,36 @@ def test_one_actor_of_a_node_reads_for_all_of_its_processes(until: str) -> None:
     found = json.loads(output_of(publish_to_nodes, until).splitlines()[-1])
     at_once = [["agent", 1.0], ["store", 1.0]]
     assert found == {"at once": at_once, "relays": 1}
+
+
+def publish_here_and_there() -> None:
+    """Publish on another node, whose relay does not read it in time; then here again."""
+    cluster = start_lean_cluster(**NODE)
+    cluster.add_node(resources={"away": 10}, **NODE)
+    weights = np.ones(SIZE)
+    first = Publisher("nodes", weights)
+    first.publish()
+    actor, away = remote_actor.remote(), remote_publisher.remote()
+    wait_until(lambda: has([actor], 1, 1.0))
+    (relay,) = alive("Relay")
+    os.kill(relay, signal.SIGSTOP)
+    version = ray.get(away.publish.remote(2.0))
+    wait_until(lambda: ray.get(actor.update.remote())[1] == version)
+    ray.kill(away)
+    os.kill(relay, signal.SIGCONT)
+    last, read, end = Publisher("nodes", weights), set[float](), time.monotonic() + 5
+    while time.monotonic() < end:
+        read.add(ray.get(actor.read.remote()))
+    weights[:] = 3
+    newest = last.publish()
+    at_once = ray.get(remote_reader.remote(""))
+    wait_until(lambda: has([actor], newest, 3.0))
+    print(json.dumps([sorted(read), at_once]))
+
+
+@pytest.mark.slow
+def test_the_relay_of_a_node_brings_no_weights_of_an_earlier_publisher() -> None:
+    assert output_of(publish_here_and_there).splitlines()[-1] == '[[2.0], ["agent", 3.0]]'
 
 
 class Chain:

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from typing import Any, NoReturn
 
-from flatweights._forks import finalizer, in_forks
+from flatweights._forks import close_by, finalizer, in_forks
 from flatweights._locks import CallLock
 from flatweights.ray import _clock
 from flatweights.ray.publishing import _names
@@ -85,7 +85,7 @@ class Publisher:
             self._server.start()
             self._record, before = _names.register(name, self._layout.pickled, self._server.address)
         except BaseException:
-            self._finalizer()
+            close_by(self._finalizer)
             raise
         self._before = self._record.number * _names.VERSIONS  # no version is that low
         in_forks(self, Publisher._end_copy)
@@ -146,7 +146,7 @@ class Publisher:
     def close(self) -> None:
         """Stop publishing; subscribers keep their weights. Further calls do nothing."""
         self._over = self._over or "it was closed"
-        self._finalizer()
+        close_by(self._finalizer)
 
     def __enter__(self) -> Publisher:
         """Return the publisher itself."""
@@ -167,7 +167,7 @@ class Publisher:
     def _check(self) -> None:
         if not self._over and has_other_session(self._session):
             self._over = EARLIER_SESSION
-            self._finalizer()
+            close_by(self._finalizer)
         if self._over:
             raise RuntimeError(f"the publisher of {self.name!r}: {self._over}")
         if self._server.is_superseded:

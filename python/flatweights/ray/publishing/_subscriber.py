@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import ray
 
-from flatweights._forks import finalizer, in_forks
+from flatweights._forks import close_by, finalizer, in_forks
 from flatweights._layout import Layout, unpickle_layout
 from flatweights._locks import CallLock
 from flatweights._weights import FlatWeights
@@ -208,7 +208,7 @@ class Subscriber:
 
     def close(self) -> None:
         """Read no more. More calls do nothing."""
-        self._finalizer()
+        close_by(self._finalizer)
 
     def __enter__(self) -> Subscriber:
         """Return the subscriber itself."""
@@ -360,7 +360,7 @@ class _Subscription:
         if self._next is None:
             return
         old, (source, record) = self.source, self._next
-        if source.newest or not old.newest:
+        if _has_published(source) or not old.newest:
             with self.calls.ready():
                 self._next = None
                 self._set(source, record)
@@ -384,7 +384,7 @@ class _Subscription:
 
     def _has_ended_empty(self, source: Source) -> bool:
         """Whether ``source`` has nothing, and will have nothing any more."""
-        if source.newest:
+        if _has_published(source):
             return False
         return source.wait_for_end(0.0) or _names.is_superseded(self._name, source.number)
 
@@ -411,6 +411,11 @@ class _Subscription:
     def refuse(self, why: str) -> None:
         """Make `take` raise."""
         self.take = functools.partial(_refuse, f"the subscriber of {self._name!r}: {why}")
+
+
+def _has_published(source: Source) -> bool:
+    """Whether weights of its own publisher have come: a relay may have those of an earlier one."""
+    return source.newest > source.number * _names.VERSIONS
 
 
 def _refuse(why: str, seen: int) -> NoReturn:

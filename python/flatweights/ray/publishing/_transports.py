@@ -80,7 +80,7 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
         try:
             if record.node != node:
                 transport = "agent"
-                layout, address = _relay_board(name, node, end)
+                layout, address = _relay_board(name, record.number, node, end)
                 if layout != record.layout:
                     raise TimeoutError("its node still reads from another publisher of the name")
             until = min(end, _clock.now() + _TRY)
@@ -136,11 +136,12 @@ def _answering_proxy(
                 raise
 
 
-def _relay_board(name: str, node: str, end: float) -> tuple[bytes, PublicationAddress]:
-    """Return layout and address of the server of the relay of this ``node``."""
+def _relay_board(name: str, number: int, node: str, end: float) -> tuple[bytes, PublicationAddress]:
+    """Return layout and address of the server of this ``node``'s relay; see `Relay.serve`."""
     relay = shared_actor(Relay, f"relay:{name}:{node}", node, 256, name)
     try:
-        layout, address = answer_of(relay.serve.remote(end), max(0.0, end - _clock.now()) + _LOOK)
+        call = relay.serve.remote(number, end)
+        layout, address = answer_of(call, max(0.0, end - _clock.now()) + _LOOK)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     return layout, PublicationAddress(*address)
@@ -260,7 +261,8 @@ class Relay:
         self._seen = 0
         self._layout = b""
         self._server: PublicationServer | None = None
-        self._is_offered = False  # once it has what there was to read when it was made
+        self._number = -1  # of the last publisher that it could read
+        self._is_offered = False  # once it has what that publisher had then
         self._no_server: OSError | None = None  # why there is none for the weights, now
         self._why = "it has not been tried"  # that the publisher cannot be read
         self._source: PulledSource | None = None
@@ -268,13 +270,14 @@ class Relay:
         self._actor = ray.get_runtime_context().current_actor
         _start(self._run, self._actor)
 
-    def serve(self, end: float) -> tuple[bytes, tuple[Any, ...]]:
+    def serve(self, number: int, end: float) -> tuple[bytes, tuple[Any, ...]]:
         """Return the layout of the weights, and the address of the server.
 
         It waits for the first weights if the publisher has some, for otherwise readers on this node
         would find nothing that was published long ago.
 
         Args:
+            number: The number of the publisher; a later one is as good.
             end: The time at which to give up, by `time.monotonic`, which is the same in all
                 processes of the node.
 
@@ -286,11 +289,12 @@ class Relay:
             self._asking += 1
             try:
                 self._changed.wait_for(
-                    lambda: self._is_offered or self._no_server, max(0.0, end - _clock.now())
+                    lambda: self._no_server or (self._is_offered and self._number >= number),
+                    max(0.0, end - _clock.now()),
                 )
                 if self._no_server is not None:
                     raise self._no_server
-                if self._server is None:
+                if self._server is None or self._number < number:
                     raise TimeoutError(f"the publisher cannot be read from this node: {self._why}")
                 return self._layout, tuple(self._server.address)
             finally:
@@ -339,7 +343,7 @@ class Relay:
     def _relay(self, record: PublisherRecord) -> None:
         """Copy the versions of a publisher to the server, until it has ended."""
         proxy, newest = _answering_proxy(self._name, record, _clock.now() + _START)
-        server = self._server_for(record, is_offered=not newest)
+        server = self._server_for(record, newest)
         pull = RelayPull(record.number, proxy, self._actor)
         with self._changed:  # others may ask as soon as it has a place
             source = self._source = PulledSource(record, pull)
@@ -367,7 +371,8 @@ class Relay:
                 self._is_offered = True
                 self._changed.notify_all()
 
-    def _server_for(self, record: PublisherRecord, *, is_offered: bool) -> PublicationServer:
+    def _server_for(self, record: PublisherRecord, newest: int) -> PublicationServer:
+        """Return a server for the weights of a publisher that has published ``newest``."""
         with self._changed:
             old = self._server
             if old is None or self._layout != record.layout:
@@ -379,12 +384,12 @@ class Relay:
                     raise
                 server.start()
                 self._server, self._layout = server, record.layout
-                self._is_offered = is_offered
-                self._changed.notify_all()
                 if old is not None:
                     old.close()
             assert self._server is not None
-            self._no_server = None
+            self._no_server, self._number = None, record.number
+            self._is_offered = newest <= self._seen
+            self._changed.notify_all()
             return self._server
 
     def _publish(
