@@ -91,6 +91,11 @@ MUTANTS = {
         "        return not self.sessions and bool(self._entries)\n",
         "        return False\n",
     ),
+    "a group waits for others that were joining": Mutant(
+        "members/_rendezvous.py",
+        "        return not self.sessions and bool(self._entries)\n",
+        "        return not self.sessions\n",
+    ),
     "a request makes nobody a member": Mutant(
         "core/_peer.py",
         "        self._move(PeerState.ASKING)\n        self.join()\n",
@@ -242,6 +247,11 @@ MUTANTS = {
         "core/_calls.py",
         "        if waiting.behind and not self._count_of_whole():\n",
         "        if False:\n",
+    ),
+    "late members that are left make an old call anew": Mutant(
+        "core/_calls.py",
+        "            if kept is not None and kept.reaches(peer):\n                self.waiting.drop([peer])\n",
+        "            if False:\n                self.waiting.drop([peer])\n",
     ),
     "the time of late members is never up": Mutant(
         "core/_calls.py",

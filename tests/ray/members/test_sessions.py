@@ -92,73 +92,6 @@ def test_the_request_of_a_dead_member_is_dropped_and_its_successor_is_late(
     finish(local, again, second, third)
 
 
-def test_a_root_that_joins_again_gets_what_the_others_have(threads: ThreadPoolExecutor) -> None:
-    local = LocalProcessGroup(2)
-    members = local.join_all()
-    states = [TheState(1.0), TheState(2.0)]
-    calls = [
-        threads.submit(one.broadcast_variables, state)
-        for one, state in zip(members, states, strict=True)
-    ]
-    assert [call.result(PATIENCE).used for call in calls] == [(0,), (0,)]
-    kill(members[0])
-    again, anew = local.join(0), TheState(3.0)
-    assert again.broadcast_variables(anew).late == (0,)
-    assert [state.value[0] for state in (*states, anew)] == [1.0, 1.0, 1.0]
-    finish(local, again, members[1])
-
-
-def test_a_member_that_joins_again_between_two_kinds_of_call_gets_the_latest_of_each(
-    threads: ThreadPoolExecutor,
-) -> None:
-    """Its initial weights are in no average, though it comes in time for the second kind."""
-    local = LocalProcessGroup(2)
-    first, second = local.join_all()
-
-    def average(member: Member, kind: str, value: float) -> tuple[float, Any]:
-        result = member.average({kind: np.full(2, value)}, min_results=1)
-        return float(result.weights[kind][0]), result
-
-    for kind in ("critic", "actor"):
-        calls = [threads.submit(average, one, kind, 100.0) for one in (first, second)]
-        assert [call.result(PATIENCE)[0] for call in calls] == [100.0, 100.0]
-    kill(second)
-    local.wait_until(lambda group: group.rendezvous.sessions[1].state is PeerState.DEAD)
-    average(first, "critic", 101.0)
-    again = local.join(1)
-    value, result = average(again, "critic", 0.0)
-    assert (value, result.number, result.late) == (101.0, 3, (1,))
-    asked = threads.submit(average, again, "actor", 0.0)
-    local.wait_until(lambda group: group.calls.waiting.behind)
-    for value, result in (average(first, "actor", 102.0), asked.result(PATIENCE)):
-        assert (value, result.number, result.used, result.late) == (102.0, 4, (0,), (1,))
-    for kind in ("critic", "actor"):  # each kind has been late once
-        calls = [threads.submit(average, one, kind, v) for one, v in ((first, 1.0), (again, 3.0))]
-        for call in calls:
-            value, result = call.result(PATIENCE)
-            assert (value, result.used, result.late) == (2.0, (0, 1), ())
-    finish(local, first, again)
-
-
-def test_members_that_all_wait_for_another_kind_of_call_get_its_last_response(
-    threads: ThreadPoolExecutor,
-) -> None:
-    local = LocalProcessGroup(2)
-    first, second = local.join_all()
-    kill(second)
-    local.wait_until(lambda group: group.rendezvous.sessions[1].state is PeerState.DEAD)
-    for kind in ("actor", "critic"):
-        first.average({kind: np.full(2, 100.0)}, min_results=1)
-    again = local.join(1)
-    first.leave()
-    for kind in ("critic", "actor"):
-        result = again.average({kind: np.zeros(2)}, min_results=1)
-        assert (result.weights[kind][0], result.late) == (100.0, (1,))
-    result = again.average({"critic": np.ones(2)}, min_results=1)
-    assert (result.weights["critic"][0], result.number, result.late) == (1.0, 3, ())
-    finish(local, again)
-
-
 def test_a_root_that_joins_again_sends_its_weights_in_time_for_any_broadcast(
     threads: ThreadPoolExecutor,
 ) -> None:
@@ -177,39 +110,6 @@ def test_a_root_that_joins_again_sends_its_weights_in_time_for_any_broadcast(
     sent = [threads.submit(one.broadcast, {"1": np.full(2, 7.0)}) for one in (second, again)]
     assert [one.result(PATIENCE)["1"][0] for one in sent] == [7.0, 7.0]
     finish(local, again, second)
-
-
-def test_a_successor_that_works_has_no_part_in_the_call_its_predecessor_died_in(
-    threads: ThreadPoolExecutor,
-) -> None:
-    local = LocalProcessGroup(3)
-    first, second, third = local.join_all()
-    call_all(threads, [first, second, third], [1.0, 2.0, 3.0])
-    asked = threads.submit(mean_of, first, 50.0)
-    local.until_asked(0)
-    kill(first)
-    with pytest.raises(MemberError):
-        asked.result(PATIENCE)
-    again = local.join(0)
-    assert mean_of(again, 0.0)[0] == 2.0  # and now it works
-    value, result = mean_of(second, 7.0, timeout=0.01, min_results=1)
-    assert (value, result.used, result.late) == (7.0, (1,), (0, 2))
-    assert mean_of(third, 8.0)[0] == 7.0
-    finish(local, again, second, third)
-
-
-def test_a_call_whose_only_askers_have_died_is_not_closed(threads: ThreadPoolExecutor) -> None:
-    local = LocalProcessGroup(2)
-    first, second = local.join_all()
-    asked = threads.submit(mean_of, first, 1.0, timeout=1e4)
-    local.until_asked(0)
-    kill(first)
-    with pytest.raises(MemberError):
-        asked.result(PATIENCE)
-    local.wait_until(lambda group: group.rendezvous.sessions[0].state is PeerState.DEAD)
-    value, result = mean_of(second, 2.0, min_results=1)
-    assert (value, result.number, list(result.failed)) == (2.0, 1, [0])
-    finish(local, second)
 
 
 def test_an_average_that_needs_more_members_than_are_left_says_so(
@@ -267,21 +167,6 @@ def test_an_entry_that_is_given_up_leaves_nothing(threads: ThreadPoolExecutor) -
         finish(local, first, second)
         if channel is not None:
             channel.close()
-
-
-def test_a_group_ends_when_all_that_were_joining_have_given_up() -> None:
-    for steps in range(3):
-        local = LocalProcessGroup(2)
-        entry = local.enter(0)
-        if steps:
-            entry.join_reply.result(PATIENCE)
-        channel = local.channel(entry) if steps == 2 else None
-        if channel is None:
-            local.lose(entry, MemberDiedError("it was killed"))
-        else:
-            channel.close()
-        local.thread.join(PATIENCE)
-        assert not local.thread.is_alive()
 
 
 def in_state(
@@ -358,44 +243,6 @@ def test_a_death_and_a_successor_in_each_state(
         if asked is not None:
             asked.exception(PATIENCE)
         finish(local, again, *others)
-
-
-@pytest.mark.parametrize("state", [PeerState.ENTERING, PeerState.READY])
-@pytest.mark.parametrize("before", ["nobody", "has left", "has died"])
-def test_a_process_that_dies_while_it_joins_is_no_member(
-    threads: ThreadPoolExecutor, before: str, state: PeerState
-) -> None:
-    """The others see the last member of its rank, if that has died."""
-    local = LocalProcessGroup(2, min_size=1, grace=0.0)
-    first = local.join(0)
-    mean_of(first, 1.0)
-    if before != "nobody":
-        second = local.join(1)
-        mean_of(second, 1.0)  # the last response
-        call_all(threads, [first, second], [1.0, 3.0])
-        (second.leave if before == "has left" else lambda: kill(second))()
-        local.wait_until(lambda group: not group.rendezvous.sessions[1].is_present)
-    entry = local.enter(1)
-    channel = local.channel(entry) if state is PeerState.READY else None
-    entry.join_reply.result(PATIENCE)
-    if before != "has died":
-        value, result = mean_of(first, 5.0)  # waits for nobody
-        assert (value, result.late) == (5.0, ())
-    local.lose(entry, MemberDiedError("the ghost was killed"))
-    entry.over.result(PATIENCE)
-    if before == "has died":
-        with pytest.raises(WorkerError, match=r"^rank 1: .* has ended without leave"):
-            mean_of(first, 5.0)
-    else:
-        assert mean_of(first, 5.0)[0] == 5.0
-    _, result = mean_of(first, 5.0, min_results=1)
-    assert [*result.failed] == [1] * (before == "has died")
-    assert "ghost" not in str(result.failed)
-    again = local.join(1)
-    assert mean_of(again, 0.0)[0] == 5.0
-    finish(local, first, again)
-    if channel is not None:
-        channel.close()
 
 
 def test_what_leaves_a_with_is_named_in_all_others(
@@ -487,37 +334,6 @@ def test_a_late_member_gets_no_average_of_a_call_with_another_state(
     finish(local, first, late)
 
 
-def test_members_that_all_lack_the_state_go_on_from_a_checkpoint(
-    threads: ThreadPoolExecutor,
-) -> None:
-    local = LocalProcessGroup(3)
-    first, second, third = local.join_all()
-    options: dict[str, Any] = {"min_results": 1}
-    for _ in range(3):
-        mean_of(first, 1.0, state=TheState(1.0), timeout=0.01, **options)
-    first.leave()
-    for one in (second, third):
-        one.lacks_state = True
-    states = [TheState(5.0), TheState(0.0)]
-    calls = [
-        threads.submit(mean_of, one, 1.0, state=state, **options)
-        for one, state in zip((second, third), states, strict=True)
-    ]
-    for call in calls:
-        with pytest.raises(WorkerError, match="no member is left that has the state"):
-            call.result(PATIENCE)
-    second.lacks_state = False  # its state is that of a checkpoint
-    asked = threads.submit(mean_of, third, 100.0, state=states[1], **options)
-    local.wait_until(lambda group: group.calls.waiting.recovering)
-    value, result = mean_of(second, 2.0, state=states[0], **options)
-    assert (value, result.used, result.healed) == (2.0, (1,), (2,))
-    assert asked.result(PATIENCE)[1].healed == (2,)
-    assert states[1].value == 5.0
-    for value, result in call_all(threads, [second, third], [2.0, 4.0], state=states[0], **options):
-        assert (value, result.used) == (3.0, (1, 2))
-    finish(local, second, third)
-
-
 LARGE = 10_000  # elements: more bytes than a response that is kept longer than others
 
 
@@ -533,34 +349,6 @@ def with_a_late_member() -> tuple[LocalProcessGroup, Member, Member]:
     for k in range(12):
         layer_of(first, k, float(k), timeout=0.01)
     return local, first, late
-
-
-def test_a_late_member_waits_for_the_next_response_if_the_last_is_no_longer_kept(
-    threads: ThreadPoolExecutor,
-) -> None:
-    local = LocalProcessGroup(2)
-    first, late = local.join_all()
-    layers = range(12)
-    for k in layers:
-        calls = [threads.submit(layer_of, one, k, float(k)) for one in (first, late)]
-        assert [call.result(PATIENCE)[0] for call in calls] == [k, k]
-    for k in layers:
-        assert layer_of(first, k, 100.0 + k, timeout=0.01)[1].late == (1,)
-    asked = threads.submit(layer_of, late, 2, 0.0)
-    local.wait_until(lambda group: group.calls.waiting.behind)
-    for k in range(3):  # the others do not wait for it
-        value, result = layer_of(first, k, 200.0 + k)
-        assert (value, result.used, result.late) == (200.0 + k, (0,), (1,))
-    value, result = asked.result(PATIENCE)
-    assert (value, result.used, result.late) == (202.0, (0,), (1,))
-    for k, mean in (
-        *((k, 1.0) for k in range(3, 12)),
-        (2, 2.0),
-        (3, 2.0),
-    ):  # each kind is late once
-        calls = [threads.submit(layer_of, one, k, v) for one, v in ((first, 1.0), (late, 3.0))]
-        assert [call.result(PATIENCE)[0] for call in calls] == [mean, mean]
-    finish(local, first, late)
 
 
 def test_small_responses_of_many_kinds_of_call_are_kept(threads: ThreadPoolExecutor) -> None:
@@ -596,27 +384,6 @@ def test_a_broadcast_at_the_start_is_kept_whatever_calls_follow(
     asked = threads.submit(again.broadcast, {"model": np.zeros(size)})
     assert asked.result(PATIENCE)["model"][0] == 1.0
     finish(local, members[0], again)
-
-
-def test_a_root_whose_broadcast_is_no_longer_kept_takes_part_in_the_next(
-    threads: ThreadPoolExecutor,
-) -> None:
-    local = LocalProcessGroup(2)
-    members = local.join_all()
-    model = {"model": np.full(LARGE, 1.0)}
-    for call in [threads.submit(one.broadcast, model) for one in members]:
-        call.result(PATIENCE)
-    kill(members[0])
-    local.wait_until(lambda group: group.rendezvous.sessions[0].state is PeerState.DEAD)
-    for k in range(12):
-        members[1].broadcast({f"layer {k}": np.full(LARGE, 1.0)}, root=1)
-    again = local.join(0)
-    asked = threads.submit(again.broadcast, {"model": np.full(LARGE, 2.0)})
-    local.wait_until(lambda group: group.calls.waiting.behind)
-    members[1].broadcast({"layer 0": np.full(LARGE, 1.0)}, root=1)  # the others do not wait for it
-    assert members[1].broadcast(model)["model"][0] == 2.0
-    assert asked.result(PATIENCE)["model"][0] == 2.0
-    finish(local, again, members[1])
 
 
 def test_a_root_takes_part_in_a_broadcast_that_waits_for_it(threads: ThreadPoolExecutor) -> None:
