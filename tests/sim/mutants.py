@@ -76,6 +76,11 @@ MUTANTS = {
         "        if not peer.has_joined:\n",
         "        if False:\n",
     ),
+    "a process that gives up to join gets a rank": Mutant(
+        "members/_rendezvous.py",
+        "                waiting.remove(entry)\n",
+        "                pass\n",
+    ),
     "a predecessor is forgotten": Mutant(
         "core/_peer.py",
         "                self.newest[peer.rank] = peer.before\n",
@@ -284,6 +289,11 @@ MUTANTS = {
         "            for other, why in self._cache.possibly_mixed(self.waiting.asking):\n",
         "            for other, why in ():\n",
     ),
+    "late twins get any model": Mutant(
+        "core/_response_cache.py",
+        "        elif is_twin and (kept is not None or self.is_behind(peer) or self._was_late(peer)):\n",
+        "        elif False:\n",
+    ),
     # Healing.
     "the highest rank gives": Mutant(
         "core/_calls.py",
@@ -299,6 +309,11 @@ MUTANTS = {
         "core/_response_cache.py",
         "            if peer.states.get(request.state, 0) < before:\n",
         "            if False:\n",
+    ),
+    "a member that has missed one call lacks the state": Mutant(
+        "core/_response_cache.py",
+        "if kept is None else kept.previous\n",
+        "if True else 0\n",
     ),
     "a lost state is not forgotten": Mutant(
         "core/_calls.py",
@@ -319,6 +334,11 @@ MUTANTS = {
         "core/_healing.py",
         '            self._fail("is late")\n',
         "            pass\n",
+    ),
+    "a state is given once": Mutant(
+        "core/_calls.py",
+        "if one.donor is peer and one.is_waited_for)",
+        "if one.donor is peer)",
     ),
     "those that were lost are healed": Mutant(
         "core/_healing.py",

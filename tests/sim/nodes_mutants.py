@@ -49,6 +49,12 @@ NODES = {
         "for token in response.tokens if token in self._sessions]",
         "for token in response.tokens[:1] if token in self._sessions]",
     ),
+    "an announced response is dropped with the next one": (
+        "members/_node_agent.py",
+        "            session.told(response.number)\n            session.take_caller()\n",
+        "            session.told(response.number)\n            session.take_caller()\n"
+        "            for one in self._sessions.values():\n                one.announced = None\n",
+    ),
     "weights of a response go to other exchanges": (
         "members/_responses.py",
         "            sent = AverageOf(exchanged.number)\n",

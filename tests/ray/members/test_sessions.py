@@ -27,12 +27,8 @@ from flatweights._sources import Template
 from flatweights.ray import MemberDiedError, MemberError, WorkerError
 from flatweights.ray.channels._end import ChannelError
 from flatweights.ray.channels._member_channel import CoordinatorDiedError, MemberChannel
-from flatweights.ray.channels._message import buffer_message
-from flatweights.ray.channels._protocol import NUMBER
-from flatweights.ray.channels._segments import Segments, new_buffer
 from flatweights.ray.core._peer import PeerState
-from flatweights.ray.core._requests import Request, Response
-from flatweights.ray.members import _sessions
+from flatweights.ray.core._requests import Request
 from flatweights.ray.members._member import Member
 from flatweights.ray.members._node_agent import NodeAgent, NodeAgentActor, NodeAgentResponse
 from flatweights.ray.members._platform import PLATFORM
@@ -70,26 +66,6 @@ def finish(local: LocalProcessGroup, *members: Member) -> None:
         member.leave()
     local.thread.join(PATIENCE)
     assert not local.thread.is_alive()
-
-
-def test_the_request_of_a_dead_member_is_dropped_and_its_successor_is_late(
-    threads: ThreadPoolExecutor,
-) -> None:
-    local = LocalProcessGroup(3)
-    first, second, third = local.join_all()
-    call_all(threads, [first, second, third], [40.0, 50.0, 60.0])
-    asked = threads.submit(mean_of, first, 50.0)
-    local.until_asked(0)
-    kill(first)
-    with pytest.raises(MemberError):
-        asked.result(PATIENCE)
-    again = local.join(0)
-    value, result = mean_of(again, -1000.0)
-    assert (value, result.late) == (50.0, (0,))
-    assert 0 not in result.failed
-    for value, result in call_all(threads, [again, second, third], [10.0, 20.0, 60.0]):
-        assert (value, result.used, result.late) == (30.0, (0, 1, 2), ())
-    finish(local, again, second, third)
 
 
 def test_a_root_that_joins_again_sends_its_weights_in_time_for_any_broadcast(
@@ -138,35 +114,6 @@ def test_a_call_that_raises_keeps_no_memory_that_the_coordinator_maps() -> None:
     finally:
         gc.enable()
     finish(local, member)
-
-
-def test_an_entry_that_is_given_up_leaves_nothing(threads: ThreadPoolExecutor) -> None:
-    """Between any two steps of `join`, with another process that wants the same rank."""
-    gone = MemberDiedError("it has given up")
-    for steps in range(4):
-        local = LocalProcessGroup(2)
-        [other_entry] = [local.enter(1)]
-        other_channel = local.channel(other_entry)
-        entry = local.enter(0)
-        channel = local.channel(entry) if steps > 1 else None
-        waits = local.enter(0) if steps == 3 else None
-        if steps:
-            entry.join_reply.result(PATIENCE)
-        local.lose(entry, gone)
-        assert entry.over.result(PATIENCE) is None
-        if steps == 1:
-            with pytest.raises(ChannelError):
-                local.channel(entry)  # a slow process, whose session another process has taken
-        retried = waits or local.enter(0)
-        members = [
-            threads.submit(local.member, retried, local.channel(retried)),
-            threads.submit(local.member, other_entry, other_channel),
-        ]
-        first, second = (member.result(PATIENCE) for member in members)
-        assert call_all(threads, [first, second], [1.0, 2.0])[0][0] == 1.5
-        finish(local, first, second)
-        if channel is not None:
-            channel.close()
 
 
 def in_state(
@@ -342,15 +289,6 @@ def layer_of(member: Member, k: int, value: float, **options: Any) -> tuple[floa
     return float(result.weights[f"layer {k}"][0]), result
 
 
-def with_a_late_member() -> tuple[LocalProcessGroup, Member, Member]:
-    """Return a group and two members; the second has missed more kinds of calls than are kept."""
-    local = LocalProcessGroup(2)
-    first, late = local.join_all()
-    for k in range(12):
-        layer_of(first, k, float(k), timeout=0.01)
-    return local, first, late
-
-
 def test_small_responses_of_many_kinds_of_call_are_kept(threads: ThreadPoolExecutor) -> None:
     local = LocalProcessGroup(2)
     first, late = local.join_all()
@@ -429,30 +367,6 @@ def test_the_others_learn_why_a_root_takes_no_part(threads: ThreadPoolExecutor) 
     finish(local, other)
 
 
-def test_a_member_waits_no_longer_than_its_timeout_for_the_next_call_of_its_kind(
-    threads: ThreadPoolExecutor,
-) -> None:
-    local, first, late = with_a_late_member()
-    with pytest.raises(WorkerError, match=r"rank 0.* 0\.05 s"):
-        layer_of(late, 0, 7.0, timeout=0.05)
-    for k, mean in ((0, 1.0), (1, 1.0), (0, 2.0), (1, 2.0)):  # the first of a kind brings it back
-        calls = [threads.submit(layer_of, one, k, v) for one, v in ((first, 1.0), (late, 3.0))]
-        assert [call.result(PATIENCE)[0] for call in calls] == [mean, mean]
-    finish(local, first, late)
-
-
-def test_a_member_that_waits_for_an_response_that_nobody_else_makes_takes_part(
-    threads: ThreadPoolExecutor,
-) -> None:
-    local, first, late = with_a_late_member()
-    asked = threads.submit(layer_of, late, 0, 7.0)
-    local.wait_until(lambda group: group.calls.waiting.behind)
-    first.leave()
-    value, result = asked.result(PATIENCE)
-    assert (value, result.used, result.late) == (7.0, (1,), ())
-    finish(local, late)
-
-
 def test_an_interrupted_call_is_named(threads: ThreadPoolExecutor) -> None:
     local = LocalProcessGroup(2)
     first, second = local.join_all()
@@ -500,8 +414,13 @@ class Breaking(TheState):
         super().scatter(buffer)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")])
-@pytest.mark.parametrize("call", ["average_variables", "broadcast_variables"])
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("average_variables", KeyboardInterrupt()),
+        ("broadcast_variables", RuntimeError("the device is lost")),
+    ],
+)
 def test_a_member_that_cannot_apply_an_response_ends(
     threads: ThreadPoolExecutor, call: str, error: BaseException
 ) -> None:
@@ -539,8 +458,10 @@ def test_a_member_that_cannot_read_its_variables_has_not_called(
     finish(local, first, second)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")])
-@pytest.mark.parametrize("broken", ["variables", "state"])
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [("variables", RuntimeError("the device is lost")), ("state", KeyboardInterrupt())],
+)
 def test_a_member_that_cannot_apply_an_response_lacks_the_state(
     threads: ThreadPoolExecutor, broken: str, error: BaseException
 ) -> None:
@@ -727,38 +648,6 @@ class TheCoordinator:
         return args
 
 
-def test_an_response_that_a_member_has_still_to_fetch_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    local = LocalProcessGroup(2)
-    first, late = local.join_all()
-    weights = FlatWeights({"w": np.full(1000, 7.0)})
-    assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
-    channel: MemberChannel = late._coordinator._channel  # type: ignore[attr-defined]
-    request = Request("average", weights.layout.digest, min_results=1)
-    body = pickle.dumps((tuple(request), weights.layout.pickled))
-    with monkeypatch.context() as patch:  # no segment of the coordinator is free
-        patch.setattr(
-            _sessions,
-            "buffer_message",
-            lambda kind, body, buffer, segments: (
-                buffer_message(kind, body, None, segments) if buffer is None else None
-            ),
-        )
-        sent = new_buffer(weights.layout, late._coordinator.offer)
-        assert channel.request(body, sent, is_urgent=True)
-        [number] = NUMBER.unpack(channel.response(PATIENCE)[0])
-    weights["w"][:] = 8.0
-    assert first.average(weights, min_results=1, timeout=0.01).late == (1,)
-    body, buffer = local.group.queue.call(local.group.fetch, number)
-    assert Response(*pickle.loads(body)).number == 1
-    assert buffer is not None
-    assert FlatWeights.wrap(buffer, weights.layout)["w"][0] == 7.0
-    finish(local, first, late)
-    with pytest.raises(KeyError, match="no longer kept"):
-        local.group.fetch(number)
-
-
 @pytest.fixture
 def node_agent() -> Iterator[tuple[NodeAgent, TheCoordinator]]:
     coordinator = TheCoordinator()
@@ -801,31 +690,6 @@ def test_members_of_a_node_agent_that_cannot_get_an_response_are_told(
     with pytest.raises(CoordinatorDiedError):
         channel.response(PATIENCE)
     channel.close()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `exit`
-def test_an_answer_of_a_node_agent_replaces_no_response_that_another_has_still_to_fetch(
-    node_agent: tuple[NodeAgent, TheCoordinator], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, coordinator = node_agent
-    channels = [channel_of(made, coordinator, rank) for rank in range(2)]
-    buffer = np.arange(5000, dtype=np.uint8)
-    monkeypatch.setattr(ray, "get", lambda _, timeout: buffer)
-    tokens = [b"%016d" % rank for rank in range(2)]
-    with monkeypatch.context() as patch:
-        patch.setattr(Segments, "copy_in", lambda *_: None)  # no segment is free
-        made.queue.call(made.post, NodeAgentResponse(3, b"average", [None], tokens))
-    numbers = [NUMBER.unpack(channel.response(PATIENCE)[0])[0] for channel in channels]
-    for number in numbers:
-        assert made.queue.call(made.fetch, number) == (b"average", buffer)
-    for k in range(9):
-        channels[0].request(pickle.dumps((tuple(Request("give")), None)), None, is_urgent=True)
-        coordinator.next("hand")
-        made.queue.call(made.post, NodeAgentResponse(3 + k, b"another one", [None], tokens[:1]))
-        assert channels[0].response(PATIENCE)[0] == b"another one"
-    assert made.queue.call(made.fetch, numbers[1]) == (b"average", buffer)
-    for channel in channels:
-        channel.close()
 
 
 def test_a_request_with_the_wrong_number_of_bytes_ends_its_member_alone(
