@@ -1,6 +1,5 @@
 """Members that lack the state of a training get it, and go on like the others."""
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from process_groups import LocalProcessGroup, kill
 
 from flatweights import FlatWeights, Layout
-from flatweights.ray import CallsDifferError, Member, WorkerError
+from flatweights.ray import CallsDifferError, Member
 
 SIZE = 20_000
 
@@ -118,36 +117,6 @@ def test_a_new_process_is_healed_and_is_no_part_of_that_average(pool: Any) -> No
     assert not trainings[1].member.lacks_state
 
 
-def test_one_that_missed_a_single_call_applies_it(pool: Any) -> None:
-    group = LocalProcessGroup(3)
-    trainings = begin(group)
-    together(pool, trainings)
-    first = pool.submit(trainings[0].step, timeout=60.0)
-    group.until_asked(0)
-    trainings[1].step(timeout=0.01)  # the shortest of all members' counts
-    assert first.result(60).used == (0, 1)
-    result = trainings[2].step()
-    assert (result.late, result.healed) == ((2,), ())
-    assert len({one.bits() for one in trainings}) == 1
-
-
-def test_one_that_caught_up_by_a_call_without_a_state_is_healed(pool: Any) -> None:
-    """The call's latest response is one of the others' future: between lie steps it has missed."""
-    group = LocalProcessGroup(2)
-    first, late = trainings = begin(group)
-    together(pool, trainings)
-    for _ in range(2):
-        first.member.average({"loss": np.ones(1)}, timeout=0.01, min_results=1)
-        first.step(timeout=0.01)
-    first.member.average({"loss": np.full(1, 2.0)}, timeout=0.01, min_results=1)
-    result = late.member.average({"loss": np.zeros(1)}, min_results=1)
-    assert (float(result.weights["loss"][0]), result.late) == (2.0, (1,))
-    results = [pool.submit(one.step) for one in trainings]
-    for one in results:
-        assert (one.result(60).used, one.result(60).healed) == ((0,), (1,))
-    assert first.bits() == late.bits()
-
-
 class Tensor:
     """Variables of one number; with ``let_repeat``, such as a step of TensorFlow has."""
 
@@ -207,80 +176,33 @@ def test_a_member_that_was_healed_is_late_once_more_only_for_weights(
     assert first.bits() == late.bits()
 
 
-def test_one_that_missed_several_is_healed(pool: Any) -> None:
-    group = LocalProcessGroup(3)
-    trainings = begin(group)
-    together(pool, trainings)
-    for _ in range(3):
-        together(pool, trainings[:2], timeout=0.3)
-    late = pool.submit(trainings[2].step, timeout=0.01)
-    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
-    together(pool, trainings[:2], timeout=5.0)
-    assert late.result(60).healed == (2,)
-    assert len({one.bits() for one in trainings}) == 1
-    together(pool, trainings, timeout=5.0)
-    assert trainings[0].rounds[-1].used == (0, 1, 2)
-
-
-def test_the_next_one_gives_if_the_donor_is_gone(pool: Any) -> None:
-    group = LocalProcessGroup(4)
-    trainings = begin(group)
-    together(pool, trainings)
-    trainings[3] = replaced(group, trainings[3])
-    healing = pool.submit(trainings[3].step)
-    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
-
-    def die() -> None:
-        kill(trainings[0].member)
-        raise KeyError("in the middle of giving")
-
-    trainings[0].in_gather = die
-    steps = [pool.submit(one.step) for one in trainings[:3]]
-    assert isinstance(steps[0].exception(60), Exception)
-    assert [step.result(60).used for step in steps[1:]] == [(0, 1, 2)] * 2
-    together(pool, trainings[1:3])
-    assert healing.result(60).healed == (3,)
-    assert healing.result(60).used == (1, 2)
-    assert len({one.bits() for one in trainings[1:]}) == 1
-
-
-@pytest.mark.parametrize("what", ["raises", "is late"])
-def test_a_donor_that_does_not_give_is_not_waited_for(pool: Any, what: str) -> None:
+def test_a_donor_that_raises_is_not_waited_for(pool: Any) -> None:
     group = LocalProcessGroup(3)
     trainings = begin(group)
     together(pool, trainings)
     trainings[2] = replaced(group, trainings[2])
     healing = pool.submit(trainings[2].step, timeout=60.0)
     group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
-    go_on = threading.Event()
 
     def do_not_give() -> None:
         trainings[0].in_gather = lambda: None
-        if what == "raises":
-            raise KeyError("a bug")
-        go_on.wait(60)
+        raise KeyError("a bug")
 
     trainings[0].in_gather = do_not_give
     first = pool.submit(trainings[0].step, timeout=60.0)
     group.until_asked(0)
     second = pool.submit(trainings[1].step, timeout=0.2)  # the shortest of all members' counts
     assert second.result(60).healed == (2,)
-    if what == "raises":
-        assert isinstance(first.exception(60), KeyError)
-        # It has not applied that average, and asks to be healed.
-        trainings[0].member.lacks_state = True
-        again = pool.submit(trainings[0].step, timeout=0.2)
-        group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 2)
-    waiting = [healing, again] if what == "raises" else [healing]
-    while not all(call.done() for call in waiting):  # late requests are healed next time
+    assert isinstance(first.exception(60), KeyError)
+    # It has not applied that average, and asks to be healed.
+    trainings[0].member.lacks_state = True
+    again = pool.submit(trainings[0].step, timeout=0.2)
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 2)
+    while not (healing.done() and again.done()):  # late requests are healed next time
         trainings[1].step(timeout=0.2)
     assert healing.result().used == (1,)
-    for training in trainings if what == "raises" else trainings[2:]:
-        steps = int(training.steps[0])
-        assert training.bits() == trainings[1].states[steps]
-    go_on.set()
-    if what == "is late":
-        first.result(60)
+    for training in trainings:
+        assert training.bits() == trainings[1].states[int(training.steps[0])]
 
 
 def test_only_those_that_need_the_state_are_told_that_there_is_no_memory_for_it(
@@ -305,33 +227,6 @@ def test_only_those_that_need_the_state_are_told_that_there_is_no_memory_for_it(
     together(pool, trainings[:2])
     assert healing.result(60).healed == (2,)
     assert len({one.bits() for one in trainings}) == 1
-
-
-def test_without_anybody_who_has_the_state_all_raise(pool: Any) -> None:
-    group = LocalProcessGroup(2)
-    trainings = begin(group)
-    together(pool, trainings)
-    for rank in range(2):
-        trainings[rank] = replaced(group, trainings[rank])
-    waiting = [pool.submit(one.step) for one in trainings]
-    for one in waiting:
-        with pytest.raises(WorkerError, match="no member is left that has the state"):
-            one.result(60)
-
-
-def test_a_call_of_another_kind_goes_on_without_those_that_wait_for_the_state(pool: Any) -> None:
-    group = LocalProcessGroup(2)
-    trainings = begin(group)
-    together(pool, trainings)
-    trainings[1] = replaced(group, trainings[1])
-    waiting: Future[Any] = pool.submit(trainings[1].step)
-    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
-    other = trainings[0].member.average({"loss": np.ones(1)})
-    assert (other.used, other.late, other.failed) == ((0,), (), {})
-    assert not waiting.done()
-    trainings[0].step()
-    assert waiting.result(60).healed == (1,)
-    assert trainings[0].bits() == trainings[1].bits()
 
 
 class Critic:
@@ -391,28 +286,10 @@ def test_states_in_lists_that_share_a_part_are_told_apart(pool: Any, first: bool
         new.average({"g": np.zeros(1)}, min_results=1, state=own)
 
 
-def test_twins_that_are_broadcast_are_never_swapped(pool: Any) -> None:
+def test_a_member_is_never_healed_with_another_model_of_the_same_layout(pool: Any) -> None:
     group = LocalProcessGroup(2)
     members = group.join_all()
-    critics = [[Critic(value, "w") for value in (1.0, 2.0)] for _ in members]
-    for critic in critics[0]:
-        members[0].broadcast_variables(critic, timeout=0.0)  # rank 1 is late
-    first = pool.submit(members[1].broadcast_variables, critics[1][0])
-    assert first.result(60).late == (1,)
-    again = pool.submit(members[0].broadcast_variables, critics[0][0])
-    with pytest.raises(RuntimeError, match="several models of one layout take turns in this"):
-        members[1].broadcast_variables(critics[1][1])
-    kill(members[1])
-    assert again.result(60).used == (0,)
-
-
-@pytest.mark.parametrize("names", [("w", "w"), ("first", "second")], ids=["twins", "named"])
-def test_a_member_is_never_healed_with_another_model_of_the_same_layout(
-    pool: Any, names: tuple[str, str]
-) -> None:
-    group = LocalProcessGroup(2)
-    members = group.join_all()
-    critics = [[Critic(1.0, names[0]), Critic(2.0, names[1])] for _ in range(2)]
+    critics = [[Critic(1.0, "w"), Critic(2.0, "w")] for _ in range(2)]
 
     def take_turns(rank: int) -> None:
         for _ in range(3):
@@ -424,62 +301,9 @@ def test_a_member_is_never_healed_with_another_model_of_the_same_layout(
     kill(members[1])
     group.wait_until(lambda inside: inside.rendezvous.sessions[1].why is not None)
     critics[0][0].step(members[0])
-    members[1] = group.join(1)
-    critics[1] = [Critic(-1.0, names[0]), Critic(-2.0, names[1])]
-    healing = pool.submit(critics[1][0].step, members[1])
-    if names[0] == names[1]:  # else it would get the state of the second critic
-        with pytest.raises(RuntimeError, match="several models of one layout take turns in this"):
-            healing.result(60)
-        return
-    group.wait_until(lambda inside: inside.calls.waiting.recovering)
-    critics[0][1].step(members[0])
-    assert not healing.done()
-    critics[0][0].step(members[0])
-    assert healing.result(60).healed == (1,)
-    second = [pool.submit(critics[rank][1].step, members[rank]) for rank in (1, 0)]
-    assert [one.result(60).healed for one in second] == [(1,), (1,)]
-    for mine, others in zip(*critics, strict=True):
-        np.testing.assert_array_equal(mine.value, others.value)
-
-
-def test_a_late_member_gets_no_average_of_another_model_of_the_same_layout(pool: Any) -> None:
-    group = LocalProcessGroup(2)
-    first, late = group.join_all()
-    critics = [[Critic(1.0, "w"), Critic(2.0, "w")] for _ in range(2)]
-
-    def average(member: Member, critic: Critic, **options: Any) -> Any:
-        return member.average_variables(critic, min_results=1, **options)
-
-    for k in (0, 1, 0, 1):
-        both = [
-            pool.submit(average, member, critics[r][k]) for r, member in enumerate([first, late])
-        ]
-        assert [one.result(60).used for one in both] == [(0, 1)] * 2
-    for k in (0, 1):
-        assert average(first, critics[0][k], timeout=0.01).late == (1,)
-    with pytest.raises(RuntimeError, match="rank 1 was late, or has joined again, and could be"):
-        average(late, critics[1][0])
-    assert critics[1][0].value[0] == 1.0
-
-
-def test_a_member_that_joins_again_is_given_no_other_model_if_calls_need_all(pool: Any) -> None:
-    group = LocalProcessGroup(2)
-    members = group.join_all()
-    critics = [[Critic(1.0, "w"), Critic(1000.0, "w")] for _ in range(2)]
-    for k in (0, 1, 0, 1):
-        calls = [
-            pool.submit(member.average_variables, own[k])
-            for member, own in zip(members, critics, strict=True)
-        ]
-        assert [call.result(60).used for call in calls] == [(0, 1)] * 2
-    kill(members[1])
-    with pytest.raises(WorkerError, match="rank 1: "):
-        members[0].average_variables(critics[0][0])
-    again = group.join(1)
-    with pytest.raises(RuntimeError, match="rank 1 was late, or has joined again, and could be"):
-        again.average_variables(Critic(-1.0, "w"))
-    for one in (again, members[0]):
-        one.leave()
+    # It would get the state of the second critic.
+    with pytest.raises(RuntimeError, match="several models of one layout take turns in this"):
+        Critic(-1.0, "w").step(group.join(1))
 
 
 @pytest.mark.parametrize("requests_first", [0, 1])
