@@ -663,11 +663,6 @@ def an_agent_that_dies_at_any_point(nodes: Nodes) -> None:
 
 
 @slow_check
-def an_agent_that_stops_in_an_exchange_takes_no_more_than_the_time(nodes: Nodes) -> None:
-    stop_agent(nodes, "placing")
-
-
-@slow_check
 def an_agent_that_stops_at_any_point(nodes: Nodes) -> None:
     for point in _failpoints.NODE:
         stop_agent(nodes, point)
