@@ -325,6 +325,11 @@ MUTANTS = {
         "return [peer for peer in self.recovering if peer.request.kind == first.kind]",
         "return [*self.recovering]",
     ),
+    "healed by no call": Mutant(
+        "core/_waiting.py",
+        "return [peer for peer in self.recovering if peer.request.kind == first.kind]",
+        "return []",
+    ),
     "a lost donor is not noticed": Mutant(
         "core/_healing.py",
         '            self._fail("is gone")\n',

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import ray
 import reference
-from held import Held
 from process_groups import LocalProcessGroup
 from ray_workers import wait_for
 
@@ -308,46 +307,6 @@ def test_a_member_that_is_killed_is_named_and_left_out(
         assert same_bits(weights, fw.average([model_of(0), model_of(2)]))
 
 
-@pytest.mark.slow
-@BY_ONE_WAY
-def test_a_late_member_is_given_the_latest_average_and_then_takes_part(
-    puppets: Puppets, tmp_path: Path
-) -> None:
-    is_over = tmp_path / "the others have their average"
-    [first, second] = puppets.idle(2)
-    name = next(NAMES)
-    late = second.join.remote(name, rank=1, size=3)
-
-    def join_twice(_: Any) -> list[list[Any]]:
-        """Let two threads of one process be ranks 0 and 2: they call within moments."""
-
-        def take_part(rank: int) -> list[Any]:
-            with join(name, rank=rank, size=3) as member:
-                both.wait()
-                first = average_of(member, timeout=2.0, min_results=1)
-                is_over.touch()
-                return [first, average_of(member, timeout=120.0, min_results=3)]
-
-        both = threading.Barrier(2)
-        with ThreadPoolExecutor() as threads:
-            return list(threads.map(take_part, (0, 2)))
-
-    def be_late(member: Member) -> list[Any]:
-        wait_for(is_over)
-        return [average_of(member, timeout=120.0, min_results=fewest) for fewest in (1, 3)]
-
-    call = first.run.remote(join_twice)
-    ray.get(late)
-    caught_up, whole = ray.get(second.run.remote(be_late))
-    expected = fw.average([model_of(0), model_of(2)])
-    for weights, record in [*(results[0] for results in ray.get(call)), caught_up]:
-        assert record["used"] == [0, 2]
-        assert record["late"] == [1]
-        assert same_bits(weights, expected)
-    for _, record in [*(results[1] for results in ray.get(call)), whole]:
-        assert record["used"] == [0, 1, 2]
-
-
 @BY_ONE_WAY
 def test_members_of_one_process_get_all_responses(puppets: Puppets) -> None:
     name, calls = next(NAMES), 100
@@ -377,68 +336,6 @@ def test_a_restarted_process_joins_again_under_its_rank(puppets: Puppets) -> Non
     assert same_bits(weights, fw.average([model_of(0), model_of(1)]))
     for _, record in all_of([met[0], fresh], average_of):
         assert record["used"] == [0, 1]
-    ray.kill(fresh)
-
-
-@pytest.mark.slow
-@BY_ONE_WAY
-def test_a_restarted_process_is_given_the_state_and_goes_on_with_the_others(
-    puppets: Puppets,
-) -> None:
-    def train(member: Member, until_healed: bool) -> tuple[float, tuple[int, ...], bytes]:
-        """Take steps with the average of gradients: five, or until three after a healing."""
-        if not hasattr(member, "model"):
-            start = -9.0 if member.lacks_state else 1.0
-            arrays = {"w": np.full(100_000, start), "momentum": np.zeros(100_000)}
-            vars(member)["model"] = Held(**arrays, steps=np.zeros(1))
-        model: Any = vars(member)["model"]
-        w, momentum, steps = model.arrays.values()
-        healed: tuple[int, ...] = ()
-        end = None if until_healed else steps[0] + 5
-        while end is None or steps[0] < end:
-            gradient = w + member.rank + steps[0]
-            result = member.average(gradient, min_results=1, state=model)
-            momentum[:] = 0.9 * momentum + result.weights
-            w -= 0.01 * momentum
-            steps += 1
-            if result.healed:
-                healed, end = result.healed, steps[0] + 3
-        return float(steps[0]), healed, b"".join(map(bytes, model.arrays.values()))
-
-    met = puppets.meet()
-    name = all_of(met, lambda member: member.name)[0]
-    assert {steps for steps, _, _ in all_of(met, train, False)} == {5.0}
-    os.kill(ray.get(met[0].pid.remote()), signal.SIGKILL)
-    fresh = Puppet.remote("shm")  # type: ignore[attr-defined]
-    assert ray.get(fresh.join.remote(name, rank=0, size=N), timeout=60) == (0, N)
-    ends = all_of([fresh, *met[1:]], train, True)
-    assert len({*ends}) == 1
-    assert ends[0][0] >= 9
-    assert ends[0][1] == (0,)
-    ray.kill(fresh)
-
-
-@pytest.mark.slow
-@BY_ONE_WAY
-def test_a_process_that_restarts_in_the_open_call_is_late(puppets: Puppets) -> None:
-    """The request of the dead process is dropped, and not mixed with that of the new process."""
-    met = puppets.meet()
-    name = all_of(met, lambda member: member.name)[0]
-    pid = ray.get(met[0].pid.remote())
-
-    def average(member: Member, value: float) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
-        result = member.average(np.array([value]), min_results=1)
-        return float(result.weights[0]), result.used, result.late
-
-    all_of(met, average, 50.0)
-    call = met[0].run.remote(average, 50.0)
-    assert not ray.wait([call], timeout=0.2)[0]  # most likely it has asked
-    os.kill(pid, signal.SIGKILL)
-    fresh = Puppet.remote("shm")  # type: ignore[attr-defined]
-    assert ray.get(fresh.join.remote(name, rank=0, size=N), timeout=60) == (0, N)
-    assert all_of([fresh], average, -1000.0) == [(50.0, (0, 1, 2), (0,))]
-    for value, used, late in all_of([fresh, *met[1:]], average, 20.0):
-        assert (value, used, late) == (20.0, (0, 1, 2), ())
     ray.kill(fresh)
 
 
