@@ -44,6 +44,11 @@ NODES = {
         "        if session is None or agent is None or agent.is_dead or not session.is_attached:\n",
         "        if True:\n",
     ),
+    "a dead agent may still tell of a leave": (
+        "members/_process_group.py",
+        "agent is None or agent.is_dead or not session.is_attached:",
+        "agent is None:",
+    ),
     "an agent answers only its first member": (
         "members/_node_agent.py",
         "for token in response.tokens if token in self._sessions]",

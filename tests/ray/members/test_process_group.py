@@ -23,7 +23,6 @@ from flatweights import FlatWeights
 from flatweights.ray import CallsDifferError, MemberDiedError, MemberError, _clock
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.core._events import Ended, Event, Gave, Tick
-from flatweights.ray.core._peer import PeerState
 from flatweights.ray.core._requests import Request
 from flatweights.ray.members._client import ChannelClient, Identity
 from flatweights.ray.members._config import GroupConfig
@@ -317,26 +316,18 @@ def test_a_coordinator_keeps_no_centre_of_earlier_calls() -> None:
 class Far:
     """A process group whose rank 1 is on another node; the agent of that is played."""
 
-    def __init__(self, *, is_agent_dead: bool = False) -> None:
+    def __init__(self) -> None:
         self.group = ProcessGroup("far", GroupConfig.of(2), "here", None)
         with_sessions(self.group, 0, 1)
         self.session = self.group.rendezvous.sessions[1]
         forget = SimpleNamespace(remote=lambda token: SimpleNamespace(future=Future))
-        agent: Any = SimpleNamespace(
-            is_dead=is_agent_dead, handle=SimpleNamespace(forget=forget), platform=PLATFORM
-        )
+        handle = SimpleNamespace(forget=forget)
+        agent: Any = SimpleNamespace(is_dead=False, handle=handle, platform=PLATFORM)
         self.session.agent = agent
 
     def report(self) -> None:
         """Have Ray report that the process has died."""
         self.group.note_death(self.session.token, MemberDiedError("Ray says so"))
-
-    def leave(self) -> None:
-        """Have the agent pass on that the member leaves."""
-        leave = StoreRequest(pickle.dumps((Request("leave").fields, None)), None, None)
-        self.group.put(self.session.token, leave)
-        assert self.session.poll()
-        self.group._on_event(self.session)
 
     def believe(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         """Have the group look at the report, so many seconds later."""
@@ -344,20 +335,6 @@ class Far:
         with monkeypatch.context() as patch:
             patch.setattr(_clock, "now", lambda: now + seconds)
             self.group.rendezvous.believe_reports()
-
-
-def test_a_leave_that_comes_after_the_report_of_a_death_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    far = Far()
-    far.session.expect(None)
-    far.session.told(0)
-    far.report()
-    far.believe(monkeypatch, 9.0)
-    far.leave()
-    far.believe(monkeypatch, 11.0)
-    assert far.session.state is PeerState.LEFT
-    assert far.group.rendezvous.peers.lost() == {}
 
 
 def test_a_report_is_believed_if_the_agent_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,34 +368,6 @@ def test_nobody_waits_for_a_state_at_an_agent_that_is_stopped(
     state.set_result(given.buffer)
     far.group.queue.read()
     assert events == [Gave(far.session, True)]
-
-
-@pytest.mark.parametrize("is_agent_dead", [False, True])
-def test_a_report_counts_at_once_without_an_agent_that_knows_the_member(
-    *, is_agent_dead: bool
-) -> None:
-    far = Far(is_agent_dead=is_agent_dead)
-    if is_agent_dead:
-        far.session.expect(None)
-    far.report()
-    assert not far.session.is_present
-
-
-def test_a_replacement_waits_for_what_the_agent_of_its_node_tells() -> None:
-    far = Far()
-    far.session.expect(None)
-    far.session.told(0)
-    far.report()
-    entry = entry_of(1, GroupConfig.of(2))._replace(since=_clock.now() - 6, who="another process")
-    far.group.rendezvous.enter(entry)
-    far.group.rendezvous.admit()
-    assert not entry.join_reply.done()
-    assert far.group._patience(None) == pytest.approx(10.0, abs=1.0)  # it sleeps meanwhile
-    far.leave()
-    far.group.rendezvous.admit()
-    assert entry.join_reply.result(0).rank == 1
-    far.group.lose(entry.token, MemberDiedError("it gives up"))
-    assert far.group.rendezvous.peers.lost() == {}  # its predecessor had left
 
 
 @pytest.mark.parametrize(("min_size", "waits"), [(None, True), (1, False)])
