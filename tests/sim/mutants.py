@@ -71,6 +71,11 @@ MUTANTS = {
         "        ends = [*self.rendezvous.ends(), *(",
         "        ends = [*(",
     ),
+    "a group of all waits for its grace": Mutant(
+        "members/_rendezvous.py",
+        "        if ready < self._config.size and seconds_left",
+        "        if seconds_left",
+    ),
     "a process that gives up to join leaves a trace": Mutant(
         "core/_peer.py",
         "        if not peer.has_joined:\n",

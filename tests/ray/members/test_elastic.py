@@ -8,25 +8,8 @@ import numpy as np
 import pytest
 from process_groups import LocalProcessGroup
 
-from flatweights import Layout
 from flatweights.ray import Member, Round, join
 from flatweights.ray.members._config import GroupConfig
-
-LONG = 3600.0  # seconds
-
-
-class State:
-    """One array, as `flatweights.ray.Variables`."""
-
-    def __init__(self, *values: float) -> None:
-        self.array = np.array(values)
-        self.layout = Layout.of([self.array])
-
-    def gather_into(self, buffer: np.ndarray) -> None:
-        self.layout.packed_views(buffer)[0][...] = self.array
-
-    def scatter(self, buffer: np.ndarray) -> None:
-        self.array[...] = self.layout.packed_views(buffer)[0]
 
 
 @pytest.fixture
@@ -35,66 +18,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def average(member: Member, value: float, state: State | None = None) -> Round:
-    return member.average({"w": np.full(3, value)}, timeout=60.0, state=state)
-
-
-def test_a_group_opens_with_enough_once_its_grace_is_over(pool: ThreadPoolExecutor) -> None:
-    group = LocalProcessGroup(3, 2, 0.2)
-    members = [*pool.map(group.join, [0, 2])]
-    assert {member.ranks for member in members} == {(0, 2)}
-    results = [*pool.map(average, members, [1.0, 4.0])]
-    for result in results:
-        assert result.used == (0, 2)
-        assert result.weights["w"].tolist() == [2.5] * 3
-        assert not result.failed
-        assert not result.late
-
-
-def test_with_fewer_than_enough_it_waits_after_its_grace(pool: ThreadPoolExecutor) -> None:
-    group = LocalProcessGroup(3, 2, 0.0)
-    first = pool.submit(group.join, 0)
-    group.wait_until(lambda inside: inside.rendezvous._grace is not None)
-    assert not group.group.queue.call(lambda: group.group.rendezvous.is_open)
-    second = pool.submit(group.join, 1)
-    assert first.result(60).ranks == second.result(60).ranks == (0, 1)
-
-
-def test_it_waits_for_no_grace_once_all_are_there(pool: ThreadPoolExecutor) -> None:
-    group = LocalProcessGroup(3, 1, LONG)
-    assert {member.ranks for member in pool.map(group.join, range(3))} == {(0, 1, 2)}
-
-
-def test_who_comes_later_takes_part_from_its_second_call_on(pool: ThreadPoolExecutor) -> None:
-    group = LocalProcessGroup(3, 2, 0.0)
-    members = [*pool.map(group.join, [0, 1])]
-    before = [*pool.map(average, members, [1.0, 3.0])]
-    third = group.join(2)
-    late = average(third, 100.0)
-    assert late.late == before[0].late or late.late == (2,)
-    assert late.weights["w"].tolist() == before[0].weights["w"].tolist() == [2.0] * 3
-    for result in pool.map(average, [*members, third], [1.0, 3.0, 5.0]):
-        assert result.used == (0, 1, 2)
-        assert result.weights["w"].tolist() == [3.0] * 3
-
-
-def test_who_comes_later_gets_the_state(pool: ThreadPoolExecutor) -> None:
-    group = LocalProcessGroup(3, 2, 0.0)
-    members = [*pool.map(group.join, [0, 1])]
-    states = [State(7.0, 8.0), State(7.0, 8.0), State(0.0, 0.0)]
-    [*pool.map(average, members, [1.0, 3.0], states)]
-    third = group.join(2)
-    assert third.lacks_state
-    healed = pool.submit(average, third, 100.0, states[2])
-    group.wait_until(lambda inside: inside.calls.waiting.recovering)
-    results = [*pool.map(average, members, [2.0, 4.0], states), healed.result(60)]
-    for result in results:
-        assert result.used == (0, 1)
-        assert result.healed == (2,)
-        assert result.weights["w"].tolist() == [3.0] * 3
-    assert states[2].array.tolist() == [7.0, 8.0]
-    for result in pool.map(average, [*members, third], [1.0, 3.0, 5.0], states):
-        assert result.used == (0, 1, 2)
+def average(member: Member, value: float) -> Round:
+    return member.average({"w": np.full(3, value)}, timeout=60.0)
 
 
 def test_all_means_those_who_take_part_now(pool: ThreadPoolExecutor) -> None:
