@@ -95,22 +95,6 @@ def test_objects_of_the_dead_and_the_late_are_left_out() -> None:
         gathered(members[:2], ["e", "f"])
 
 
-def test_a_member_that_lacks_the_state_is_healed_by_the_call() -> None:
-    members = LocalProcessGroup(2).join_all()
-    states = [Counter(7.0), Counter(0.0)]
-    members[1].lacks_state = True
-    with ThreadPoolExecutor(2) as pool:
-        calls = [
-            pool.submit(member.all_gather, member.rank, state=state)
-            for member, state in zip(members, states, strict=True)
-        ]
-        results = [call.result(60) for call in calls]
-    for result in results:
-        assert (result.weights, result.healed) == ({0: 0}, (1,))
-    assert states[1].value == 7.0
-    assert not members[1].lacks_state
-
-
 def test_what_cannot_be_pickled_raises_before_anything_is_sent() -> None:
     members = LocalProcessGroup(2).join_all()
     with pytest.raises(TypeError, match="value: cannot be pickled"):
