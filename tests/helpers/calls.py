@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flatweights.ray.core._calls import Awaited, Calls
+from flatweights.ray.core._calls import Calls
 from flatweights.ray.core._events import (
     Action,
     Event,
@@ -60,7 +60,3 @@ class TheProcessGroup:
         """Let a member ask."""
         self[rank].requests(request._replace(**options), self.now)
         return self.receive(Requested(self[rank]))
-
-    def awaited(self) -> Awaited:
-        """Return what is worth waiting for."""
-        return self.calls.awaited()

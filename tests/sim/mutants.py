@@ -345,6 +345,11 @@ MUTANTS = {
         '            self._fail("is late")\n',
         "            pass\n",
     ),
+    "a state that was given is lost with its donor": Mutant(
+        "core/_healing.py",
+        "        if peer is self.donor and not self.is_given:\n",
+        "        if peer is self.donor:\n            self.is_given = False\n",
+    ),
     "a state is given once": Mutant(
         "core/_calls.py",
         "if one.donor is peer and one.is_waited_for)",
