@@ -122,7 +122,7 @@ CHANGES = (
         "python/flatweights/ray/core/_calls.py",
         "return first.root in requests or first.root not in self.peers.ranks()",
         "return first.root in requests",
-        ("tests/ray/members/test_calls.py", "tests/ray/members", "tests/sim"),
+        ("tests/ray/members/test_transcripts.py", "tests/ray/members", "tests/sim"),
     ),
     Change(
         "python/flatweights/ray/nodes/_plan.py",
@@ -163,8 +163,8 @@ CHANGES = (
     Change(
         "python/flatweights/ray/core/_healing.py",
         "if peer is self.donor and not self.is_given:",
-        "if peer is self.donor:",
-        ("tests/ray/members/test_calls.py", "tests/ray/members", "tests/sim"),
+        "if peer is self.donor:\n            self.is_given = False",
+        ("tests/ray/members/test_transcripts.py", "tests/ray/members", "tests/sim"),
     ),
     Change(
         "python/flatweights/ray/core/_response_cache.py",
