@@ -505,6 +505,11 @@ MUTANTS = {
         "        if False:\n",
         ("fit",),
     ),
+    "weights of a member that was healed take part at once": Mutant(
+        "core/_response_cache.py",
+        "        if request.from_state and self._has_states(peer, made.number):\n",
+        "        if self._has_states(peer, made.number):\n",
+    ),
 }
 """By name. The names say what is wrong."""
 

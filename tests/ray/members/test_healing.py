@@ -117,65 +117,6 @@ def test_a_new_process_is_healed_and_is_no_part_of_that_average(pool: Any) -> No
     assert not trainings[1].member.lacks_state
 
 
-class Tensor:
-    """Variables of one number; with ``let_repeat``, such as a step of TensorFlow has."""
-
-    def __init__(self, value: float) -> None:
-        self.value = np.full(1, value)
-        self.layout = Layout(["x"], [(1,)], [np.float64])
-
-    def gather_into(self, buffer: NDArray[np.uint8]) -> None:
-        self.layout.packed_views(buffer)[0][...] = self.value
-
-    def scatter(self, buffer: NDArray[np.uint8]) -> None:
-        self.value[...] = self.layout.packed_views(buffer)[0]
-
-
-class TensorOfStep(Tensor):
-    def let_repeat(self, *_: object) -> None:
-        """Repeat nothing."""
-
-
-@pytest.mark.parametrize("kind", [None, TensorOfStep, Tensor])
-def test_a_member_that_was_healed_is_late_once_more_only_for_weights(
-    pool: Any, kind: type[Tensor] | None
-) -> None:
-    """What comes from its state is as new as that: nobody has to make such a call without it."""
-    group = LocalProcessGroup(2)
-    first, late = trainings = begin(group)
-
-    def tell(one: Training, timeout: float = 60.0) -> Any:
-        terms: Any = {"timeout": timeout, "min_results": 1}
-        if kind is None:
-            return one.member.all_gather(int(one.steps[0]), "steps", **terms)
-        return one.member.average_variables(kind(float(one.steps[0])), **terms)
-
-    def tell_all() -> list[Any]:
-        return [call.result(60) for call in [pool.submit(tell, one) for one in trainings]]
-
-    assert [result.used for result in tell_all()] == [(0, 1)] * 2
-    together(pool, trainings)
-    for _ in range(2):
-        tell(first, timeout=0.01)
-        first.step(timeout=0.01)
-    assert tell(late).late == (1,)
-    waiting = pool.submit(late.step)
-    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
-    tell(first)
-    first.step()  # its timeout is also the time in which it has to give its state
-    assert waiting.result(60).healed == (1,)
-    if kind is Tensor:
-        asked = pool.submit(tell, late)
-        group.wait_until(lambda inside: len(inside.calls.waiting.behind) == 1)
-        assert (tell(first).used, asked.result(60).late) == ((0,), (1,))
-    else:
-        assert tell(late, timeout=0.01).used == (1,)  # alone, if the others are slow
-        assert tell(first).late == (0,)
-    assert [result.used for result in tell_all()] == [(0, 1)] * 2
-    together(pool, trainings)
-    assert first.bits() == late.bits()
-
-
 def test_a_donor_that_raises_is_not_waited_for(pool: Any) -> None:
     group = LocalProcessGroup(3)
     trainings = begin(group)
