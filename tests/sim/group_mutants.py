@@ -32,6 +32,21 @@ GROUP = {
         "        if self._unfinished is self._worker_set.latest:\n            self._worker_set.mark_stale()\n",
         "",
     ),
+    "a run does not ask whether workers are back": (
+        "_group.py",
+        "        self._take_back(timeout)\n        try:\n            result = run",
+        "        try:\n            result = run",
+    ),
+    "a run waits longer for workers to come back than its timeout": (
+        "_group.py",
+        "_PROBE if timeout is None else min(_PROBE, timeout)",
+        "_PROBE",
+    ),
+    "a worker whose method has raised does not have the weights": (
+        "peers/_worker_set.py",
+        "    return arrivals.given | raised(arrivals.failed).keys() - refused.keys()",
+        "    return arrivals.given",
+    ),
     "a lost worker stays healthy": (
         "peers/_ranks.py",
         "                self.records[rank].leave_out(error)\n",
@@ -216,6 +231,17 @@ ASYNCHRONOUS = {
         "rounds/_as_completed.py",
         "            version = sent.version if error_in(sent.answer) is None else None\n",
         "            version = sent.version\n",
+    ),
+    "a loop forgets a worker for which another call waits no longer": (
+        "rounds/_as_completed.py",
+        "        else:\n            self._loop.idle.append(sent.rank)\n\n    # Rounds.",
+        "\n    # Rounds.",
+    ),
+    "a worker is called while its result waits for a round": (
+        "rounds/_as_completed.py",
+        "            self._loop.there.append(sent)\n        elif",
+        "            self._loop.there.append(sent)\n"
+        "            self._loop.idle.append(sent.rank)\n        elif",
     ),
     "a loop lets others keep nothing": (
         "rounds/_as_completed.py",
