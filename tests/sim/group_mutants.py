@@ -32,6 +32,11 @@ GROUP = {
         "        if self._unfinished is self._worker_set.latest:\n            self._worker_set.mark_stale()\n",
         "",
     ),
+    "workers that are late, while none has failed, stay healthy": (
+        "peers/_worker_set.py",
+        "        if arrivals.failed or late:\n",
+        "        if arrivals.failed:\n",
+    ),
     "a run does not ask whether workers are back": (
         "_group.py",
         "        self._take_back(timeout)\n        try:\n            result = run",

@@ -327,25 +327,6 @@ def test_a_loop_that_brings_each_average_with_the_next_call(group: WorkerGroup) 
 
 
 @pytest.mark.slow
-def test_who_fails_after_it_took_the_weights_has_them(make: Make) -> None:
-    group = make(3)
-    group.broadcast(weights_of(1.0))
-    start = weights_of(2.0)
-    found = group.average("act", {1: "raise"}, broadcast=start, min_results=2)
-    assert found.used == (0, 2)
-    assert group.healthy_actor_ids() == [0, 1, 2]
-    assert_same(group.average("train").weights, fw.average([twice(start, k) for k in range(3)]))
-    with pytest.raises(WorkerError, match=r"rank 0: ActorDiedError|rank 0: ActorUn"):
-        group.average("act", {0: "die before"}, broadcast=weights_of(3.0))
-    assert restored(group) == [0]
-    assert_same(group.step("get_weights")[0], weights_of(3.0))
-
-
-def twice(start: FlatWeights, rank: int) -> FlatWeights:
-    return trained(trained(start, rank), rank)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
 def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int, tmp_path: Path) -> None:
     group = make(2, size)
@@ -540,35 +521,18 @@ def test_another_layout_or_nan_leaves_actors_healthy(group: WorkerGroup) -> None
     assert group.healthy_actor_ids() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("action", "restarts", "size"),
-    [
-        pytest.param("die before", 0, LARGE, marks=pytest.mark.slow),
-        pytest.param("die before", -1, SMALL, marks=pytest.mark.slow),
-        pytest.param("die during", 0, SMALL, marks=pytest.mark.slow),
-        ("die during", -1, LARGE),
-    ],
-)
-def test_a_worker_that_dies_is_left_out(
-    make: Make, way: str, action: str, restarts: int, size: int
-) -> None:
-    group = make(3, size, max_restarts=restarts)
-    start = weights_of(1.0, size)
+def test_a_worker_that_dies_is_left_out(make: Make, way: str) -> None:
+    group = make(3, LARGE)
+    start = weights_of(1.0, LARGE)
     group.broadcast(start)
-    found = group.average("act", {1: action}, min_results=2)
+    found = group.average("act", {1: "die during"}, min_results=2)
     assert found.used == (0, 2)
     assert isinstance(found.failed[1], ray.exceptions.RayActorError)
-    if restarts and way == "shm":  # Ray says it a second later
+    if way == "shm":  # Ray says it a second later
         assert "its process has ended; Ray may be starting it again" in str(found.failed[1])
     assert_same(found.weights, mean_of(start, [0, 2]))
     assert group.healthy_actor_ids() == [0, 2]
-    back = 1 in group.broadcast(found)
-    if restarts == 0:
-        assert not back
-        assert group.restore(timeout=60) == []
-        assert isinstance(group.unhealthy[1], ray.exceptions.ActorDiedError)
-        return
-    assert back or restored(group) == [1]
+    assert 1 in group.broadcast(found) or restored(group) == [1]
     assert_all_have(group, found.weights)
     again = group.average("train")
     assert again.used == (0, 1, 2)
@@ -603,21 +567,6 @@ def assert_restarted(error: Exception) -> None:
     if not isinstance(error, ray.exceptions.ActorUnavailableError):
         assert isinstance(error, StaleWorkerError)
         assert "restarted since" in str(error)
-
-
-@pytest.mark.slow
-def test_a_retried_call_never_answers_with_lost_weights(make: Make, tmp_path: Path) -> None:
-    """The restarted actor has its first weights."""
-    group = make(3, max_task_retries=-1)
-    start = weights_of(1.0)
-    group.broadcast(start)
-    found = group.average("act", {1: "die once"}, str(tmp_path), min_results=2)
-    assert found.used == (0, 2)
-    assert_restarted(found.failed[1])
-    assert_same(found.weights, mean_of(start, [0, 2]))
-    assert group.healthy_actor_ids() == [0, 2]
-    assert 1 in group.broadcast(found) or restored(group) == [1]
-    assert_same(group.average("train").weights, mean_of(found.weights, range(3)))
 
 
 def test_a_restart_between_rounds_is_noticed(make: Make) -> None:
@@ -700,31 +649,6 @@ def test_too_few_in_time_is_an_error_and_they_are_late_all_the_same(
     assert restored(group) == [1]
 
 
-@pytest.mark.starts_actors
-def test_late_ranks_are_noted_whatever_else_is_wrong(group: WorkerGroup, tmp_path: Path) -> None:
-    group.broadcast(weights_of(1.0))
-    group.step("ping")
-    with only_late(), pytest.raises(ValueError, match="rank 2, slot 0 'w': holds NaN"):
-        group.average("act", {1: "hang", 2: "nan"}, str(tmp_path), timeout=0.05, min_results=1)
-    assert group.healthy_actor_ids() == [0, 2]
-    (tmp_path / "go on").touch()
-    assert restored(group) == [1]
-
-
-@pytest.mark.starts_actors
-def test_a_late_step_is_left_out(group: WorkerGroup, tmp_path: Path) -> None:
-    start = weights_of(1.0)
-    group.broadcast(start)
-    group.step("ping")
-    with only_late():
-        found = group.step("act", {1: "hang"}, str(tmp_path), timeout=0.05)
-    assert list(found) == [0, 2]
-    assert group.healthy_actor_ids() == [0, 2]
-    (tmp_path / "go on").touch()
-    assert restored(group) == [1]
-    assert_same(group.step("get_weights")[1], start)
-
-
 class Choosy(PlainWorker):
     """A worker that refuses negative weights if its rank is odd."""
 
@@ -767,15 +691,6 @@ def test_weights_that_nobody_takes_change_nothing(way: str, lend: Lend) -> None:
     assert group.step("how_often", broadcast=start) == {0: 2}
     assert group.restore() == [1]
     assert group.step("how_often") == {0: 2, 1: 1}
-
-
-@pytest.mark.slow
-def test_broadcast_leaves_out_who_died(make: Make) -> None:
-    group = make(3)
-    group.step("ping")
-    kill(group, 1)
-    assert group.broadcast(weights_of(1.0)) == [0, 2]
-    assert group.healthy_actor_ids() == [0, 2]
 
 
 def test_all_dead_is_an_error_that_names_all(make: Make) -> None:
@@ -825,35 +740,6 @@ def test_run_trains_averages_and_sends(group: WorkerGroup) -> None:
         assert set(found.seconds) == {"wait", "average", "put", "broadcast", "round"}
         rounds += 1
     assert rounds == 3
-
-
-@pytest.mark.slow
-def test_run_goes_on_with_who_comes_back(make: Make, tmp_path: Path) -> None:
-    group = make(3)
-    expected = weights_of(1.0)
-    group.broadcast(expected)
-    group.step("ping")
-    used = []
-    for found in group.run(1000, "act", {1: "die once"}, str(tmp_path), min_results=2):
-        expected = mean_of(expected, found.used)
-        assert_same(found.weights, expected)
-        used.append(found.used)
-        if found.used == (0, 1, 2):
-            break
-        time.sleep(0.2)
-    assert used[0] == (0, 2)
-    assert used[-1] == (0, 1, 2)
-
-
-@pytest.mark.starts_actors
-def test_run_after_a_broken_round_begins_with_the_latest_weights(group: WorkerGroup) -> None:
-    """In a round that fails, workers go on training; the next run does not begin from there."""
-    start = weights_of(1.0)
-    group.broadcast(start)
-    assert_same(next(group.run(1, "train")).weights, expected := mean_of(start, range(3)))
-    with pytest.raises(WorkerError, match="rank 1: ArithmeticError"):
-        list(group.run(2, "act", {1: "raise"}))
-    assert_same(next(group.run(1, "train")).weights, mean_of(expected, range(3)))
 
 
 def test_run_after_a_broken_round_and_a_broadcast_begins_with_what_workers_have(
