@@ -1,9 +1,7 @@
 """`WorkerGroup.as_completed` and `publish`: results as they arrive, and the versions they name."""
 
 import itertools
-import os
 import re
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 import ray
 from ray_pool import Actors, Lend, wait_until_dead
-from ray_workers import PlainWorker, trained, wait_for, weights_of
+from ray_workers import PlainWorker, wait_for, weights_of
 from reference import assert_same, same_bits
 
 import flatweights as fw
@@ -23,7 +21,6 @@ from flatweights.ray import Round, WorkerError, WorkerGroup
 from flatweights.ray.channels import _driver_channel
 from flatweights.ray.channels._driver_channel import DriverChannel
 from flatweights.ray.core import _loop
-from flatweights.ray.peers._wait import wait_any
 
 SIZE = 3_000
 
@@ -61,14 +58,6 @@ class Versioned(PlainWorker):
             Path(where, "waits").touch()
             wait_for(Path(where, "go on"))
         return self.work()
-
-    def work_after(self, rank: int, other: int, where: str) -> FlatWeights:
-        """Work; a ``rank`` waits until another has been called once more than itself."""
-        model = self.work()
-        Path(where, f"{self.rank} {self.calls}").touch()
-        if self.rank == rank:
-            wait_for(Path(where, f"{other} {self.calls + 1}"))
-        return model
 
     def spoil(self, rank: int) -> FlatWeights:
         """Work; a ``rank`` returns NaN."""
@@ -168,35 +157,12 @@ def fair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_loop, "_MOMENT", 60.0)
 
 
-@pytest.mark.usefixtures("fair")
-def test_a_fast_worker_does_not_starve_the_others(group: WorkerGroup) -> None:
+def test_a_buffer_is_the_average_of_the_next_results(group: WorkerGroup) -> None:
     publications = Publications(group)
-    most = 0
-    for found in group.as_completed("work", updates=100):
-        most = max(most, *found.staleness.values())
-        publications.publish()
-    assert most < 3 * 3
-
-
-@pytest.mark.parametrize("buffer", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_buffer_is_the_average_of_the_next_results(group: WorkerGroup, buffer: int) -> None:
-    publications = Publications(group)
-    for found in group.as_completed("work", updates=20, buffer=buffer):
-        assert len(found.used) == buffer
+    for found in group.as_completed("work", updates=20, buffer=3):
+        assert len(found.used) == 3
         publications.check(found)
         publications.publish()
-
-
-def test_no_round_has_two_results_of_a_fast_worker(group: WorkerGroup, tmp_path: Path) -> None:
-    publications = Publications(group)
-    rounds = group.as_completed("work_after", 1, 0, str(tmp_path), buffer=2, ranks=[0, 1])
-    for number, found in enumerate(itertools.islice(rounds, 8), 1):
-        # The first result of rank 1 comes after the second call of rank 0, and so on.
-        assert sorted(found.used) == [0, 1]
-        publications.check(found)
-        publications.publish()
-        assert not (tmp_path / f"0 {number + 2}").exists(), "no queue of results grows"
-    rounds.close()
 
 
 def test_no_result_gets_too_stale_while_its_round_waits_for_others(
@@ -218,18 +184,9 @@ def test_no_result_gets_too_stale_while_its_round_waits_for_others(
     found = next(loop)
     assert found.staleness == {0: 0, 1: 0}
     assert sorted(found.stale) == [0, 1]
+    assert found.record()["stale"] == [*found.stale]
     publications.check(found)
     loop.close()
-
-
-def test_a_worker_that_trains_begins_each_call_with_the_latest_weights(group: WorkerGroup) -> None:
-    start = weights_of(1.0, SIZE)
-    group.publish(start)
-    results = [trained(start, rank) for rank in range(3)]
-    for buffer in (1, 2):
-        for found in group.as_completed("train", updates=6, buffer=buffer):
-            expected = fw.average([results[rank] for rank in found.used])
-            assert same_bits(found.weights.buffer, expected.buffer)
 
 
 def test_a_worker_in_a_call_of_an_earlier_loop_may_be_late(
@@ -271,26 +228,6 @@ def test_arguments_by_rank(group: WorkerGroup) -> None:
         publications.group.publish(weights_of(1.0, SIZE))
 
 
-def test_stale_results_are_left_out_and_counted(group: WorkerGroup) -> None:
-    publications, stale, kept = Publications(group), list[int](), set[int]()
-    for _ in range(50):  # on a busy machine, all that others compute may be too old
-        rounds = 0
-        for found in group.as_completed("work", updates=20, max_staleness=1):
-            publications.check(found)
-            kept |= {*found.staleness.values()}
-            stale += found.stale
-            rounds += 1
-            for _ in range(1 + rounds % 2):  # after two, results that others compute are too old
-                publications.publish()
-        assert rounds == 20
-        if stale and 1 in kept:
-            break
-    assert stale
-    assert 1 in kept
-    assert kept <= {0, 1}
-    assert found.record()["stale"] == [*found.stale]
-
-
 @pytest.mark.parametrize("leave", ["break", "error", "close"])
 def test_a_group_is_usable_at_once_after_the_loop(group: WorkerGroup, leave: str) -> None:
     publications = Publications(group)
@@ -316,29 +253,6 @@ def test_a_group_is_usable_at_once_after_the_loop(group: WorkerGroup, leave: str
     mine = [result_of(weights_of(float(publications.number), SIZE), rank) for rank in range(3)]
     assert_same(found.weights, fw.average(mine))
     assert [one.used for one in group.run(2, "work")] == [(0, 1, 2)] * 2
-
-
-def test_other_calls_in_the_body_lose_no_result(group: WorkerGroup) -> None:
-    publications, used = Publications(group), 0
-    for number, found in enumerate(group.as_completed("work", updates=12)):
-        publications.check(found)
-        used += len(found.used)
-        if number % 4 == 0:
-            assert len(group.step("ping")) == 3
-        if number % 4 == 1:
-            publications.publish()
-    calls = sum(group.step("how_often").values())
-    assert used == 12
-    assert calls <= 12 + 3
-
-
-def test_other_calls_in_the_body_lose_no_worker(group: WorkerGroup) -> None:
-    publications, used = Publications(group), Counter[int]()
-    for found in group.as_completed("work", updates=30):
-        publications.check(found)
-        used.update(found.used)
-        assert len(group.step("ping")) == 3
-    assert used == {0: 10, 1: 10, 2: 10}
 
 
 def test_an_interrupt_of_a_call_in_the_body_spoils_no_result(
@@ -428,17 +342,6 @@ def test_a_publication_reaches_workers_that_all_refused_the_one_before(group: Wo
     mine = [result_of(weights_of(2.0, SIZE), rank) for rank in range(3)]
     assert (found.used, found.failed) == ((0, 1, 2), {})
     assert_same(found.weights, fw.average(mine))
-
-
-def test_no_queue_grows_when_nobody_asks(group: WorkerGroup) -> None:
-    publications = Publications(group)
-    rounds = group.as_completed("work")
-    for _ in itertools.islice(rounds, 3):
-        for _ in range(100):
-            publications.publish()
-    for found in itertools.islice(rounds, 6):
-        publications.check(found)
-    rounds.close()
 
 
 def test_a_method_that_raises_ends_the_loop(group: WorkerGroup) -> None:
@@ -547,33 +450,6 @@ def test_a_worker_that_dies_is_named_once_and_comes_back(make: Make) -> None:
     assert group.num_healthy_actors() == 2
 
 
-def test_a_late_worker_is_named_and_its_past_is_not_yielded(make: Make, tmp_path: Path) -> None:
-    group = make(2)
-    publications, late = Publications(group), list[int]()
-    rounds = group.as_completed("work_once", 1, str(tmp_path), timeout=1)
-    for found in rounds:
-        assert found.used == (0,)
-        publications.check(found)
-        publications.publish()
-        late += found.late
-        if late:
-            break
-        time.sleep(0.02)
-    assert late == [1]
-    assert group.unhealthy.keys() == {1}
-    seen = publications.number
-    (tmp_path / "go on").touch()
-    for found in rounds:
-        publications.check(found)
-        assert not found.late
-        publications.publish()
-        if found.used == (1,):
-            assert publications.number - found.staleness[1] > seen
-            break
-    rounds.close()
-    assert group.average("work").used == (0, 1)
-
-
 @pytest.mark.slow
 def test_rounds_have_fewer_results_once_there_are_fewer_workers(make: Make) -> None:
     group = make(3, max_restarts=0)
@@ -599,45 +475,6 @@ def test_a_loop_whose_ranks_were_removed_says_so(make: Make) -> None:
     next(rounds)
     group.remove(1)
     refuses(WorkerError, "no worker of the loop is left", next, rounds)
-
-
-@pytest.mark.slow
-def test_restore_in_the_body_leaves_a_late_worker_to_the_loop(
-    group: WorkerGroup, tmp_path: Path
-) -> None:
-    publications = Publications(group)
-    rounds = group.as_completed("work_once", 1, str(tmp_path), timeout=3)
-    while not next(rounds).late:
-        pass
-    assert group.restore(timeout=0.0) == []
-    in_flight = group._worker_set.ranks[1].in_flight
-    assert in_flight is not None
-    (tmp_path / "go on").touch()
-    assert wait_any([in_flight], None)
-    assert group.restore() == [1]
-    assert ranks_of(rounds, publications, 3) == {0, 1, 2}
-
-
-@pytest.mark.slow
-def test_a_broadcast_in_the_body_may_bring_back_a_worker_that_the_loop_asks(make: Make) -> None:
-    group = make(2)
-    publications = Publications(group)
-    pid, record = group.step("pid")[1], group._worker_set.ranks[1]
-    rounds = group.as_completed("work")
-    while next(rounds).used != (1,):
-        pass
-    record.leave_out(ray.exceptions.ActorDiedError())
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        while not record.is_probed:
-            publications.check(next(rounds))
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert record.in_flight is not None
-    assert wait_any([record.in_flight], None)
-    publications.number += 1
-    assert group.broadcast(weights_of(float(publications.number), SIZE)) == [0, 1]
-    assert ranks_of(rounds, publications, 2) == {0, 1}
 
 
 @pytest.mark.slow
