@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from ray_workers import PlainWorker, trained, weights_of
 from reference import same_bits
 
 import flatweights as fw
 from flatweights import FlatWeights
 from flatweights.ray import WorkerGroup
-from flatweights.ray.channels._driver_channel import DriverChannel
 from flatweights.ray.peers._worker_set import WorkerSet
 
 pytestmark = pytest.mark.ray
@@ -109,30 +107,6 @@ def test_a_round_says_the_same_in_either_way(
         patched.setattr(WorkerSet, "ready", lambda *_: None)
         one_by_one = rounds()
     assert of_all == one_by_one
-
-
-@pytest.mark.parametrize("is_broken_off_by", [KeyboardInterrupt, OSError])
-def test_a_call_that_breaks_off_between_rays_calls_leaves_no_worker_late(
-    group: WorkerGroup, is_broken_off_by: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = warm_up(group)
-    workers: list[Any] = [group._worker_set.ranks[rank].worker for rank in range(3)]
-    calls = [worker.channel.latest_call() for worker in workers]
-    ray.wait(calls, num_returns=3, timeout=60)  # all have left their mailboxes
-
-    def break_off(self: DriverChannel, call: Any) -> None:
-        self.is_given_up = True
-        raise is_broken_off_by("broken off")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(DriverChannel, "serve", break_off)
-        with pytest.raises(is_broken_off_by, match="broken off"):
-            group.average("train", 1.0, broadcast=found)
-    start = weights_of(7.0, SIZE)
-    found = group.average("train", 1.0, broadcast=start, timeout=0.9)
-    assert found.used == (0, 1, 2)
-    expected = fw.average([trained(start, rank, 1.0) for rank in range(3)])
-    assert same_bits(found.weights.buffer, expected.buffer)
 
 
 def test_a_worker_gets_all_weights_of_which_each_broadcast_had_a_part() -> None:
