@@ -202,21 +202,13 @@ def go_round(rounds: str, mib: str, ranks: str) -> None:
     assert ballast is not None
 
 
-def check_flat(rounds: int, mib: int, ranks: int, timeout: float) -> None:
-    out = output_of(go_round, str(rounds), str(mib), str(ranks), timeout=timeout)
+@pytest.mark.slow
+def test_rounds_hold_the_object_store_and_the_heap_flat(way: str) -> None:
+    rounds, mib, ranks = 200, 4, 4
+    out = output_of(go_round, str(rounds), str(mib), str(ranks), timeout=600)
     nbytes, most, early, late, spilled, heap, heap_late, seconds = map(float, out.split())
     print(f"{rounds} rounds in {seconds:.1f} s, {1e3 * seconds / rounds:.1f} ms each; {out}")
     assert spilled == 0
     assert most <= (ranks + 2) * (nbytes + 4096)
     assert late <= early + nbytes
     assert heap_late <= heap + 2 * nbytes + 8 * MIB
-
-
-@pytest.mark.slow
-def test_rounds_hold_the_object_store_flat(way: str) -> None:
-    check_flat(40, 4, 4, timeout=600)
-
-
-@pytest.mark.slow
-def test_a_thousand_rounds_of_a_large_model(way: str) -> None:
-    check_flat(1000, 100, 4, timeout=1800)
