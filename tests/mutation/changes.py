@@ -281,7 +281,7 @@ CHANGES = (
             "have counted since\n"
         ),
         "",
-        ("tests/keras/test_fit_states.py", "tests/keras/test_healing.py", "tests/keras/"),
+        ("tests/keras/test_healing.py", "tests/keras/", "tests/sim"),
     ),
     Change(
         "python/flatweights/keras/_report.py",

@@ -42,6 +42,41 @@ FIT = {
         "        state = replace(state, ahead=event.batches - state.done)\n",
         "        pass\n",
     ),
+    "a member begins an epoch although the others have ended": (
+        "_fit_states.py",
+        '    Edge((_P.MEETING,), Met, "one has ended", _P.OVER, (_A.KEEP,)),\n',
+        "",
+    ),
+    "a member takes a later epoch for its own": (
+        "_fit_states.py",
+        '    Edge((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY, (_A.KEEP,)),\n',
+        "",
+    ),
+    "a member goes on with the batch of an epoch that it passes by": (
+        "_fit_states.py",
+        '_P.OVER), BatchEnds, "", None, (_A.RESTORE, _A.END_EPOCH))',
+        '_P.OVER), BatchEnds, "", None, (_A.END_EPOCH,))',
+    ),
+    "a member that is behind makes all batches of the epoch": (
+        "_fit_states.py",
+        '    Edge((_P.TOGETHER,), BatchEnds, "it is the last for them", None, (_A.END_EPOCH,)),\n',
+        "",
+    ),
+    "callbacks see an epoch at whose end a member is left behind": (
+        "_fit_states.py",
+        'Edge((_P.OUT_OF_SYNC, _P.EARLY), EpochEnds, "", None, (_A.HIDE,))',
+        'Edge((_P.OUT_OF_SYNC, _P.EARLY), EpochEnds, "", None)',
+    ),
+    "a replacement that comes at the end does not wait with the others": (
+        "_fit_states.py",
+        "        _P.ENDING,\n        (_A.RESTORE, _A.TAKE_COUNTS, _A.MEET),\n",
+        "        _P.ENDED,\n        (_A.RESTORE, _A.TAKE_COUNTS),\n",
+    ),
+    "a member that others have ended does not wait with them": (
+        "_fit_states.py",
+        'FitEnds, "the others meet again", _P.ENDING, (_A.MEET,)),',
+        'FitEnds, "the others meet again", _P.ENDED),',
+    ),
     # What is done then.
     "a donor does not tell the batches by which others are ahead": (
         "_progress.py",
@@ -93,10 +128,20 @@ FIT = {
         "        self._take_counts(donor)\n",
         "        pass\n",
     ),
+    "the batches since the last average of weights are not told": (
+        "_progress.py",
+        "        names = callback.counted\n",
+        "        names = frozenset()\n",
+    ),
     "the best weights are not healed": (
         "_progress.py",
         '        "best_weights",\n',
         "",
+    ),
+    "the batches of one execution end one by one": (
+        "_progress.py",
+        "by_one = callback.model.steps_per_execution == 1",
+        "by_one = True",
     ),
     # A stop within an epoch.
     "others wait for the steps of a member that stops": (
