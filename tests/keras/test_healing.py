@@ -66,7 +66,6 @@ class Fit:
         self.optimizer: Any = keras.optimizers.SGD(0.01, momentum=0.9)
         self.state: Any = None
         self.data: Any = None
-        self.patience = PATIENCE  # seconds, at the start
         self.weights: Any = None  # an AverageWeights, in place of averaged gradients
         self.holds: Callable[[Any], Any] = lambda callback: callback
         self.done: Future[Any] = Future()
@@ -91,7 +90,7 @@ class Fit:
         self.member._turn.forget_steps()  # with the old one
 
     def _run(self) -> tuple[Any, list[Any]]:
-        terms: dict[str, Any] = {"min_results": 1, "timeout": self.patience, "member": self.member}
+        terms: dict[str, Any] = {"min_results": 1, "timeout": PATIENCE, "member": self.member}
         optimizer = self.optimizer
         if self.weights is None:
             optimizer = average_gradients(optimizer, state=self.state, **terms)
@@ -163,24 +162,18 @@ def replacement(group: LocalProcessGroup, dead: Fit, **options: Any) -> Fit:
     return Fit(group.join(dead.member.rank), **options)
 
 
-@pytest.mark.parametrize(
-    "swaps", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="swaps")]
-)
 def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
-    pool: ThreadPoolExecutor, swaps: bool
+    pool: ThreadPoolExecutor,
 ) -> None:
     group, go_on = LocalProcessGroup(2), threading.Event()
-    kind = "dense" if swaps else "normalized"
-    first, dead = fits(group, kind)
+    first, dead = fits(group, "dense")
     dead.at[1, 3] = dies(dead)
     first.at[2, -1] = lambda: go_on.wait(LIMIT)
     for fit in (first, dead):
-        if swaps:
-            swap(fit)
+        swap(fit)
         fit.start(pool)
-    new = replacement(group, dead, kind=kind)
-    if swaps:
-        swap(new)
+    new = replacement(group, dead, kind="dense")
+    swap(new)
     new.start(pool)
     group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
     go_on.set()
@@ -189,69 +182,6 @@ def test_a_replaced_member_begins_with_the_others_next_epoch_and_ends_with_them(
     assert epochs == [[*range(EPOCHS)], [*range(2, EPOCHS)]]
     assert ended[1][0].history["loss"] == ended[0][0].history["loss"][-2:]
     check_alike([state for _, state in ended])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "epoch",
-    [
-        pytest.param(None, marks=pytest.mark.slow),
-        1,
-        pytest.param(EPOCHS, marks=pytest.mark.slow),
-    ],
-)
-def test_a_replaced_member_keeps_no_weights_that_a_callback_restores(
-    epoch: int | None, pool: ThreadPoolExecutor
-) -> None:
-    """As `keras.callbacks.BackupAndRestore` does, which knows an earlier epoch."""
-
-    class Restores(keras.callbacks.Callback):  # type: ignore[misc]
-        def on_train_begin(self, logs: Any = None) -> None:
-            for variable in self.model.weights:
-                variable.assign(variable + 1)
-            self.model._initial_epoch = epoch or self.model._initial_epoch
-
-    group, go_on = LocalProcessGroup(2), threading.Event()
-    first, dead = fits(group)
-    dead.at[1, 3] = dies(dead)
-    first.at[2, -1] = lambda: go_on.wait(LIMIT)
-    for fit in (first, dead):
-        fit.start(pool)
-    new = replacement(group, dead)
-    new.more = [Restores()]
-    new.start(pool)
-    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
-    go_on.set()
-    ended = [fit.done.result(LIMIT) for fit in (first, new)]
-    assert epoch or ended[1][0].epoch == [*range(2, EPOCHS)]
-    check_alike([state for _, state in ended])
-
-
-@pytest.mark.slow
-def test_a_member_that_sleeps_is_healed_and_ends_its_epoch_with_the_others(
-    pool: ThreadPoolExecutor,
-) -> None:
-    group, slept = LocalProcessGroup(2), threading.Event()
-    first, late = fits(group, "dense", epochs=3)
-
-    def sleep() -> None:
-        number = group.last_call()
-        group.wait_until(lambda inside: inside.calls.number > number + 9)
-        slept.set()
-
-    late.at[2, 4] = sleep
-    first.goes_on_without(2, 4)
-    steps: list[int] = []
-    late.at[2, 5] = lambda: steps.append(int(late.model.optimizer.iterations))
-    first.at[2, 16] = lambda: slept.wait(LIMIT)  # it takes its time once that one has overslept
-    first.at[2, 18] = group.until_one_is_back
-    for fit in (first, late):
-        fit.start(pool)
-    ended = [fit.done.result(LIMIT) for fit in (first, late)]
-    check_alike([state for _, state in ended])
-    assert [history.epoch for history, _ in ended] == [[0, 1, 2]] * 2
-    assert steps
-    assert steps[0] > 2 * 20 + 5, "healed in the epoch"
 
 
 @pytest.mark.slow
@@ -277,37 +207,6 @@ def test_a_member_is_healed_in_an_accumulated_step_and_ends_its_epoch_with_the_o
     check_alike([fit.done.result(LIMIT)[1] for fit in (first, late)])
 
 
-@pytest.mark.slow
-def test_a_member_that_was_healed_heals_another_in_the_same_epoch(
-    pool: ThreadPoolExecutor,
-) -> None:
-    group = LocalProcessGroup(3)
-    first, second, third = fits(group, "dense")
-    woken: list[Fit] = []
-
-    def sleep(fit: Fit, calls: int) -> None:
-        number = group.last_call()
-        group.wait_until(lambda inside: inside.calls.number >= number + calls)
-        woken.append(fit)
-
-    def hold(fit: Fit, number: int) -> None:
-        group.wait_until(lambda inside: len(woken) >= number)
-        group.wait_until(lambda inside: fit.member.lacks_state and inside.calls.waiting.recovering)
-
-    first.at[2, 1] = lambda: sleep(first, 2)
-    second.goes_on_without(2, 1)
-    for fit in (second, third):
-        fit.at[2, 3] = lambda: hold(first, 1)
-    third.at[2, 7] = lambda: sleep(third, 9)  # second is held by then
-    second.goes_on_without(2, 7)
-    second.at[2, 16] = lambda: hold(third, 2)
-    for fit in (first, second, third):
-        fit.start(pool)
-    ended = [fit.done.result(LIMIT) for fit in (first, second, third)]
-    check_alike([state for _, state in ended])
-    assert [history.epoch for history, _ in ended] == [[*range(EPOCHS)]] * 3
-
-
 class _Acts(keras.layers.Layer):  # type: ignore[misc]
     """Does something in the middle of a step, after a synchronized layer."""
 
@@ -322,23 +221,16 @@ class _Acts(keras.layers.Layer):  # type: ignore[misc]
             return tf.identity(x)
 
 
-@pytest.mark.parametrize(
-    "ends",
-    [pytest.param(False, id="sleeps"), pytest.param(True, id="dies", marks=pytest.mark.slow)],
-)
 def test_the_other_goes_on_without_a_member_in_the_middle_of_a_synchronized_step(
-    ends: bool, pool: ThreadPoolExecutor
+    pool: ThreadPoolExecutor,
 ) -> None:
-    group, go_on, slept = LocalProcessGroup(2), threading.Event(), threading.Event()
+    group, slept = LocalProcessGroup(2), threading.Event()
     first, late = fits(group)
     steps: list[int] = []
 
     def act() -> None:
         steps.append(1)
         if len(steps) == 2 * 20 + 5:
-            if ends:
-                kill(late.member)
-                raise KilledError
             number = group.last_call()
             group.wait_until(lambda inside: inside.calls.number > number + 16)
             slept.set()
@@ -350,37 +242,20 @@ def test_the_other_goes_on_without_a_member_in_the_middle_of_a_synchronized_step
 
     for fit in (first, late):
         fit.model = model(act if fit is late else lambda: None)
-        if ends:
-            fit.at[3, -1] = lambda: go_on.wait(LIMIT)
-    if not ends:
-        first.goes_on_without(2, 4)
-        first.at[2, 16] = lambda: slept.wait(LIMIT)  # it takes its time once that one has overslept
-        first.at[2, 18] = group.until_one_is_back
+    first.goes_on_without(2, 4)
+    first.at[2, 16] = lambda: slept.wait(LIMIT)  # it takes its time once that one has overslept
+    first.at[2, 18] = group.until_one_is_back
     for fit in (first, late):
         fit.start(pool)
-    new = late
-    if ends:
-        with pytest.raises((tf.errors.OpError, KilledError)):
-            late.done.result(LIMIT)
-        new = Fit(group.join(late.member.rank))
-        new.model = model(lambda: None)
-        new.start(pool)
-        group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
-        go_on.set()
-    ended = [fit.done.result(LIMIT) for fit in (first, new)]
+    ended = [fit.done.result(LIMIT) for fit in (first, late)]
     check_alike([state for _, state in ended])
     assert [history.epoch[-1] for history, _ in ended] == [EPOCHS - 1] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "swaps", [pytest.param(False, id=""), pytest.param(True, id="swaps", marks=pytest.mark.slow)]
-)
-def test_a_member_that_sleeps_for_epochs_meets_the_others_again(
-    pool: ThreadPoolExecutor, swaps: bool
-) -> None:
+def test_a_member_that_sleeps_for_epochs_meets_the_others_again(pool: ThreadPoolExecutor) -> None:
     for _ in range(3):  # on a busy machine, the others may begin the last epoch before it comes
-        whole = whole_epochs_after_sleep(pool, swaps)
+        whole = whole_epochs_after_sleep(pool)
         if whole:
             break
     assert whole == [*range(5, MORE)], "it passes by those that the first has begun"
@@ -407,11 +282,11 @@ def test_a_py_dataset_goes_on_after_epochs_that_were_cut_short(pool: ThreadPoolE
     check_alike([state for _, state in ended])
 
 
-def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]:
+def whole_epochs_after_sleep(pool: ThreadPoolExecutor) -> list[int]:
     """The epochs of which a member that sleeps from the second to the fifth has all batches."""
     group, slept = LocalProcessGroup(2), threading.Event()
     first, late = fits(group, "dense", epochs=MORE)
-    for fit in (first, late) if swaps else ():
+    for fit in (first, late):
         swap(fit)
 
     def sleep() -> None:
@@ -440,49 +315,6 @@ def whole_epochs_after_sleep(pool: ThreadPoolExecutor, swaps: bool) -> list[int]
     check_alike([state for _, state in ended])
     assert saved == [0, *whole]
     return whole
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "averages",
-    [
-        pytest.param(False, id="gradients", marks=pytest.mark.slow),
-        pytest.param(True, id="and weights"),
-    ],
-)
-def test_a_member_that_is_late_for_the_start_is_healed_and_the_others_go_on(
-    pool: ThreadPoolExecutor, averages: bool
-) -> None:
-    group, has_begun = LocalProcessGroup(2), threading.Event()
-    first, late = fits(group, "dense")
-    for fit in (first, late):
-        fit.more = [AverageWeights()] if averages else []
-    first.patience = 0.2
-    first.at[0, -1] = lambda: first._wait_for_others(PATIENCE)
-    first.at[0, 3] = has_begun.set
-    first.at[1, -1] = lambda: group.wait_until(lambda inside: inside.calls.waiting.recovering)
-    first.start(pool)
-    assert has_begun.wait(LIMIT) or first.done.result(0)
-    late.start(pool)
-    (history, state), (after, other) = [fit.done.result(LIMIT) for fit in (first, late)]
-    check_alike([state, other])
-    assert history.epoch == [*range(EPOCHS)]
-    assert after.epoch == [*range(1, EPOCHS)]
-
-
-@pytest.mark.slow
-def test_a_member_that_is_late_at_the_end_gets_what_the_others_have(
-    pool: ThreadPoolExecutor,
-) -> None:
-    group, slept = LocalProcessGroup(2), threading.Event()
-    first, late = fits(group, "dense")
-    late.at[2, 4] = lambda: slept.wait(LIMIT)
-    first.goes_on_without(2, 4)
-    first.at[EPOCHS - 1, 19] = slept.set
-    for fit in (first, late):
-        fit.start(pool)
-    ended = [fit.done.result(LIMIT) for fit in (first, late)]
-    check_alike([state for _, state in ended])
 
 
 @pytest.mark.slow
@@ -531,101 +363,6 @@ def best_of_first(kind: type[Any]) -> Any:
     return kind("loss", mode="max", patience=EPOCHS, restore_best_weights=True)
 
 
-def others(count: int) -> list[Any]:
-    """Return other callbacks that count epochs."""
-    return [keras.callbacks.EarlyStopping("loss", patience=EPOCHS) for _ in range(count)]
-
-
-class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
-    """One of a user's own."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "comes"),
-    [
-        pytest.param(keras.callbacks.EarlyStopping, -1, id="EarlyStopping", marks=pytest.mark.slow),
-        pytest.param(Stopping, -1, id="a subclass", marks=pytest.mark.slow),
-        pytest.param(Stopping, 3, id="healed at the end", marks=pytest.mark.slow),
-    ],
-)
-def test_a_replaced_member_ends_with_the_best_weights_of_the_others(
-    pool: ThreadPoolExecutor, kind: type[Any], comes: int
-) -> None:
-    group, there, go_on = LocalProcessGroup(2), threading.Event(), threading.Event()
-    first, dead = fits(group, "dense", epochs=3)
-    many = 200 if kind is Stopping else 1  # of which the counts are long
-    first.more = [keras.callbacks.Callback(), *others(many), best_of_first(kind)]
-    dead.more = [*others(many), best_of_first(kind)]
-    dead.at[1, 3] = dies(dead)
-    first.at[2, comes] = lambda: there.set() or go_on.wait(LIMIT)  # type: ignore[func-returns-value]
-    after_first: list[Any] = []
-    first.at[1, 0] = lambda: after_first.extend(first.model.get_weights())
-    for fit in (first, dead):
-        fit.start(pool)
-    new = replacement(group, dead, kind="dense", epochs=3)
-    new.more = [*others(many), best_of_first(kind)]
-    assert there.wait(LIMIT)
-    new.start(pool)
-    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
-    go_on.set()
-    ended = [fit.done.result(LIMIT)[1] for fit in (first, new)]
-    check_alike(ended)
-    check_alike([ended[1][: len(after_first)], after_first])
-
-
-def watched(fit: Fit, foreign: Callable[[int], bool]) -> list[Any]:
-    """Return callbacks that stop a training at an epoch of a ``fit`` that is not the others'."""
-
-    def grows(epoch: int, logs: Any) -> None:
-        logs["watched"] = -1.0 if foreign(epoch) else float(epoch)
-
-    return [
-        keras.callbacks.LambdaCallback(on_epoch_end=grows),
-        keras.callbacks.EarlyStopping("watched", mode="max", patience=1),
-    ]
-
-
-@pytest.mark.slow
-def test_epochs_that_a_late_member_passes_by_stop_no_training(pool: ThreadPoolExecutor) -> None:
-    group, slept = LocalProcessGroup(2), threading.Event()
-    first, late = fits(group, "dense", epochs=MORE)
-    first.more = watched(first, lambda epoch: False)
-
-    def is_apart(epoch: int) -> bool:
-        progress = averaging_of(late.model).progress  # type: ignore[union-attr]
-        return progress is not None and progress.is_apart
-
-    late.more = watched(late, is_apart)
-    late.at[1, 4] = lambda: slept.wait(LIMIT)
-    first.goes_on_without(1, 4)
-    first.at[3, 2] = slept.set
-    first.at[3, 19] = lambda: group.wait_until(lambda inside: inside.calls.waiting.recovering)
-    for fit in (first, late):
-        fit.start(pool)
-    (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
-    check_alike([state, other])
-    assert history.epoch == [*range(MORE)]
-
-
-@pytest.mark.slow
-def test_logs_of_a_later_epoch_stop_no_training(pool: ThreadPoolExecutor) -> None:
-    """A member that sleeps before it averages its logs is given those of the next epoch."""
-    group, slept = LocalProcessGroup(2), threading.Event()
-    first, late = fits(group, "dense", epochs=MORE)
-    first.more = watched(first, lambda epoch: False)
-    late.more = watched(late, lambda epoch: epoch == 1)
-    late.at[1, END] = lambda: slept.wait(LIMIT)
-    first.at[1, END] = lambda: first._wait_for_others(1.0)
-    first.at[3, -1] = lambda: first._wait_for_others(PATIENCE)
-    first.at[3, 2] = slept.set
-    first.at[3, 19] = lambda: group.wait_until(lambda inside: inside.calls.waiting.recovering)
-    for fit in (first, late):
-        fit.start(pool)
-    (_, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
-    check_alike([state, other])
-    assert history.epoch == [*range(MORE)]
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # of Keras 3.5
 def test_a_fit_after_one_that_failed_begins_at_its_own_first_epoch(
@@ -671,12 +408,7 @@ def test_another_fit_needs_the_callback_too_but_not_a_loop_of_ones_own() -> None
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras' own callback
 @pytest.mark.parametrize(
-    "saves",
-    [
-        pytest.param("nobody", marks=pytest.mark.slow),
-        pytest.param("the others", marks=pytest.mark.slow),
-        "the replaced",
-    ],
+    "saves", [pytest.param("the others", marks=pytest.mark.slow), "the replaced"]
 )
 def test_a_replaced_member_counts_as_the_others_do(
     pool: ThreadPoolExecutor, tmp_path: Path, saves: str, caplog: pytest.LogCaptureFixture
@@ -717,26 +449,6 @@ def test_a_replaced_member_counts_as_the_others_do(
     assert warns == (saves == "the replaced")
 
 
-@pytest.mark.slow
-def test_weights_are_averaged_too_after_a_replacement(pool: ThreadPoolExecutor) -> None:
-    group, go_on = LocalProcessGroup(2), threading.Event()
-    first, dead = fits(group, "dense")
-    for fit in (first, dead):
-        fit.more = [AverageWeights(every=2)]
-    dead.at[1, 3] = dies(dead)
-    first.at[2, -1] = lambda: go_on.wait(LIMIT)
-    for fit in (first, dead):
-        fit.start(pool)
-    new = replacement(group, dead, kind="dense")
-    new.more = [AverageWeights(every=2)]
-    new.start(pool)
-    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 1)
-    go_on.set()
-    ended = [fit.done.result(LIMIT) for fit in (first, new)]
-    check_alike([state for _, state in ended])
-    assert new.more[0].round.used == (0, 1)
-
-
 def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
     pool: ThreadPoolExecutor,
 ) -> None:
@@ -764,10 +476,7 @@ def test_a_member_that_is_healed_averages_its_weights_after_the_same_batches(
     assert steps[0] > 2 * 20 + 5, "healed in the epoch"
 
 
-@pytest.mark.parametrize(
-    ("every", "unit"),
-    [(1, "epoch"), pytest.param(3, "epoch", marks=pytest.mark.slow), (7, "batch")],
-)
+@pytest.mark.parametrize(("every", "unit"), [(1, "epoch"), (7, "batch")])
 def test_a_member_that_averages_weights_alone_is_replaced(
     pool: ThreadPoolExecutor, every: int, unit: Any
 ) -> None:
@@ -920,16 +629,11 @@ def test_a_replaced_member_has_the_counts_of_the_others_and_its_own_variables(
     assert own[1][-1] == 2 * 20
 
 
-@pytest.mark.parametrize(
-    ("every", "unit"), [(3, "batch"), pytest.param(1, "epoch", marks=pytest.mark.slow)]
-)
-def test_a_member_that_averages_weights_alone_is_late(
-    pool: ThreadPoolExecutor, every: int, unit: Any
-) -> None:
+def test_a_member_that_averages_weights_alone_is_late(pool: ThreadPoolExecutor) -> None:
     group, waits = LocalProcessGroup(2), threading.Event()
     first, late = fits(group, "dense", epochs=MORE)
     for fit in (first, late):
-        fit.weights = AverageWeights(every, unit)
+        fit.weights = AverageWeights(3, "batch")
 
     def wait() -> None:
         waits.set()
@@ -954,11 +658,10 @@ def test_a_member_that_averages_weights_alone_is_late(
 @pytest.mark.parametrize(
     ("compiled", "fitted"),
     [
-        ({"steps_per_execution": 4}, {}),
-        ({}, {"validation_split": 0.2}),
+        ({"steps_per_execution": 4}, {"validation_split": 0.2}),
         ({"run_eagerly": True}, {}),
     ],
-    ids=["several steps at a time", "with a validation", "eagerly"],
+    ids=["several steps at a time, with a validation", "eagerly"],
 )
 def test_ways_to_fit(
     pool: ThreadPoolExecutor, compiled: dict[str, Any], fitted: dict[str, Any]
@@ -1114,9 +817,8 @@ class Tells(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.is_told = True
 
 
-@pytest.mark.parametrize("in_list", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
-    pool: ThreadPoolExecutor, in_list: bool
+    pool: ThreadPoolExecutor,
 ) -> None:
     group, arrays = LocalProcessGroup(2), [np.zeros(1), np.zeros(1), np.zeros(1)]
 
@@ -1134,7 +836,7 @@ def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
 
     def prepared(fit: Fit, array: Any) -> Fit:
         fit.data = Stream(fit.member.rank, 8)
-        fit.state = [Counter(array), fit.data] if in_list else fit.data
+        fit.state = [Counter(array), fit.data]
         fit.options.pop("batch_size")
         fit.options["shuffle"] = False
         fit.more = [Tells()]
@@ -1178,8 +880,7 @@ def test_a_replaced_member_goes_on_in_the_data_where_the_others_are(
     assert new.data.drawn == [*range(8 * 4, 8 * MORE)], "it neither repeats nor skips a batch"
     assert next(traced) - 1 == traced_before > 0, "nobody waits while it traces its step"
     assert new.data.epochs == first.data.epochs == MORE
-    if in_list:
-        assert arrays[0] == arrays[2] == MORE
+    assert arrays[0] == arrays[2] == MORE
 
 
 def test_a_loop_of_ones_own_heals_its_place_in_the_data(pool: ThreadPoolExecutor) -> None:
