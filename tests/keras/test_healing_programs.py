@@ -18,6 +18,7 @@ from flatweights.keras._gradients import averaging_of_optimizer
 from flatweights.ray import Member
 from flatweights.ray.support import _failpoints
 
+SEEDS = 2, 3, 11, 16  # deaths and sleeps, with each optimizer; `tests/sim` tries other orders
 STEPS = 60
 SIZE = 37
 OPTIMIZERS: dict[str, Any] = {
@@ -161,7 +162,7 @@ class Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_result_is_that_of_an_optimizer_that_applies_the_means_of_those_used(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
