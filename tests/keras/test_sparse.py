@@ -228,10 +228,7 @@ def test_a_member_with_nan_is_left_out_with_its_rows(pool: ThreadPoolExecutor) -
     assert in_all(pool, 2, steps) == [[-1.0, *[0.0] * 6, -2.0]] * 2
 
 
-@pytest.mark.parametrize("sparse", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_replaced_member_is_healed_in_a_loop_of_ones_own(
-    sparse: bool, pool: ThreadPoolExecutor
-) -> None:
+def test_a_replaced_member_is_healed_in_a_loop_of_ones_own(pool: ThreadPoolExecutor) -> None:
     group = LocalProcessGroup(2)
     members = group.join_all()
 
@@ -241,7 +238,7 @@ def test_a_replaced_member_is_healed_in_a_loop_of_ones_own(
             member=member,
             min_results=1,
             timeout=60.0,
-            sparse=sparse,
+            sparse=True,
         )
         training = Training(optimizer)
         while int(optimizer.iterations) < STEPS:

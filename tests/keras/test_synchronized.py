@@ -24,9 +24,6 @@ def replies_of(size: int, function: Any, *args: Any) -> list[Any]:
     ("model", "size", "loop"),
     [
         ("synchronized", 2, "eager"),
-        pytest.param("synchronized", 2, "fit", marks=pytest.mark.slow),
-        pytest.param("synchronized", 2, "fit, several steps", marks=pytest.mark.slow),
-        pytest.param("synchronized", 3, "tf.function", marks=pytest.mark.slow),
         pytest.param("synchronized, deep", 2, "fit", marks=pytest.mark.slow),
         pytest.param("synchronized, deep", 3, "tf.function", marks=pytest.mark.slow),
         pytest.param("synchronized, deep", 2, "fit, several steps", marks=pytest.mark.slow),
