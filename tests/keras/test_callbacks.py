@@ -314,7 +314,6 @@ def test_an_outer_optimizer_that_was_given_goes_on_in_the_next_fit() -> None:
     [
         ("before", "weights"),
         ("in the broadcast", "gradients"),
-        pytest.param("before", "gradients", marks=pytest.mark.slow),
         pytest.param("in the broadcast", "weights", marks=pytest.mark.slow),
     ],
 )
@@ -777,7 +776,7 @@ def test_a_fit_without_an_epoch_may_follow_other_iterations() -> None:
 OF_STOPPED = 4  # the steps of an epoch
 
 
-def stopped(place: Place, averages: str, make: str, is_first: bool, **options: Any) -> Any:
+def stopped(place: Place, averages: str, make: str, is_first: bool, **terms: Any) -> Any:
     """Return epochs, batches and weights of a member, after one has stopped in the middle.
 
     Before that training, there is another one, in which an error comes after such a stop.
@@ -803,12 +802,12 @@ def stopped(place: Place, averages: str, make: str, is_first: bool, **options: A
     optimizer = keras.optimizers.SGD(0.05)
     callbacks: list[Any] = [AverageLogs(member=member)]
     if averages == "gradients":
-        average_gradients(optimizer, member=member, **options.pop("terms", {}))
+        average_gradients(optimizer, member=member, **terms)
     else:
         callbacks.insert(0, AverageWeights(1, averages, member=member, nonfinite="propagate"))  # type: ignore[arg-type]
     model = build("dense", place.rank)
     # As many steps as here cost less than a trace.
-    model.compile(optimizer, "mse", run_eagerly="steps_per_execution" not in options, **options)
+    model.compile(optimizer, "mse", run_eagerly=True)
     x, y = (place.part(one)[: OF_STOPPED * BATCH // 2] for one in images("dense"))
     if make == "NaN" and place.rank == 1:
         y[BATCH // 2] = np.nan
@@ -829,26 +828,22 @@ def stopped(place: Place, averages: str, make: str, is_first: bool, **options: A
 
 
 @pytest.mark.parametrize(
-    ("averages", "make", "is_first", "options"),
+    ("averages", "make", "is_first", "terms"),
     [
         ("gradients", "NaN", False, {}),
-        pytest.param(
-            *("gradients", "limit", False, {"steps_per_execution": 2}), marks=pytest.mark.slow
-        ),
-        ("gradients", "limit", True, {"terms": {"min_results": 1, "timeout": 300.0}}),
+        ("gradients", "limit", True, {"min_results": 1, "timeout": 300.0}),
         pytest.param("batch", "limit", False, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_stop_of_one_member_within_an_epoch_stops_all_at_its_end(
-    averages: str, make: str, is_first: bool, options: dict[str, Any]
+    averages: str, make: str, is_first: bool, terms: dict[str, Any]
 ) -> None:
-    replies = in_threads(2, partial(stopped, **options), averages, make, is_first)
+    replies = in_threads(2, partial(stopped, **terms), averages, make, is_first)
     assert not any(isinstance(reply, str) for reply in replies), replies
     epochs = [0] if make == "NaN" else [0, 1]
-    executions = OF_STOPPED // options.get("steps_per_execution", 1)
     for ended, batches, weights in replies:
         assert ended == epochs
-        assert batches == len(epochs) * executions
+        assert batches == len(epochs) * OF_STOPPED
         for ours, theirs in zip(weights, replies[0][2], strict=True):
             np.testing.assert_array_equal(ours, theirs)
 
