@@ -334,30 +334,6 @@ def test_the_training_ends_for_all_if_a_callback_of_one_stops_it(pool: ThreadPoo
     check_alike([state, other])
 
 
-@pytest.mark.parametrize(
-    "batch", [4, pytest.param(END, id="at the end of its epoch", marks=pytest.mark.slow)]
-)
-def test_a_member_that_is_late_stops_the_training_once_it_meets_the_others(
-    pool: ThreadPoolExecutor, batch: int
-) -> None:
-    group, slept = LocalProcessGroup(2), threading.Event()
-    first, late = fits(group, "dense", epochs=MORE)
-
-    def sleep_and_stop() -> None:
-        slept.wait(LIMIT)
-        late.model.stop_training = True
-
-    late.at[1, batch] = sleep_and_stop
-    first.goes_on_without(1, max(batch, 0))
-    first.at[3, 1] = slept.set
-    for fit in (first, late):
-        fit.start(pool)
-    (whole, state), (history, other) = [fit.done.result(LIMIT) for fit in (first, late)]
-    assert 4 <= len(whole.epoch) < MORE
-    assert history.epoch[-1] == whole.epoch[-1]
-    check_alike([state, other])
-
-
 def best_of_first(kind: type[Any]) -> Any:
     """Return a callback whose best epoch is the first, the one with the largest loss."""
     return kind("loss", mode="max", patience=EPOCHS, restore_best_weights=True)
