@@ -248,6 +248,31 @@ ASYNCHRONOUS = {
         "            self._loop.there.append(sent)\n"
         "            self._loop.idle.append(sent.rank)\n        elif",
     ),
+    "a removed worker is ended in a call that a loop has left": (
+        "peers/_ranks.py",
+        "            if self.has_left:\n",
+        "            if False:\n",
+    ),
+    "a removed worker is ended at once": (
+        "peers/_ranks.py",
+        "            if record.in_flight is None:\n                record.worker.detach()\n",
+        "            if True:\n                record.worker.detach()\n",
+    ),
+    "a removed worker is never ended": (
+        "peers/_ranks.py",
+        "        if self._leaving:\n            self._reap()\n",
+        "",
+    ),
+    "a removed worker is one of the next round": (
+        "peers/_ranks.py",
+        "                self.records.pop(rank, None)\n",
+        "",
+    ),
+    "an added worker is never ready": (
+        "peers/_ranks.py",
+        "            self.admitted.append(rank)\n",
+        "",
+    ),
     "a loop lets others keep nothing": (
         "rounds/_as_completed.py",
         "        record.kept = functools.partial(self._keep, answer, record.kept)\n",

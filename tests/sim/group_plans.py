@@ -80,6 +80,8 @@ def plan_of(seed: int, mix: str, protocol: str) -> Plan:
     if mix in ("wild", "restarts", "kills") and plan["program"] != "run":
         plan["grows"] = rng.choice((0.0, 0.2))
         plan["leaves"] = rng.choice((0.0, 0.1))
+    if plan["leaves"] and plan["min_results"] is not None:
+        plan["min_results"] = 1  # there may be few workers
     rates = plan["rates"]
     if mix in ("store", "wild"):
         rates["no channel"] = rng.choice((0.0, 0.2, 1.0))

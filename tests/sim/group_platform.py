@@ -116,6 +116,8 @@ class SimulatedWorkers(GroupPlatform):
         handle.end()
 
     def end(self, handle: Any) -> None:
+        if handle.process.notes.get("busy") and not handle.process.is_dead:
+            self.world.fail(f"{handle.name} is ended in the middle of a call")
         self.kill(handle)
 
     def node(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +18,11 @@ from flatweights.ray.support._errors import StoreTooSmallError, WorkerError, is_
 if TYPE_CHECKING:
     from tests.sim.group_schedules import GroupSchedule
 
+    from flatweights.ray.results._round import Round
+
 _LAYOUT = Layout.of({"w": np.zeros(SIZE)})
 _MOST_IN_VAIN = 8  # calls that raise, one after the other
+_ALL_CALLS = 200.0  # seconds in which all calls end
 _CALM = 40.0  # seconds in which all workers take part again, once nothing goes wrong
 
 
@@ -115,6 +118,7 @@ class GroupProgram:
         self._world, self._oracle = schedule.world, schedule.oracle
         self._platform, self._plan = schedule.platform, schedule.plan
         self._made = 0.0  # rounds; other calls count half
+        self._removed: set[int] = set()
         self._in_vain = 0
         self._last: Any = None
         self._is_looping = self._is_publishing = False
@@ -200,7 +204,24 @@ class GroupProgram:
         }
 
     def _ranks(self) -> list[int]:
-        return [*self._group._worker_set.ranks.records]
+        return [rank for rank in self._group._worker_set.ranks.records if rank not in self._removed]
+
+    def _asked(self, before: Sequence[int], result: Round) -> list[int]:
+        """Return the ranks that a round may contain; others have joined after its average."""
+        return [rank for rank in self._ranks() if rank in before or rank in result.joined]
+
+    def _grow_or_shrink(self) -> None:
+        """Add a worker or remove one, now and then."""
+        group, plan, draw = self._group, self._plan, self._world.draw
+        actors, ranks = self._platform.actors, self._ranks()
+        if plan["grows"] and draw() < plan["grows"] and len(actors) < len(plan["actors"]):
+            group.add(actors=[self._schedule.start(len(actors))])
+        if plan["leaves"] and draw() < plan["leaves"] and len(ranks) > 1:
+            rank = self._world.rng.choice(ranks)
+            self._oracle.troubled.add(rank)  # what it owes a loop is dropped
+            group.remove(rank)
+            self._removed.add(rank)
+            self._world.note(f"has removed rank {rank}")
 
     def _run(self) -> None:
         group, oracle = self._group, self._oracle
@@ -212,6 +233,7 @@ class GroupProgram:
         while True:
             with self._calling(2) as call:
                 calls.append(call)
+                before = self._ranks()
                 try:
                     result = next(rounds, None)
                 except BaseException:
@@ -220,9 +242,8 @@ class GroupProgram:
                 if result is None:
                     return
                 self._made += 1
-                oracle.check_round(
-                    call, result, self._ranks(), fresh=True, by_run=self._plan["program"] == "run"
-                )
+                asked, by_run = self._asked(before, result), self._plan["program"] == "run"
+                oracle.check_round(call, result, asked, fresh=True, by_run=by_run)
                 oracle.has_sent(np.asarray(result.weights["w"]))
                 self._world.note(f"round {self._made}: {result!r}")
                 del result
@@ -267,6 +288,7 @@ class GroupProgram:
 
     def _mixed(self) -> None:
         oracle, group, draw = self._oracle, self._group, self._world.draw
+        self._grow_or_shrink()
         kind = draw()
         if kind < 0.4:
             self._last = self._last if draw() < 0.5 else None
@@ -321,7 +343,10 @@ class GroupProgram:
                 self._made += 0.5
                 world.note(f"result: {result!r}, staleness {result.staleness}")
                 oracle.check_result(begin, published, result)
+                if not {*result.used} <= {*self._ranks()}:
+                    world.fail(f"ranks {result.used} are used, of {self._ranks()}")
                 del result
+                self._grow_or_shrink()
                 if world.draw() < 0.3:
                     world.sleep(world.draw() * plan["work"])
                 if not plan["beside"] and world.draw() < plan["publishes"]:
@@ -420,7 +445,7 @@ class GroupProgram:
                     group.broadcast({"w": values.copy()})
                     oracle.has_sent(values)
                     has_weights = True
-            alive = self._alive()
+            alive, before = self._alive(), self._ranks()
             used: tuple[int, ...] = ()
             if not by_run:
                 with self._calling():
@@ -431,7 +456,7 @@ class GroupProgram:
                 else:
                     result = group.average("train", call.number, **self._arguments())
                 used = result.used
-                oracle.check_round(call, result, self._ranks(), fresh=True)
+                oracle.check_round(call, result, self._asked(before, result), fresh=True)
                 if by_run:
                     oracle.has_sent(np.asarray(result.weights["w"]))
                 del result
@@ -447,7 +472,7 @@ class GroupProgram:
 
     def _alive(self) -> list[int]:
         actors = self._platform.actors
-        return [rank for rank in self._ranks() if actors[rank].may_come_back]
+        return [rank for rank in self._group.actors() if actors[rank].may_come_back]
 
     def _end(self) -> None:
         """Check that nothing is owed and held; end the group."""
@@ -463,6 +488,12 @@ class GroupProgram:
                 self._platform.collect()
                 if mailbox.holds(False, 0):
                     world.fail(f"weights of {mailbox.worker.name} are held at the end")
+        world.sleep(_ALL_CALLS)
+        worker_set.ranks.admit()
+        for rank, actor in enumerate(self._platform.actors):
+            if rank in self._removed and not actor.is_over:
+                world.fail(f"rank {rank} was removed, and lives at the end")
+            actor.process.notes["busy"] = None  # `shutdown` waits for nobody
         self._group.shutdown()
         now = _clock.now()
         world.note(f"has ended at {now:.1f}")

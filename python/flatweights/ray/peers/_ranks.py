@@ -97,6 +97,8 @@ class WorkerRecord:
         else:
             self.in_flight = answer.overdue() if is_late else answer.abandon()
             self.is_busy = self.is_busy or self.in_flight is None
+            if self.has_left:
+                self._owe_until_free()
         if version is not None:
             self.version, self.is_new = version, False
 
@@ -162,10 +164,14 @@ class WorkerRecord:
         self.in_flight, self.why = None, why
 
     def leave(self) -> None:
-        """Note that the worker was removed; it owes an answer then if it may be in a call."""
+        """Note that the worker was removed; it owes an answer as long as it may be in a call."""
+        self._owe_until_free()
+        self.has_left = True
+
+    def _owe_until_free(self) -> None:
+        """Owe an answer that comes after a call for which nobody waits, if it may be in one."""
         if self.in_flight is None and self.is_busy:
             self.track(RayResult(self.worker.handle.ping.remote(), self.worker.platform))
-        self.has_left = True
 
     def drop_in_flight(self) -> None:
         """Let go of an answer in flight that has arrived; if its value is needed, keep it first."""
