@@ -291,7 +291,7 @@ MUTANTS = {
     ),
     "members at the other twin go on": Mutant(
         "core/_calls.py",
-        "            for other, why in self._cache.possibly_mixed(self.waiting.asking):\n",
+        "            for other, why in self._cache.note_twins(request.twins, self.waiting.asking):\n",
         "            for other, why in ():\n",
     ),
     "late twins get any model": Mutant(

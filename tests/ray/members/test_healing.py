@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from process_groups import LocalProcessGroup, kill
 
 from flatweights import FlatWeights, Layout
-from flatweights.ray import CallsDifferError, Member
+from flatweights.ray import CallsDifferError, Member, WorkerError
 
 SIZE = 20_000
 
@@ -56,7 +56,8 @@ class Training:
 
     def step(self, **options: Any) -> Any:
         gradient = self.gradient()
-        result = self.member.average({"g": gradient}, state=self, min_results=1, **options)
+        options = {"min_results": 1} | options
+        result = self.member.average({"g": gradient}, state=self, **options)
         self.momentum[:] = 0.9 * self.momentum + result.weights["g"]
         self.weights[:] = self.weights - 0.01 * self.momentum
         self.steps += 1
@@ -168,6 +169,22 @@ def test_only_those_that_need_the_state_are_told_that_there_is_no_memory_for_it(
     together(pool, trainings[:2])
     assert healing.result(60).healed == (2,)
     assert len({one.bits() for one in trainings}) == 1
+
+
+def test_a_call_that_fails_for_want_of_members_with_the_state_says_who_waits(pool: Any) -> None:
+    group = LocalProcessGroup(3)
+    trainings = begin(group)
+    together(pool, trainings)
+    trainings[1:] = [replaced(group, one) for one in trainings[1:]]
+    waiting = [pool.submit(one.step, min_results=2) for one in trainings[1:]]
+    group.wait_until(lambda inside: len(inside.calls.waiting.recovering) == 2)
+    text = r"expected 2 ranks, got 1: only a call that succeeds gives what \(1, 2\) wait for"
+    with pytest.raises(WorkerError, match=text):
+        trainings[0].step(min_results=2)
+    trainings[0].member.leave()
+    for one in waiting:
+        with pytest.raises(WorkerError, match="go on from a checkpoint"):
+            one.result(60)
 
 
 class Critic:

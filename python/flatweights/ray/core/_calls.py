@@ -250,14 +250,14 @@ class Calls:
             return
         for healing in self.healings:
             healing.lose(peer)  # it neither asks for the state nor gives it
+        if request.twins:
+            for other, why in self._cache.note_twins(request.twins, self.waiting.asking):
+                self._answer([other], why)
         try:
             kept = self._cache.answer_for(peer)
         except RuntimeError as error:
             self._answer([peer], error)
             return
-        if request.twins:
-            for other, why in self._cache.possibly_mixed(self.waiting.asking):
-                self._answer([other], why)
         if kept is not None and kept.reaches(peer):
             self._send_kept(kept, peer)
         elif kept is not None and request.state is not None:

@@ -114,7 +114,6 @@ class ResponseCache:
             RuntimeError: If it could be given the weights, or the state, of another model.
         """
         request = peer.request
-        self._twins.update(request.twins)
         is_twin = bool(self._twins) and not self._twins.isdisjoint(request.keys)
         if request.lacks:
             if is_twin:
@@ -140,11 +139,16 @@ class ResponseCache:
             made.peers.add(peer.number)
             made.late.add(peer.number)
 
-    def possibly_mixed(self, peers: Sequence[Peer]) -> list[tuple[Peer, RuntimeError]]:
-        """Return the members of the open call that may be at the other twin's, with their errors.
+    def note_twins(
+        self, keys: Iterable[str], peers: Sequence[Peer]
+    ) -> list[tuple[Peer, RuntimeError]]:
+        """Note keys of twins; return the members that may be at the other twin's, with errors.
 
-        They have asked before the twins were noticed.
+        Args:
+            keys: The keys.
+            peers: The members of the open call, which have asked before that was noticed.
         """
+        self._twins.update(keys)
         return [
             (peer, _twin_error(peer))
             for peer in peers

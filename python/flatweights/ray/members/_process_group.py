@@ -363,6 +363,7 @@ class ProcessGroup:
             },
             failed=call.lost,
             late=call.late,
+            recovering=ranks_of(call.others),
             timeout=call.timeout,
             seconds_waited=self._seconds_waited,
         )

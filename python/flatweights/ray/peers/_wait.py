@@ -149,6 +149,7 @@ class Arrivals:
         failed: By rank, the workers' exceptions so far, and the errors of ranks in quarantine.
         quarantined: The failed ranks that hold NaN or infinity, and are skipped.
         late: The ranks that had not answered when the time was up.
+        recovering: The ranks that give nothing, and wait for what a round brings that succeeds.
         were_interrupted: Whether an interrupt came while calls were made: one call more than there
             are answers here may have been made.
         seconds_waited: The seconds that it has waited.
@@ -171,6 +172,7 @@ class Arrivals:
         self.failed: dict[int, Exception] = {}
         self.quarantined: set[int] = set()
         self.late: list[int] = []
+        self.recovering: list[int] = []
         self.were_interrupted = False
         self.seconds_waited = 0.0
         self.deadline = deadline
@@ -187,6 +189,7 @@ class Arrivals:
         *,
         failed: Mapping[int, Exception],
         late: Sequence[int],
+        recovering: Sequence[int],
         timeout: float | None,
         seconds_waited: float,
     ) -> "Arrivals":
@@ -196,6 +199,7 @@ class Arrivals:
             answers: The answers that have arrived.
             failed: By rank, the reasons for which others have not.
             late: The ranks whose time was up.
+            recovering: The ranks that give nothing, and wait for what this round brings.
             timeout: The seconds after which it was.
             seconds_waited: The seconds of the wait.
         """
@@ -206,6 +210,7 @@ class Arrivals:
         arrivals.given = {*answers}
         arrivals.failed = {**failed}
         arrivals.late = sorted(late)
+        arrivals.recovering = [*recovering]
         arrivals.seconds_waited = seconds_waited
         return arrivals
 
@@ -351,7 +356,11 @@ class Arrivals:
         if self.late and left > 0 and spec.min_results is None:
             remedy = f"pass min_results={left} to average the ranks that answer in time"
         elif not errors:  # members have left
-            remedy = f"min_results: expected {need} ranks, got {left}: there are no others"
+            others = "there are no others"
+            if self.recovering:
+                ranks = ", ".join(map(str, self.recovering))
+                others = f"only a call that succeeds gives what ({ranks}) wait for"
+            remedy = f"min_results: expected {need} ranks, got {left}: {others}"
         raise WorkerError(errors, remedy) from first
 
     def release(self) -> None:
