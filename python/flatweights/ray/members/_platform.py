@@ -7,6 +7,7 @@ members run in one process, with a virtual clock (`_clock`), and die as a seed s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -137,8 +138,9 @@ class MemberPlatform(GroupPlatform):
         """Return the result of a call or an object of the store, or raise its exception."""
         try:
             return super().get(ref, timeout)
-        except ray.exceptions.GetTimeoutError:
-            ref.future()  # the call may still fail, and Ray logs errors that nobody fetches
+        except BaseException:  # also an interrupt
+            with contextlib.suppress(Exception):  # Ray may be shut down
+                ref.future()  # the call may still fail, and Ray logs errors that nobody fetches
             raise
 
     def get_shared(self, ref: ray.ObjectRef) -> Any:
