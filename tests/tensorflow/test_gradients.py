@@ -1111,6 +1111,39 @@ def test_each_session_has_slots_of_its_own() -> None:
             assert second.run(v) == [0]
 
 
+def test_objects_and_sessions_share_the_slots_of_one_optimizer() -> None:
+    with tf.Graph().as_default(), tf1.Session() as first, tf1.Session() as second:
+        v = tf1.Variable(np.float32([1]), name="v")
+        optimizer = tf1.train.MomentumOptimizer(1.0, 1.0)
+        for session in (first, second):
+            session.run(v.initializer)
+        TensorFlowVariables(v, first).prepare_gradients(optimizer)  # creates slots, runs nothing
+        TensorFlowVariables(v, first).apply_flat_gradients(optimizer, [1])
+        for session in (second, first):
+            TensorFlowVariables(v, session).apply_flat_gradients(optimizer, [1])
+        # Steps of 1 and, with momentum, 2: the slots of the first session were not reset.
+        assert first.run(v) == [-2]
+        assert second.run(v) == [0]
+
+
+def test_a_monitored_session_counts_only_the_step() -> None:
+    class Hook(tf1.train.SessionRunHook):  # type: ignore[misc]
+        runs = 0
+
+        def before_run(self, context: Any) -> None:
+            self.runs += 1
+
+    with tf.Graph().as_default():
+        weights = TensorFlowVariables(tf1.Variable(np.float32([1]), name="v"))
+        optimizer, hook = tf1.train.MomentumOptimizer(1.0, 1.0), Hook()
+        weights.prepare_gradients(optimizer)
+        with tf1.train.MonitoredSession(hooks=[hook]) as session:
+            weights.set_session(session)
+            weights.apply_flat_gradients(optimizer, [1])
+            assert weights.get_flat() == [0]
+        assert hook.runs == 1
+
+
 def test_the_callers_scopes_do_not_reach_the_step() -> None:
     with tf.Graph().as_default(), tf1.Session() as session:
         v = tf1.Variable(np.float32([1]), name="v")

@@ -160,32 +160,35 @@ class _SessionStep:
             pairs += zip(bucket.cut(fed), bucket.variables, strict=True)
         before = {id(variable) for variable in tf1.global_variables()}
         self._train = optimizer.apply_gradients(pairs)
-        own = [variable for variable in tf1.global_variables() if id(variable) not in before]
-        self._initializers = {variable.op.name: variable.initializer for variable in own}
-        used = [*(variable for _, variable in pairs), *optimizer.variables()]
-        distinct = {variable.op.name: variable for variable in (*used, *own)}
+        new = [variable for variable in tf1.global_variables() if id(variable) not in before]
+        # Slots may be older than this step: another object's step may have created them.
+        own = {variable.op.name: variable for variable in (*optimizer.variables(), *new)}
+        self._initializers = {name: variable.initializer for name, variable in own.items()}
+        distinct = {variable.op.name: variable for _, variable in pairs} | own
         self._uninitialized = tf1.report_uninitialized_variables(list(distinct.values()))
 
     def run(self, buffers: Sequence[NDArray[Any]]) -> None:
         """Take the step along one packed buffer per bucket, which TensorFlow may keep."""
         session, raw = self._session.opened()
         with self._lock.ready():
-            self._initialize(session, raw)
+            self._initialize(raw)
         run(session, self._train, dict(zip(self._fed, buffers, strict=True)))
 
-    def _initialize(self, session: Any, raw: Any) -> None:
-        """Initialize the slots that this step created, because nothing else does.
+    def _initialize(self, raw: Any) -> None:
+        """Initialize the optimizer's variables in a raw session, because nothing else may do so.
 
         Raises:
             RuntimeError: If other variables are not initialized.
         """
         if self._checked is not None and self._checked() is raw:
             return
-        names = [name.decode() for name in run(session, self._uninitialized)]
+        # In the raw session, since hooks of a monitored one must count only steps.
+        names = [name.decode() for name in run(raw, self._uninitialized)]
         others = [name for name in names if name not in self._initializers]
         if others:
             raise uninitialized(others)
-        run(session, [self._initializers[name] for name in names])
+        if names:
+            run(raw, [self._initializers[name] for name in names])
         self._checked = weakref.ref(raw)
 
 

@@ -223,5 +223,5 @@ def uninitialized(names: Sequence[str]) -> RuntimeError:
     """Return the error that says which variables are not initialized."""
     return RuntimeError(
         f"expected initialized variables, got uninitialized: {', '.join(map(repr, names))}; run "
-        "tf.compat.v1.global_variables_initializer() first"
+        "tf.compat.v1.variables_initializer() of them first"
     )
