@@ -93,6 +93,22 @@ def on_paths(*first: tuple[Any, str], of: Iterable[Any]) -> pytest.MarkDecorator
     return pytest.mark.parametrize(("case", "path"), [*first, *slow], indirect=["path"])
 
 
+def test_layers_of_mirrored_variables_are_watched_under_their_names(strategy: Any) -> None:
+    with strategy.scope():
+        norm = keras.layers.Normalization(name="norm")
+        norm.adapt(numbers(5, 2))
+        dense = keras.layers.Dense(2, name="dense")
+        model = keras.Sequential([keras.Input((2,)), norm, dense])
+    weights = TensorFlowVariables(model)
+    values = weights.get_flat()
+    weights.set_flat(values)
+    with pytest.warns(RuntimeWarning, match="'norm/mean': .* has no effect"):
+        weights.set_flat(values + 1.0)
+    model.pop()
+    with pytest.raises(RuntimeError, match="lacks 'dense/kernel'"):
+        weights.get_flat()
+
+
 @on_paths(("keras", "bound"), ("tf_keras", "ops"), ("module", "bound"), of=BUILDERS)
 def test_mirrored_variables_are_read_once_and_set_on_all_replicas(
     strategy: Any, case: Any, path: Any

@@ -5,6 +5,7 @@ import shelve
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -461,6 +462,23 @@ def test_layers_that_are_adapted_say_that_what_is_set_has_no_effect(module: Any)
         weights.set_flat(weights.get_flat() + 1.0)
     assert caught[0].filename == __file__
     weights.set_weights({"normalization/mean": np.zeros(2)})  # it has been said
+
+
+def test_adapted_layers_are_checked_within_the_context_of_a_graph() -> None:
+    norm = keras.layers.Normalization()
+    norm.adapt(numbers(5, 2))
+    weights = TensorFlowVariables(norm)
+    with tf.Graph().as_default(), pytest.warns(RuntimeWarning, match="has no effect"):
+        weights.set_flat(weights.get_flat() + 1.0)
+
+
+def test_adapted_values_that_the_compute_dtype_does_not_hold() -> None:
+    norm = keras.layers.Normalization(dtype="mixed_float16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras overflows, too
+        norm.adapt(1e4 * numbers(5, 2))
+    weights = TensorFlowVariables(norm)
+    weights.set_flat(weights.get_flat())  # warns of nothing: warnings are errors
 
 
 # NumPy warns of how tf_keras adapts.

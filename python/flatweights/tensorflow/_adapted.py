@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from flatweights.tensorflow._eager import eagerly
 from flatweights.tensorflow._kinds import inner_variable, is_variable
 
 # Variable and constant: of `Normalization`, and of lookups and `TextVectorization` with tf-idf.
@@ -34,19 +35,27 @@ class Adapted:
 
     def check(self) -> None:
         """Warn, once, of the first variable whose value is not that of the layer's constant."""
-        for name, variable, layer, constant in self._found:
-            value = getattr(layer(), constant, None)
-            if value is None or tf.is_symbolic_tensor(value):
-                continue
-            used = np.asarray(value)
-            held = np.asarray(variable).astype(used.dtype)
-            if not np.array_equal(held.ravel(), used.ravel()):
-                self._found = []
-                warnings.warn(
-                    f"{name!r}: its layer computes with the constants that it took when it was "
-                    "adapted, so the value that was set has no effect; adapt the layer with the "
-                    "same data in every process",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-                return
+        name = self._differing()
+        if name is None:
+            return
+        self._found = []
+        warnings.warn(
+            f"{name!r}: its layer computes with the constants that it took when it was "
+            "adapted, so the value that was set has no effect; adapt the layer with the "
+            "same data in every process",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    def _differing(self) -> str | None:
+        # A value that float16 does not hold is infinite in the constant, too.
+        with eagerly(), np.errstate(over="ignore"):
+            for name, variable, layer, constant in self._found:
+                value = getattr(layer(), constant, None)
+                if value is None or tf.is_symbolic_tensor(value):
+                    continue
+                used = np.asarray(value)
+                held = np.asarray(variable).astype(used.dtype)
+                if not np.array_equal(held.ravel(), used.ravel()):
+                    return name
+        return None

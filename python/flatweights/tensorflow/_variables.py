@@ -177,9 +177,9 @@ class TensorFlowVariables:
         self._moves = Mover(operations, self._layout, library, discovered.replicas)
         if is_usable:
             self._moves.bind()
-        self._changes = Changes(discovered.layers, discovered.variables)
-        is_eager = discovered.graph is None
-        self._adapted = Adapted(discovered.layers if is_eager else (), discovered.variables)
+        self._changes = Changes(discovered.layers, self._variables)
+        is_eager = self._session is None
+        self._adapted = Adapted(discovered.layers if is_eager else (), self._variables)
         states = discovered.states
         self._states = {i for i, name in enumerate(discovered.variables) if name in states}
         self._gradients = Gradients(self._variables, self._layout, self._states)
