@@ -87,7 +87,7 @@ class Choice:
         if not left:
             raise ValueError(
                 f"{self._argument}: expected variables that are left, got none of "
-                f"{len(names)}: {_listed(names)}"
+                f"{len(names)}: {first_of(names)}"
             )
         return [name for name in names if name in left]
 
@@ -151,9 +151,10 @@ def _near(text: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(text, prefixes, _SHOWN)
     if near:
         return f"near it are {', '.join(map(repr, near))}"
-    return f"the variables are {_listed(names)}"
+    return f"the variables are {first_of(names)}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
+    """Return the first of ``names`` for an error, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more
+    return (", ".join(map(repr, names[:_SHOWN])) or "no names") + more

@@ -51,10 +51,10 @@ def _read(parts: Parts) -> tuple[list[NDArray[Any]], int, np.dtype[Any]]:
     """Return the arrays, their total number of elements, and the dtype of their vector."""
     if isinstance(parts, (dict, list, tuple)):
         # Usually all dtypes agree. Looking at each array in Python takes longer than copying it.
-        listed: list[Any] = list(parts.values() if isinstance(parts, dict) else parts)
-        total = _core.uniform_size(listed)
+        values: list[Any] = list(parts.values() if isinstance(parts, dict) else parts)
+        total = _core.uniform_size(values)
         if total >= 0:
-            return listed, total, listed[0].dtype
+            return values, total, values[0].dtype
     arrays = arrays_of(parts)
     dtypes = {array.dtype for array in arrays}
     return arrays, sum(array.size for array in arrays), _common_dtype(dtypes)

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from flatweights._choice import first_of
 from flatweights._layout import Layout
 from flatweights._trees import as_array
 from flatweights._weights import FlatWeights
-
-_SHOWN = 3  # names of each side in an error
 
 
 def names_of(weights: Mapping[str, Any], rename: Mapping[str, str] | None) -> dict[str, str]:
@@ -95,20 +94,16 @@ def match_slots(
         return dict(enumerate(weights))
     if not known:
         raise AssertionError(
-            f"No variables in the input matched those in the network: expected {_few(layout.names)}"
-            f", got {_few([*names.values()])}. Possible causes: weights of another model; or two "
-            "networks in one TensorFlow graph: place each network definition in its own tf.Graph"
+            "No variables in the input matched those in the network: expected "
+            f"{first_of(layout.names)}, got {first_of([*names.values()])}. Possible causes: "
+            "weights of another model; or two networks in one TensorFlow graph: place each network "
+            "definition in its own tf.Graph"
         )
     warnings.warn(
         f"set_weights ignores {len(others)} weights that the model does not have: {others}",
         stacklevel=3,
     )
     return known
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return (", ".join(map(repr, names[:_SHOWN])) or "no names") + more
 
 
 def _are_shuffled(keys: Sequence[str], own: Sequence[str]) -> bool:

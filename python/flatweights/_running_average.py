@@ -202,6 +202,9 @@ def running_of(
 ) -> RunningAverage:
     """Return a running average with this state.
 
+    Additions go to a copy of ``buffer``, since other sums may use it. Until then, `state_of`
+    returns a read-only view of it; later, memory that is writable.
+
     Args:
         cls: Its class.
         template: The kind and layout that the sources share.
@@ -210,7 +213,6 @@ def running_of(
         kept: By slot, the parts without a mean.
     """
     memory: NDArray[Any] = np.frombuffer(buffer, np.float64)
-    # The buffer belongs to the caller, and other sums may use it.
     memory.flags.writeable = False
     running = cls()
     running._state = _Sums(template, _core.RunningSum(template.layout.core, memory, weights), kept)

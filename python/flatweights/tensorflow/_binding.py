@@ -33,8 +33,8 @@ class Binding(NamedTuple):
     bound: _core.BoundVariables | None
     positions: list[int]
     others: dict[Bucket, str]
-    session: object = None
-    may_improve: bool = True
+    session: object
+    may_improve: bool
 
 
 def unbound(
