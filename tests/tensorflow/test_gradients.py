@@ -1127,7 +1127,7 @@ def test_objects_and_sessions_share_the_slots_of_one_optimizer() -> None:
 
 
 def test_a_monitored_session_counts_only_the_step() -> None:
-    class Hook(tf1.train.SessionRunHook):  # type: ignore[misc]
+    class Hook(tf1.train.SessionRunHook):  # type: ignore[misc, name-defined]
         runs = 0
 
         def before_run(self, context: Any) -> None:

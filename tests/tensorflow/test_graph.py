@@ -359,6 +359,30 @@ def test_the_graph_is_let_go(graph: Any) -> None:
     assert gone() is None
 
 
+def test_a_session_is_let_go_when_none_is_set(graph: Any) -> None:
+    weights = TensorFlowVariables(variable("a", 1.0), initialized())
+    weights.get_flat()
+    gone = weakref.ref(weights.sess)
+    weights.sess.close()
+    weights.set_session(None)
+    gc.collect()
+    assert gone() is None
+    weights.set_session(initialized())
+    assert weights.get_flat() == [1]
+
+
+def test_a_session_within_another_object_serves(graph: Any) -> None:
+    class Wrapper:
+        def __init__(self, session: Any) -> None:
+            self.graph, self.run = session.graph, session.run
+
+    weights = TensorFlowVariables(variable("a", 1.0), Wrapper(initialized()))
+    weights.set_flat(weights.get_flat() + 1.0)
+    assert weights.get_flat() == [2]
+    weights.apply_flat_gradients(tf1.train.MomentumOptimizer(1.0, 0.9), [1])
+    assert weights.get_flat() == [1]
+
+
 def test_the_session_is_let_go_at_once(graph: Any) -> None:
     del graph
     with tf.Graph().as_default():

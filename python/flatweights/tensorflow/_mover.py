@@ -83,11 +83,7 @@ class Mover:
         self._is_eager = operations.context is not None
         self._averaged = [i for i, slot in enumerate(layout.slots) if is_averaged(slot.dtype)]
         self._averaged_dtypes = {layout.slots[i].dtype for i in self._averaged}
-        self._take(
-            unbound(operations.buckets, "it has not been used yet", may_improve=True)
-            if library is not None
-            else unbound(operations.buckets, "the op library is not in use")
-        )
+        self.unbind()
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -108,6 +104,14 @@ class Mover:
         """Bind the variables that can be bound now."""
         if self._library is not None:
             self._take(bind(self._operations, self._layout, self._library))
+
+    def unbind(self) -> None:
+        """Let go of the variables, and of the session that they were bound in."""
+        self._take(
+            unbound(self._operations.buckets, "it has not been used yet", may_improve=True)
+            if self._library is not None
+            else unbound(self._operations.buckets, "the op library is not in use")
+        )
 
     def _take(self, binding: Binding) -> None:
         self._binding = binding
@@ -165,8 +169,7 @@ class Mover:
         is_array = isinstance(buffer, np.ndarray)
         if not (is_array and self._try_bound(_Bound.set_packed, buffer, share)):
             self._scatter(dict(enumerate(self._layout.packed_views(buffer))), share=share)
-        if self._replicas:
-            self._follow()
+        self._follow()
 
     @property
     def gpu(self) -> bytes | None:

@@ -166,7 +166,7 @@ def _raw(session: Any) -> Any:
     """Return the raw session in ``session``; None if there is none, or it is closed."""
     if hasattr(session, "_tf_sess"):  # a monitored one
         session = None if session._is_closed() else session._tf_sess()
-    return None if session is None or session._closed else session
+    return None if getattr(session, "_closed", session is None) else session
 
 
 class _Nodes:

@@ -277,6 +277,8 @@ class TensorFlowVariables:
         """
         if self._session is not None:
             self._session.set_session(sess)
+            if sess is None:
+                self._moves.unbind()
         elif sess is not None:
             raise ValueError("expected variables of the session's graph, got eager ones")
 
@@ -406,6 +408,14 @@ class TensorFlowVariables:
         parts = {i: cast_for_slot(self._layout, i, values[i]) for i in others}
         self._mover.set_parts(parts, share=share)
 
+    def _set_packed(
+        self, buffer: NDArray[np.uint8], *, share: bool = False, seeds: bool = True
+    ) -> None:
+        if self._seeds and not seeds:
+            self._set_without_seeds(self._layout.packed_views(buffer), share=share)
+        else:
+            self._mover.set_packed(buffer, share=share)
+
     def _vector(self, value: ArrayLike, argument: str) -> NDArray[Any]:
         flat = as_vector(value, self._layout.size, argument)
         return flat if flat.flags.c_contiguous else np.ascontiguousarray(flat)
@@ -524,10 +534,7 @@ class TensorFlowVariables:
             ValueError: If it is another one; no variable is changed.
             RuntimeError: As `get_flat`.
         """
-        if self._seeds and not seeds:
-            self._set_without_seeds(self._layout.packed_views(buffer))
-        else:
-            self._mover.set_packed(buffer)
+        self._set_packed(buffer, seeds=seeds)
         self._adapted.check()
 
     @property
@@ -610,10 +617,7 @@ class TensorFlowVariables:
             if layout is self._layout or layout == self._layout:
                 if share:
                     self._check_frozen(dict(enumerate(new_weights.values())))
-                if self._seeds and not seeds:
-                    self._set_without_seeds(layout.packed_views(new_weights.buffer), share=share)
-                else:
-                    self._mover.set_packed(new_weights.buffer, share=share)
+                self._set_packed(new_weights.buffer, share=share, seeds=seeds)
                 self._adapted.check()
                 return
         self._check_halves(new_weights, rename)
