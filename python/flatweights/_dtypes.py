@@ -50,9 +50,12 @@ def encode_dtype(dtype: np.dtype[Any]) -> str:
     """Return a string for ``dtype`` that is the same in every process and on every machine.
 
     Raises:
-        TypeError: If ``dtype`` is a subarray, or has fields with titles.
+        TypeError: If ``dtype`` is a subarray, has fields with titles, or is one of ml_dtypes in the
+            other byte order, for which there is no name.
     """
     if is_ml_dtype(dtype):
+        if not dtype.isnative:
+            raise TypeError(f"expected {dtype.name} in native byte order, got {dtype.str}")
         return str(dtype.name)
     if dtype.names is not None:
         return json.dumps(_structure(dtype), separators=(",", ":"))

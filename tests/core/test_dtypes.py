@@ -74,8 +74,9 @@ def test_decode_refuses_what_encode_does_not_write(code: str) -> None:
     [
         (np.dtype(("f4", (2,))), "expected a dtype without a shape"),
         (np.dtype([(("title", "x"), "f4")]), "without titles"),
+        (np.dtype(ml_dtypes.bfloat16).newbyteorder(), "expected bfloat16 in native byte order"),
     ],
-    ids=["subarray", "titles"],
+    ids=["subarray", "titles", "swapped"],
 )
 def test_encode_refuses_what_no_layout_holds(dtype: np.dtype[Any], match: str) -> None:
     with pytest.raises(TypeError, match=match):
