@@ -27,7 +27,7 @@ from tf_models import (
     some_slow,
 )
 
-from flatweights import FlatWeights
+from flatweights import FlatWeights, flatten
 from flatweights.tensorflow import TensorFlowVariables
 
 tf1 = tf.compat.v1
@@ -860,6 +860,17 @@ def pooled() -> Any:
     return weights.buffer.view(np.float32)[:16]
 
 
+VIEWS: list[Any] = []
+
+
+def pooled_vector(*, has_views: Any = False) -> Any:
+    """A vector of the package's own, frozen."""
+    flat = flatten([vector()])
+    VIEWS[:] = [flat[:1]] if has_views else []
+    flat.setflags(write=False)
+    return flat
+
+
 def mapped(access: Any) -> Any:
     with tempfile.TemporaryFile() as file:
         file.write(np.arange(16, dtype=np.float32).tobytes())
@@ -899,6 +910,7 @@ WRITABLE = {
     "interface of a frozen array": lambda: np.asarray(Interface(frozen(vector()), readonly=True)),
     "dlpack": lambda: read_only(np.from_dlpack(vector())),
     "dlpack of a frozen view": lambda: np.from_dlpack(Exporter(vector())),
+    "vector of the pool with other views": lambda: pooled_vector(has_views=True),
     "list": lambda: vector().tolist(),
 }
 
@@ -911,6 +923,7 @@ FROZEN = {
     "mmap": lambda: from_buffer(mapped(mmap.ACCESS_READ)),
     "strided view of a frozen array": lambda: np.lib.stride_tricks.as_strided(frozen(vector())),
     "buffer of the pool": pooled,
+    "vector of the pool": pooled_vector,
 }
 
 
