@@ -49,7 +49,7 @@ def as_array(value: Any, where: str) -> NDArray[Any]:
         )
     try:
         array = _converted(value)
-    except MemoryError:
+    except (MemoryError, SystemError):  # SystemError: an interrupt in another library's C code
         raise
     except Exception as error:  # another library's method may raise anything
         kind = ValueError if isinstance(error, (ValueError, RecursionError)) else TypeError

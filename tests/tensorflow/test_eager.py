@@ -18,7 +18,7 @@ from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 from tf_forks import Forks
 from tf_models import mixed_values, only_bound
 
-from flatweights.tensorflow import TensorFlowVariables
+from flatweights.tensorflow import TensorFlowVariables, _eager
 
 tf1 = tf.compat.v1
 DTYPES = [tf.float32, tf.float64, tf.float16]  # a bucket each
@@ -338,6 +338,26 @@ def test_a_sharded_variable_is_its_shards(where: Any) -> None:
     np.testing.assert_array_equal(shards[1], [6])
 
 
+@pytest.mark.parametrize("path", ["ops"], indirect=True)
+@pytest.mark.parametrize("conversion", range(3))
+def test_an_interrupted_conversion_sets_nothing(
+    path: Any, conversion: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = [tf.Variable([1.0]), tf.Variable([2.0]), tf.Variable([3], dtype=tf.int32)]
+    weights = TensorFlowVariables(variables)
+    convert, steps = _eager._aliased, iter(range(3))
+
+    def interrupted(*args: Any) -> Any:
+        if next(steps) == conversion:
+            raise KeyboardInterrupt
+        return convert(*args)
+
+    monkeypatch.setattr(_eager, "_aliased", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        weights.set_flat([4, 5, 6])
+    assert [int(variable[0]) for variable in variables] == [1, 2, 3]
+
+
 def test_calls_within_a_device_scope_move_variables_of_another(path: Any) -> None:
     with tf.device("CPU:1"):
         variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
@@ -355,7 +375,7 @@ FORKED = """
 import os, signal, threading
 os.environ["FLATWEIGHTS_TENSORFLOW"] = "ops"
 import tensorflow as tf
-from flatweights.tensorflow import TensorFlowVariables, _eager
+from flatweights.tensorflow import TensorFlowVariables
 
 weights = TensorFlowVariables(tf.Variable([1.0, 2.0]))
 inside, go_on = threading.Event(), threading.Event()

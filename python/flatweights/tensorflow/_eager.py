@@ -1,6 +1,7 @@
 """Operations on eager variables: called directly on the host, traced for other devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,12 +74,16 @@ class EagerOperations(Operations):
         return values
 
     def write(self, values: Mapping[int, NDArray[Any]]) -> None:
-        """Assign variables one by one on the host, and whole buckets at once elsewhere."""
+        """Assign variables one by one on the host, and whole buckets at once elsewhere.
+
+        All values are converted before the first assignment, which a lack of memory or an interrupt
+        in the conversion then leaves undone.
+        """
         with eagerly():
-            for bucket in self.buckets:
-                own = bucket.among(values)
-                if own:
-                    self._ways[id(bucket)].write(own)
+            parts = [(bucket, bucket.among(values)) for bucket in self.buckets]
+            writes = [self._ways[id(bucket)].converted(own) for bucket, own in parts if own]
+            for write in writes:
+                write()
 
 
 class _OnHost:
@@ -112,14 +117,21 @@ class _OnHost:
         # A raw operation may have given a variable another shape.
         return [value.reshape(slot.shape) for value, slot in zip(values, slots, strict=True)]
 
-    def write(self, values: Mapping[int, NDArray[Any]]) -> None:
+    def converted(self, values: Mapping[int, NDArray[Any]]) -> Callable[[], None]:
+        """Return a function that writes ``values``."""
         dtype = self._bucket.layout.dtype
         own = {j: new_vector(v.size, dtype).reshape(v.shape) for j, v in values.items()}
         move_parts(list(own.values()), list(values.values()))
-        for j, array in own.items():
-            handle = self._bucket.variables[j].handle
-            value = _aliased(array, self._bucket.dtype, self._context)
-            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+        pairs = [
+            (self._bucket.variables[j].handle, _aliased(array, self._bucket.dtype, self._context))
+            for j, array in own.items()
+        ]
+
+        def write() -> None:
+            for handle, value in pairs:
+                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+        return write
 
 
 class _Elsewhere:
@@ -151,13 +163,17 @@ class _Elsewhere:
             _raise_uninitialized(self._bucket, None)
         return self._bucket.layout.vector_views(vector)
 
-    def write(self, values: Mapping[int, NDArray[Any]]) -> None:
+    def converted(self, values: Mapping[int, NDArray[Any]]) -> Callable[[], None]:
+        """Return a function that writes ``values``."""
         if len(values) == len(self._bucket.slots):
             packed = self._bucket.copy_packed(values.values())
-            self._write(_aliased(packed, self._bucket.dtype, self._context))
-            return
-        for j, value in values.items():
-            assign(self._bucket.variables[j], value)
+            return partial(self._write, _aliased(packed, self._bucket.dtype, self._context))
+
+        def write() -> None:
+            for j, value in values.items():
+                assign(self._bucket.variables[j], value)
+
+        return write
 
 
 def _raise_uninitialized(bucket: Bucket, error: Exception | None) -> None:

@@ -69,8 +69,9 @@ class TensorFlowVariables:
 
     Calls that move unbound variables take a lock, so all of this holds between them. But if
     TensorFlow updates such a variable during `add_flat` or `lerp_flat`, one of the two updates
-    may be lost. The replicas of mirrored variables are set one after the other: they may differ
-    during a call, and are equal once all calls have returned.
+    may be lost; and an interrupt (`KeyboardInterrupt`) while TensorFlow assigns such variables may
+    leave only some of them set. The replicas of mirrored variables are set one after the other:
+    they may differ during a call, and are equal once all calls have returned.
 
     >>> import tensorflow as tf
     >>> v = TensorFlowVariables([tf.Variable([1.0, 2.0], name="w"), tf.Variable(3.0, name="b")])
