@@ -402,6 +402,20 @@ def test_averages_read_bfloat16_tensors_without_axes() -> None:
     assert float(y) == 4
 
 
+@pytest.mark.parametrize(
+    ("index", "shape", "match"), [(-1, [3, 2], "out of range"), (1, [4, 2], r"got \(4, 2\)")]
+)
+def test_a_function_refuses_rows_of_another_table(index: Any, shape: Any, match: Any) -> None:
+    weights = TensorFlowVariables(tf.Variable(tf.zeros([3, 2])))
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def flatten() -> Any:
+        return weights.flatten_gradients([slices("eager", [[1.0, 2.0]], [index], shape)])
+
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=match):
+        flatten()
+
+
 # Clipping
 
 
@@ -449,6 +463,28 @@ def test_a_norm_that_is_not_finite_gives_nan_as_tensorflow_does(bad: Any) -> Non
     expected = tf.clip_by_global_norm([gradient], 1.0)[0][0]
     np.testing.assert_array_equal(weights.flatten_gradients([gradient], clip_norm=1.0), expected)
     np.testing.assert_array_equal(weights.flatten_gradients([gradient]), gradient)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        *(("float32", 1e30), ("float32", 3e38), ("float64", 1e300)),
+        *(("bfloat16", 1e38), ("complex64", 1e30), ("float32", 1e-30)),
+    ],
+)
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_the_norm_of_large_and_small_numbers_is_finite(
+    dtype: Any, size: Any, symbolic: Any
+) -> None:
+    weights = TensorFlowVariables(tf.Variable(tf.zeros(4, dtype)))
+
+    def clip(gradient: Any) -> Any:
+        return weights.flatten_gradients([gradient], clip_norm=0.5 * min(1, size))
+
+    flat = (tf.function(clip, autograph=False) if symbolic else clip)(
+        tf.constant(np.full(4, size, dtype))
+    )
+    np.testing.assert_allclose(np.asarray(flat, "complex128"), 0.25 * min(1, size), rtol=1e-2)
 
 
 @pytest.mark.parametrize("symbolic", [False, True])

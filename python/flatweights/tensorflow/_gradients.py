@@ -223,8 +223,14 @@ def _dense(gradient: Any, slot: Slot, i: int) -> tf.Tensor:
         raise ValueError(
             f"{place_of(i, slot)}: expected rows of {slot.shape}, got rows {values.shape}"
         )
+    known = None if gradient.dense_shape is None else tf.get_static_value(gradient.dense_shape)
+    if known is not None and (shape := tuple(np.asarray(known).tolist())) != slot.shape:
+        raise ValueError(f"{place_of(i, slot)}: expected {slot.shape}, got {shape}")
     wide = _dtype_of_sums(np.dtype(values.dtype.as_numpy_dtype))
-    return tf.math.unsorted_segment_sum(tf.cast(values, wide), gradient.indices, slot.shape[0])
+    rows, indices = slot.shape[0], tf.convert_to_tensor(gradient.indices)
+    # The sum leaves out rows of negative indices, but raises for those that are too large.
+    indices = tf.where(indices < 0, tf.cast(rows, indices.dtype), indices)
+    return tf.math.unsorted_segment_sum(tf.cast(values, wide), indices, rows)
 
 
 def _cast(tensor: tf.Tensor, target: tf.DType, where: str) -> tf.Tensor:
@@ -330,12 +336,16 @@ def _clipped(flat: tf.Tensor, most: float | None) -> tf.Tensor:
         return flat
     # For float16, the sum of squares overflows at a norm of 256.
     wide = tf.cast(flat, tf.float32) if flat.dtype.size < 4 else flat
-    norm = tf.linalg.global_norm([tf.abs(wide) if flat.dtype.is_complex else wide])
-    # Unlike in `tf.clip_by_global_norm`, the factor is 1 if the norm is 0 or equals the bound.
+    # In units of the largest element, since squares overflow from 1e19 on in float32.
+    largest = tf.reduce_max(tf.abs(wide))
+    unit = tf.where(largest > 0, largest, 1)
+    scaled = wide / tf.cast(unit, wide.dtype)
+    norm = tf.linalg.global_norm([tf.abs(scaled)])
+    # Unlike in `tf.clip_by_global_norm`, nothing changes if the norm is 0 or equals the bound.
     bound = tf.constant(min(most, float(norm.dtype.max)), norm.dtype)
-    factor = tf.where(norm > bound, tf.math.divide_no_nan(bound, norm), 1)
-    factor = tf.where(tf.math.is_finite(norm), factor, float("nan"))
-    return tf.cast(wide * tf.cast(factor, wide.dtype), flat.dtype)
+    clipped = tf.where(norm > bound / unit, scaled * tf.cast(bound / norm, wide.dtype), wide)
+    clipped = tf.where(tf.math.is_finite(norm), clipped, tf.cast(float("nan"), wide.dtype))
+    return tf.cast(clipped, flat.dtype)
 
 
 def _is_pair(item: Any) -> bool:
