@@ -629,6 +629,35 @@ def test_pairs_of_compute_gradients_become_one_tensor(use_resource: Any) -> None
             weights.flatten_gradients(pairs, clip_norm=1)
 
 
+def test_the_callers_scopes_do_not_reach_the_tensor_that_is_kept() -> None:
+    with tf.Graph().as_default(), tf1.Session() as session:
+        *_, variables = graph_model()
+        weights = TensorFlowVariables(variables, session)
+        gradients = [2 * variables[0], *[None] * 3]
+        session.run(tf1.global_variables_initializer())
+        blocker = tf1.placeholder(tf.float32, [], name="never_fed")
+        with tf.control_dependencies([blocker]), tf.device("/CPU:1"), tf1.name_scope("caller"):
+            flat = weights.flatten_gradients(gradients)
+        np.testing.assert_array_equal(session.run(flat)[:8], 2 * np.arange(8))
+        assert not flat.device
+        assert not flat.name.startswith("caller")
+
+
+def test_gradients_in_a_loop_of_tf1_are_flattened_there() -> None:
+    tf1.disable_control_flow_v2()
+    try:
+        with tf.Graph().as_default(), tf1.Session() as session:
+            weights = TensorFlowVariables(tf1.Variable(np.float32([1, 2])), session)
+            _, total = tf1.while_loop(
+                lambda i, _: i < 3,
+                lambda i, flat: (i + 1, flat + weights.flatten_gradients([flat * 2])),
+                [0, tf.ones(2)],
+            )
+            assert session.run(total).tolist() == [27, 27]
+    finally:
+        tf1.enable_control_flow_v2()
+
+
 def test_flattening_in_a_loop_does_not_grow_the_graph() -> None:
     with tf.Graph().as_default() as graph, tf1.Session() as session:
         x, loss, variables = graph_model()

@@ -19,7 +19,7 @@ from flatweights._numbers import finite
 from flatweights._trees import as_array, listed
 from flatweights.tensorflow._eager import eagerly, wait
 from flatweights.tensorflow._kinds import inner_variable, is_symbolic, is_variable, own_name
-from flatweights.tensorflow._session import check_unfinished
+from flatweights.tensorflow._session import isolated
 
 # The library with the C API of eager tensors, since TensorFlow 2.21 and before. Without it,
 # tensors are read through the buffer protocol.
@@ -176,8 +176,11 @@ class Gradients:
         key = (graph, names, dtype, most)
         built = self._built.get(key) if None not in names else None
         if built is None:
-            check_unfinished(graph, "flatten its gradients")
-            with graph.as_default():
+            symbolic = [part for g in gradients for part in _parts(g) if is_symbolic(part)]
+            # Nothing outside of a branch or loop of TF1 can take a tensor of it.
+            is_inside = any(part.op._get_control_flow_context() for part in symbolic)
+            call = "flatten its gradients"
+            with graph.as_default() if is_inside else isolated(graph, call):
                 built = _clipped(concat(gradients, self._layout, dtype), most)
             if None not in names:
                 self._built[key] = built
