@@ -39,9 +39,10 @@ def _close_in(process: int, close: Callable[[], object]) -> None:
 
 
 def _end_copies() -> None:
-    for owned, end in list(_ends.items()):
-        with contextlib.suppress(OSError):  # of a socket that is broken
-            end(owned)
+    with contextlib.ExitStack() as stack:  # it calls all, whatever one raises
+        for owned, end in reversed(list(_ends.items())):
+            stack.enter_context(contextlib.suppress(OSError))  # of a socket that is broken
+            stack.callback(end, owned)
 
 
 os.register_at_fork(after_in_child=_end_copies)

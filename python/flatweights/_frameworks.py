@@ -34,7 +34,7 @@ def holder_of(built: Any) -> Any:
         Exception: As the holder of the framework raises.
     """
     for framework, part in _PARTS.items():
-        if framework in sys.modules:
+        if sys.modules.get(framework) is not None:  # None keeps a program from importing it
             importlib.import_module(part)
             return _makers[framework](built)
     return None

@@ -113,7 +113,8 @@ class FlatWeights(dict[str, NDArray[Any]]):
         The file is replaced atomically: the weights are written to a temporary file beside it
         (``.flatweights-*.tmp``, left behind if the process is killed), synced to the disk, and
         renamed. If the disk is full or the process dies, the old file stays. Each byte is
-        read twice and written once.
+        read twice, for the checksum and for the file, and written once. So nothing may change the
+        weights meanwhile: `load` would refuse the file.
 
         >>> import tempfile
         >>> w = FlatWeights({"kernel": np.ones((2, 2), np.float32), "step": np.int64(7)})

@@ -164,9 +164,10 @@ def test_the_cause_is_kept() -> None:
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
-def test_memory_errors_stay_what_they_are() -> None:
-    with pytest.raises(MemoryError):
-        fw.flatten([Raises(MemoryError("no room"))])
+@pytest.mark.parametrize("error", [MemoryError, SystemError])
+def test_errors_that_no_argument_causes_stay_what_they_are(error: Any) -> None:
+    with pytest.raises(error):
+        fw.flatten([Raises(error("no room"))])
 
 
 WEIGHTS: dict[str, tuple[Any, type[Exception], str]] = {

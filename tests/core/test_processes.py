@@ -2,9 +2,13 @@
 
 import subprocess
 import sys
+import weakref
 
 import pytest
 from reference import clean_environment, run_python
+
+from flatweights import _forks
+from flatweights._frameworks import holder_of
 
 DAEMONS = """
 import sys, threading
@@ -109,6 +113,32 @@ thread.join()
 print(running.mean())
 """
     assert run_python(FORKS + code) == "0\n[3. 3. 3.]\n"
+
+
+def test_a_copy_that_cannot_be_ended_leaves_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_forks, "_ends", weakref.WeakKeyDictionary())
+    ended = []
+
+    class Copy:
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+
+        def end(self) -> None:
+            ended.append(self)
+            if self.error:
+                raise self.error
+
+    copies = [_forks.in_forks(Copy(error), Copy.end) for error in (OSError(), KeyError("x"), None)]
+    with pytest.raises(KeyError):
+        _forks._end_copies()
+    assert ended == copies
+
+
+def test_a_framework_that_may_not_be_imported_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    assert holder_of(object()) is None
 
 
 def test_a_sub_interpreter_refuses_the_import() -> None:

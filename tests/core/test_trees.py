@@ -179,16 +179,6 @@ def test_what_makes_no_array_is_refused_by_path(
         call(parts)
 
 
-@pytest.mark.parametrize("error", [MemoryError, SystemError])
-def test_errors_that_no_argument_causes_pass(error: Any) -> None:
-    class Failing:
-        def __array__(self, *_: Any, **__: Any) -> Any:
-            raise error("not of the argument")
-
-    with pytest.raises(error, match="not of the argument"):
-        fw.flatten([Failing()])
-
-
 def test_an_array_of_objects_is_refused_by_the_name_of_its_source() -> None:
     objects = np.array([None])
     with refuses(TypeError, "source 0: expected an array of numbers, got one of Python objects"):

@@ -408,7 +408,7 @@ def test_averages_read_bfloat16_tensors_without_axes() -> None:
 def test_a_function_refuses_rows_of_another_table(index: Any, shape: Any, match: Any) -> None:
     weights = TensorFlowVariables(tf.Variable(tf.zeros([3, 2])))
 
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    @tf.function(autograph=False)
     def flatten() -> Any:
         return weights.flatten_gradients([slices("eager", [[1.0, 2.0]], [index], shape)])
 

@@ -572,6 +572,7 @@ PASSING = {
         " failed: c++: fatal error: Killed signal terminated program cc1plus",
     ),
     "it is killed": ("kill -9 $$", " was killed by SIGKILL"),
+    "it is killed by a real-time signal": ("kill -40 $$", " was killed by signal 40"),
     "the time is up": ("exec sleep 120", "timed out after 0.2 seconds"),
 }
 
@@ -582,6 +583,7 @@ PASSING = {
         "the disk is full",
         "it is killed",
         *(pytest.param(case, marks=pytest.mark.slow) for case in [*PASSING][1:4]),
+        "it is killed by a real-time signal",
         "the time is up",
     ],
 )

@@ -430,6 +430,14 @@ def test_objects_and_lists_may_be_nested_more_deeply_than_calls() -> None:
         assert {id(w), id(b)} <= found
 
 
+def test_too_many_levels_are_told() -> None:
+    nest: Any = tf.Variable(1.0)
+    for _ in range(3_000):
+        nest = [nest]
+    with pytest.raises(ValueError, match="expected fewer levels of containers"):
+        TensorFlowVariables(nest)
+
+
 def test_the_state_of_seeds_is_state() -> None:
     seed = keras.random.SeedGenerator(1)
     holder = types.SimpleNamespace(w=tf.Variable(1.0), seed=seed)

@@ -75,10 +75,14 @@ def find_variables(
 
     Raises:
         TypeError: If it holds anything else.
-        ValueError: If a model, a layer or an optimizer in it is not built.
+        ValueError: If a model, a layer or an optimizer in it is not built, or it has more levels
+            than Python can nest calls.
     """
     entered = [] if layers is None else layers
-    held = list(_Walk(entered).walk(output, ()))
+    try:
+        held = list(_Walk(entered).walk(output, ()))
+    except RecursionError as error:
+        raise ValueError("expected fewer levels of containers and layers, got too many") from error
     models = _once(held)
     # Slots are named after variables of models, which may come after their optimizer.
     owners = {owner_key(item.variable): item.path for item in (*beside, *models)}

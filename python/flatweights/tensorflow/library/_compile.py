@@ -197,7 +197,8 @@ def compile_library(sources: Path, folder: Path, target: Target | None = None) -
 
 def _failure(compiler: str, done: "subprocess.CompletedProcess[str]") -> LibraryError:
     if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
+        names = {one.value: one.name for one in signal.Signals}  # real-time signals have none
+        name = names.get(-done.returncode, f"signal {-done.returncode}")
         return LibraryError(f"{compiler} was killed by {name}", may_pass=True)
     lines = [line.strip() for line in done.stderr.strip().splitlines()]
     passing = [line for line in lines if _PASSING.search(line)]
