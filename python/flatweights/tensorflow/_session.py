@@ -222,6 +222,7 @@ def isolated(graph: tf.Graph, call: str) -> Iterator[None]:
 def uninitialized(names: Sequence[str]) -> RuntimeError:
     """Return the error that says which variables are not initialized."""
     return RuntimeError(
-        f"expected initialized variables, got uninitialized: {', '.join(map(repr, names))}; run "
-        "tf.compat.v1.variables_initializer() of them first"
+        f"expected initialized variables, got uninitialized: {', '.join(map(repr, names))}; first "
+        "run tf.compat.v1.variables_initializer([...]) of these, or at the beginning "
+        "tf.compat.v1.global_variables_initializer(), which resets all"
     )
