@@ -88,6 +88,7 @@ class Sent:
 
     def __init__(self, member: Noted, request: Request, call: Any, now: float) -> None:
         self.member, self.request, self.call, self.at = member, request, call, now
+        self.late_for = 0  # the number of a response that it is to be told of
 
 
 class Noted:
@@ -659,6 +660,8 @@ class Oracle:
                 if self._world.now - sent.at < patience or member.number in response.sessions:
                     continue
                 name = member.process.name
+                if sent.late_for:
+                    self._fail(f"{name} is not told of {sent.late_for}, for which it was late")
                 if sent.request.kind != kind:
                     if sent.request.lacks and sent.request.state == kind[-1]:
                         self._fail(f"{response.number}: {name} is not told of another call")
@@ -671,6 +674,8 @@ class Oracle:
                 )
                 if not (sent.request.lacks or self._plan["keeps_few"] or is_behind):
                     self._fail(f"{response.number}: {name} has asked, and is left out")
+                if is_behind and response.error is None:
+                    sent.late_for = response.number
                 is_healed = response.error is not None or member.number in response.recovering
                 if sent.request.lacks and not is_healed:
                     self._fail(f"{response.number}: {name} is not healed")
