@@ -222,8 +222,8 @@ CHANGES = (
     ),
     Change(
         "python/flatweights/keras/_average_logs.py",
-        'logs[name] = float(mean["logs"][name] / weight) if weight else empty',
-        'logs[name] = float(mean["logs"][name]) if weight else empty',
+        'numbers = mean["logs"][name] / weight if weight else',
+        'numbers = mean["logs"][name] if weight else',
         ("tests/keras/test_callbacks.py", "tests/keras/"),
     ),
     Change(
@@ -401,7 +401,7 @@ CHANGES = (
     ),
     Change(
         "python/flatweights/tensorflow/_session.py",
-        "return None if session is None or session._closed else session",
+        'return None if getattr(session, "_closed", session is None) else session',
         "return session",
         (
             "tests/tensorflow/test_graph.py",
