@@ -202,10 +202,10 @@ MUTANTS = {
         "        if self.channel is None or not self.channel.is_closed or not self.is_present:\n",
         "        if self.state is not PeerState.ASKING or not self.channel or not self.channel.is_closed:\n",
     ),
-    "calls are repeated after a death": Mutant(
-        "members/_process_group.py",
-        "            self._repetitions.clear()\n",
-        "            pass\n",
+    "calls are repeated without a member that has joined": Mutant(
+        "members/_repetitions.py",
+        "        if self._ready and not self._are_all(present):\n",
+        "        if False:\n",
     ),
     "a death that Ray reports is not noticed": Mutant(
         "members/_coordinator.py",
