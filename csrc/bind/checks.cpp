@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "flatweights/buffer_pool.hpp"
 #include "flatweights/kernels.hpp"
 #include "flatweights/streaming.hpp"
 #include "numpy_types.hpp"
@@ -65,6 +66,7 @@ void check_environment() {
   (void)num_threads();
   (void)kernels();
   (void)stream_above();
+  (void)most_kept();
 }
 
 DType classify(const py::dtype& dtype) {

@@ -133,8 +133,8 @@ def clear_pool() -> None:
     deleted results of 64 KiB and more (of `flatten`, `average`, `FlatWeights`, ``get_flat``)
     leave their memory to a pool, and later results reuse it. Arrays in use are not touched. A
     process keeps at most 1/32 of the memory of its machine or control group, and at most 1 GiB.
-    The environment variable ``FLATWEIGHTS_POOL_BYTES``, read at the first large result, sets
-    another bound; 0 keeps nothing.
+    The environment variable ``FLATWEIGHTS_POOL_BYTES``, read at the first call, sets another
+    bound; 0 keeps nothing.
 
     >>> import numpy as np
     >>> from flatweights import flatten
