@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "flatweights/float_environment.hpp"
 #include "flatweights/kernels.hpp"
 #include "flatweights/rooms.hpp"
 
@@ -126,6 +127,7 @@ class Distances {
 
 void squared_distances(double* out, std::span<const ReadPart> parts,
                        std::span<const std::byte* const> sources, std::size_t count) {
+  const DefaultFloatEnvironment standard;
   std::fill_n(out, count * count, 0.0);
   const Distances distances(parts, sources, count);
   if (distances.pairs() == 0) return;

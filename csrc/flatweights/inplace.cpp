@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "flatweights/float_environment.hpp"
 #include "flatweights/kernels.hpp"
 #include "flatweights/two_sum.hpp"
 
@@ -83,6 +84,7 @@ void lerp(std::span<const InPlacePart> parts, double a) {
 }
 
 double norm(std::span<const ReadPart> parts) {
+  const DefaultFloatEnvironment standard;
   constexpr double kUp = 0x1p600;
   constexpr double kDown = 0x1p-600;
   // Below this, squares that have underflowed may matter.
@@ -104,6 +106,7 @@ double norm(std::span<const ReadPart> parts) {
 }
 
 double clip_by_norm(std::span<const InPlacePart> parts, double most) {
+  const DefaultFloatEnvironment standard;
   std::vector<ReadPart> read;
   read.reserve(parts.size());
   for (const InPlacePart& part : parts) read.push_back(ReadPart{part.dtype, part.size, part.y});

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "flatweights/float_environment.hpp"
+
 namespace flatweights {
 namespace {
 
@@ -30,6 +32,7 @@ double ratio(double weight, double base) {
 }  // namespace
 
 std::vector<double> RelativeWeights::add(const std::vector<double>& weights) {
+  const DefaultFloatEnvironment standard;
   std::vector<double> added;
   added.reserve(weights.size());
   for (const double weight : weights) {
@@ -42,6 +45,7 @@ std::vector<double> RelativeWeights::add(const std::vector<double>& weights) {
 }
 
 double RelativeWeights::merge(const RelativeWeights& other) {
+  const DefaultFloatEnvironment standard;
   if (base == 0.0) base = other.base;
   const double scale = other.base == 0.0 ? 1.0 : ratio(other.base, base);
   ratios += ratio(scale * other.ratios, 1.0);

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flatweights as fw
+from flatweights import robust
 
 _libm = ctypes.CDLL("libm.so.6")
 _FLUSH_TO_ZERO_AND_DENORMALS_ARE_ZERO = 0x8040
@@ -37,3 +38,28 @@ def test_subnormal_numbers_are_kept(dtype: type, size: int, flushing: None) -> N
     # Three times the smallest number there is; by bits, since comparing flushes too.
     assert np.all(fw.average(sources).view(bits) == 3)
     assert np.all(fw.flatten(sources).view(bits)[:size] == 2)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="MXCSR is a register of x86-64")
+def test_sums_of_blocks_and_weights_keep_subnormal_numbers(request: pytest.FixtureRequest) -> None:
+    """What the calling thread computes between the loops: bits, since comparing flushes too."""
+    least, near, far = np.array([5e-324]), np.array([1e-160]), np.array([1e308])
+
+    def results() -> dict[str, bytes]:
+        clipped, running = np.ones(2), fw.RunningAverage()
+        before = fw.clip_by_norm_(clipped, 5e-324)
+        running.add(np.zeros(1), 1.0)
+        running.add(far, 1e-310)
+        found = {
+            "norm": fw.norm(least),
+            "clipped": clipped,
+            "norm before": before,
+            "distances": robust.distances([np.zeros(1), near]),
+            "average": fw.average([np.zeros(1), far], [1.0, 1e-310]),
+            "running average": running.mean(),
+        }
+        return {name: np.asarray(value).tobytes() for name, value in found.items()}
+
+    expected = results()
+    request.getfixturevalue("flushing")
+    assert results() == expected
