@@ -1,6 +1,8 @@
 // Packets with file descriptors, which belong to an object from the moment they have come: an
 // interrupt in Python, between two calls, leaves none of them open.
 #include <pybind11/pybind11.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -8,11 +10,6 @@
 #include <string>
 #include <system_error>
 #include <vector>
-
-#ifdef __linux__
-#include <sys/socket.h>
-#include <unistd.h>
-#endif
 
 #include "bindings.hpp"
 #include "memory_files.hpp"
@@ -33,9 +30,7 @@ class Descriptors {
   ~Descriptors() { close(); }
 
   void close() noexcept {
-#ifdef __linux__
     for (const int number : numbers_) ::close(number);
-#endif
     numbers_.clear();
   }
 
@@ -54,7 +49,6 @@ constexpr std::size_t kMostDescriptors = 4;
 // process had too few for all of them. None if there is no packet.
 py::object receive_packet(int socket, std::size_t most) {
   auto descriptors = std::make_unique<Descriptors>();
-#ifdef __linux__
   descriptors->reserve(kMostDescriptors);  // no error may come between a descriptor and its owner
   std::string body(most, '\0');
   iovec part{body.data(), body.size()};
@@ -83,9 +77,6 @@ py::object receive_packet(int socket, std::size_t most) {
   body.resize(static_cast<std::size_t>(count));
   const bool are_short = (message.msg_flags & MSG_CTRUNC) != 0;
   return py::make_tuple(py::bytes(body), std::move(descriptors), are_short);
-#else
-  throw std::system_error(ENOSYS, std::generic_category(), "packets with descriptors");
-#endif
 }
 
 }  // namespace

@@ -9,11 +9,8 @@
 #include <fcntl.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
-#include <unistd.h>
-
-#ifdef __linux__
 #include <sys/eventfd.h>
-#endif
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
@@ -82,12 +79,7 @@ struct BoundDoorbell {
   [[nodiscard]] Doorbell& door() const { return *reinterpret_cast<Doorbell*>(file->data()); }
 
   static BoundDoorbell create() {
-#ifdef __linux__
     const int bell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-#else
-    const int bell = -1;
-    errno = ENOSYS;
-#endif
     return {create_file(sizeof(Doorbell)), Descriptor(bell)};
   }
 

@@ -1,16 +1,14 @@
 #include "flatweights/answers.hpp"
 
+#include <sys/epoll.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <exception>
-
-#ifdef __linux__
-#include <sys/epoll.h>
-#include <unistd.h>
-#endif
 
 #include "flatweights/average.hpp"
 #include "flatweights/relative_weights.hpp"
@@ -23,7 +21,6 @@ double seconds_now() noexcept {
 
 Woken sleep_at(const Sleep& sleep, std::span<const Mailbox* const> missing, std::uint32_t awaited,
                double end) noexcept {
-#ifdef __linux__
   sleep.door->arm(awaited);
   // Perhaps before the bell was armed.
   if (std::ranges::any_of(missing, [](const Mailbox* box) { return box->is_answered(); }))
@@ -43,10 +40,6 @@ Woken sleep_at(const Sleep& sleep, std::span<const Mailbox* const> missing, std:
     if (read(sleep.bell, &rings, sizeof rings) < 0) continue;  // another thread has heard it
   }
   return is_socket ? Woken::kSocket : Woken::kBell;
-#else
-  (void)sleep, (void)missing, (void)awaited, (void)end;
-  return Woken::kSocket;
-#endif
 }
 
 const std::byte* memory_of(const std::optional<Extent>& extent, std::size_t nbytes,

@@ -1,6 +1,7 @@
 #include "flatweights/buffer_pool.hpp"
 
 #include <pthread.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,10 +9,6 @@
 #include <mutex>
 #include <new>
 #include <vector>
-
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 #include "flatweights/control_groups.hpp"
 #include "flatweights/environment.hpp"
@@ -66,10 +63,8 @@ void release(Buffer buffer) noexcept {
 std::byte* allocate(std::size_t capacity) noexcept {
   // Under sanitizers, the form that throws ends the process if memory is short.
   void* const memory = ::operator new(capacity, alignment_of(capacity), std::nothrow);
-#ifdef __linux__
   // Only a hint: if it is ignored, pages are small.
   if (memory != nullptr && in_huge_pages(capacity)) madvise(memory, capacity, MADV_HUGEPAGE);
-#endif
   return static_cast<std::byte*>(memory);
 }
 

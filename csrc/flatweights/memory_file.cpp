@@ -1,5 +1,12 @@
 #include "flatweights/memory_file.hpp"
 
+#include <fcntl.h>
+#include <linux/memfd.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
@@ -7,15 +14,6 @@
 #include <system_error>
 
 #include "flatweights/control_groups.hpp"
-
-#ifdef __linux__
-#include <fcntl.h>
-#include <linux/memfd.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace flatweights {
 
@@ -27,7 +25,6 @@ void check_free_memory(std::size_t nbytes) {
                                 std::to_string(free) + " are free");
 }
 
-#ifdef __linux__
 namespace {
 
 struct Header {
@@ -140,25 +137,5 @@ void MemoryFile::close_descriptor() noexcept {
   if (descriptor_ >= 0) close(descriptor_);
   descriptor_ = -1;
 }
-
-#else
-
-std::shared_ptr<MemoryFile> MemoryFile::create(std::size_t, Pages) {
-  throw std::system_error(ENOSYS, std::generic_category(), "memory files are Linux's");
-}
-
-std::shared_ptr<MemoryFile> MemoryFile::open(int, const Nonce&, Access, Pages) {
-  throw std::system_error(ENOSYS, std::generic_category(), "memory files are Linux's");
-}
-
-void MemoryFile::map(int, std::size_t, Access, Pages) {}
-
-void MemoryFile::reserve(std::size_t, std::size_t) {}
-
-MemoryFile::~MemoryFile() = default;
-
-void MemoryFile::close_descriptor() noexcept {}
-
-#endif
 
 }  // namespace flatweights

@@ -31,8 +31,8 @@ class MemoryFile {
   // kLater: only memory for which `reserve` was called may be touched.
   enum class Pages { kAtOnce, kLater };
 
-  // A new file with room for `nbytes` zeros. Throws std::system_error if memory is short, or if the
-  // system has no such files (it is not Linux).
+  // A new file with room for `nbytes` zeros. Throws std::system_error if the system refuses it, as
+  // a sandbox may. If memory is short, that shows only when the memory is used: check it before.
   [[nodiscard]] static std::shared_ptr<MemoryFile> create(std::size_t nbytes,
                                                           Pages pages = Pages::kAtOnce);
 

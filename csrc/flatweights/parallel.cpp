@@ -1,5 +1,7 @@
 #include "flatweights/parallel.hpp"
 
+#include <sched.h>
+
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
@@ -10,10 +12,6 @@
 #include "flatweights/control_groups.hpp"
 #include "flatweights/float_environment.hpp"
 #include "flatweights/thread_pool.hpp"
-
-#ifdef __linux__
-#include <sched.h>
-#endif
 
 namespace flatweights {
 namespace {
@@ -37,11 +35,9 @@ unsigned parse_count(const char* text, const char*& rest) {
 
 unsigned usable_processors() {
   unsigned count = std::max(1u, std::thread::hardware_concurrency());
-#ifdef __linux__
   cpu_set_t affinity;
   if (sched_getaffinity(0, sizeof(affinity), &affinity) == 0)
     count = static_cast<unsigned>(std::max(1, CPU_COUNT(&affinity)));
-#endif
   const unsigned limit = processor_limit();
   return limit == 0 ? count : std::min(count, limit);
 }

@@ -1,9 +1,7 @@
 #include "flatweights/thread_pool.hpp"
 
 #include <pthread.h>
-#ifdef __linux__
 #include <sched.h>
-#endif
 
 #include <algorithm>
 #include <chrono>
@@ -41,20 +39,10 @@ void wait_awake(const Done& done) {
   }
 }
 
-// The processor that the calling thread runs on, or -1.
-int current_processor() noexcept {
-#ifdef __linux__
-  return sched_getcpu();
-#else
-  return -1;
-#endif
-}
-
 // Moves the calling thread to another processor, if it may use another. A new thread starts on
 // its creator's processor and shares it for tens of milliseconds, until the system balances its
 // load. During that time, two threads take longer than one.
-void leave_processor([[maybe_unused]] int processor) noexcept {
-#ifdef __linux__
+void leave_processor(int processor) noexcept {
   cpu_set_t allowed;
   if (processor < 0 || processor >= CPU_SETSIZE) return;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
@@ -62,7 +50,6 @@ void leave_processor([[maybe_unused]] int processor) noexcept {
   CPU_CLR(processor, &others);
   if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
   sched_setaffinity(0, sizeof allowed, &allowed);
-#endif
 }
 
 }  // namespace
@@ -124,7 +111,7 @@ void ThreadPool::run(std::size_t size, std::size_t chunk, unsigned threads, Body
 void ThreadPool::start_helpers(unsigned count) {
   while (started_ < count) {
     try {
-      std::thread([this, creator = current_processor()] {
+      std::thread([this, creator = sched_getcpu()] {
         leave_processor(creator);
         help();
       }).detach();
