@@ -20,6 +20,7 @@
 #include "bindings.hpp"
 #include "flatweights/publication.hpp"
 #include "memory_files.hpp"
+#include "seconds.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {
@@ -110,7 +111,7 @@ class BoundPublication {
       throw py::value_error("number: expected more than " + std::to_string(word().newest()) +
                             ", got " + std::to_string(number));
     const std::uint32_t slot = *std::exchange(begun_, std::nullopt);
-    word().commit(slot, number, now() - static_cast<std::int64_t>(age * 1e9));
+    word().commit(slot, number, now() - nanoseconds_of(age).count());
   }
 
  private:
@@ -194,14 +195,13 @@ class BoundReader {
   }
 
   [[nodiscard]] bool wait(std::uint64_t seen, double seconds) const {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    const auto end = in_seconds(seconds);
     for (;;) {
-      const std::chrono::duration<double> left = end - std::chrono::steady_clock::now();
+      const std::chrono::nanoseconds left = end - std::chrono::steady_clock::now();
       bool is_there = false;
       {
         const WithoutGil nogil;
-        is_there = word().wait(reader_, seen,
-                               static_cast<std::int64_t>(std::max(0.0, left.count()) * 1e9));
+        is_there = word().wait(reader_, seen, left.count());
       }
       if (is_there || left.count() <= 0) return is_there;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();

@@ -14,7 +14,6 @@
 
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
@@ -30,6 +29,7 @@
 #include "flatweights/memory_file.hpp"
 #include "memory_files.hpp"
 #include "new_array.hpp"
+#include "seconds.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {
@@ -39,12 +39,6 @@ namespace py = pybind11;
 using Side = Mailbox::Side;
 
 inline Side side_of(bool of_worker) { return of_worker ? Side::kWorker : Side::kDriver; }
-
-// The time in so many seconds, by which a wait that signals interrupt ends, too.
-inline std::chrono::steady_clock::time_point in_seconds(double seconds) {
-  const std::chrono::nanoseconds left(static_cast<std::int64_t>(seconds * 1e9));
-  return std::chrono::steady_clock::now() + left;
-}
 
 inline void check_index(std::size_t index) {
   if (index >= Mailbox::kSegments)
@@ -79,8 +73,8 @@ struct BoundDoorbell {
   [[nodiscard]] Doorbell& door() const { return *reinterpret_cast<Doorbell*>(file->data()); }
 
   static BoundDoorbell create() {
-    const int bell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    return {create_file(sizeof(Doorbell)), Descriptor(bell)};
+    Descriptor bell(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));  // first: `errno` is of this call
+    return {create_file(sizeof(Doorbell)), std::move(bell)};
   }
 
   static BoundDoorbell open(int descriptor, int bell, const py::bytes& nonce) {
@@ -142,7 +136,7 @@ struct BoundMailbox {
   static bool watch(const py::list& mailboxes, std::size_t enough, double seconds) {
     const std::vector<Mailbox*> boxes = boxes_of(mailboxes);
     const WithoutGil nogil;  // the caller's list keeps the mailboxes alive
-    return Mailbox::watch(boxes, enough, static_cast<std::int64_t>(seconds * 1e9));
+    return Mailbox::watch(boxes, enough, nanoseconds_of(seconds).count());
   }
 
   // Polls for the first `watch` seconds; see `Mailbox::await`.

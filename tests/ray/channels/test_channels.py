@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import math
 import os
 import resource
 import signal
@@ -144,6 +145,31 @@ def test_a_mailbox_of_another_size_is_refused() -> None:
     segment = _core.Segment(100)
     with pytest.raises(ValueError, match=r"mailbox: expected \d+ bytes, got 100"):
         _core.Mailbox.open(segment.descriptor, segment.nonce)
+
+
+def test_a_doorbell_without_a_file_leaves_no_descriptor() -> None:
+    limits, free = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            _core.Doorbell()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    os.close(first := os.dup(0))
+    assert first == free
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_taken"), [(math.inf, True), (1e300, True), (-math.inf, False), (math.nan, False)]
+)
+def test_a_wait_may_be_for_ever_but_not_for_no_number(seconds: float, is_taken: bool) -> None:
+    mailbox = _core.Mailbox()
+    mailbox.enter(1)
+    writer = threading.Timer(0.1, mailbox.post, (join_message(5, b"body"), 1))
+    writer.start()
+    assert mailbox.wait(seconds, 1) is is_taken
+    writer.join()
 
 
 def test_the_time_of_a_wait_is_up_although_signals_come() -> None:
