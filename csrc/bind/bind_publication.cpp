@@ -79,6 +79,8 @@ class BoundPublication {
   [[nodiscard]] py::array begin() {
     check_writing();
     const std::shared_ptr<MemoryFile> file = data();  // `close` may come meanwhile
+    auto kept = std::make_unique<Kept>(file, std::make_shared<int>());
+    writing_ = kept->token;  // before another thread may begin, while the GIL is released
     const std::uint32_t slot = word().begin();
     if (!reserved_[slot]) {
       with_os_errors([&] {
@@ -88,9 +90,8 @@ class BoundPublication {
       });
     }
     begun_ = slot;
-    auto* const kept = new Kept{file, std::make_shared<int>()};
-    writing_ = kept->token;
-    const py::capsule owner(kept, [](void* object) { delete static_cast<Kept*>(object); });
+    const py::capsule owner(kept.release(),
+                            [](void* object) { delete static_cast<Kept*>(object); });
     return array_over(file->data() + slot * stride_of(nbytes_), nbytes_, owner);
   }
 

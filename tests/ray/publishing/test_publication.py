@@ -206,6 +206,35 @@ def test_what_is_written_is_not_published_while_a_view_is_kept(server: Publicati
     assert server.publication.newest == 1
 
 
+def test_two_threads_do_not_write_to_one_slot() -> None:
+    nbytes = 32 << 20
+    publication = _core.Publication(nbytes)
+    readers = [
+        _core.PublicationReader(*publication.control, *publication.data, nbytes, k)
+        for k in range(2)
+    ]
+    kept = []
+    for number, reader in enumerate(readers, 1):
+        publication.begin()
+        publication.commit(number)
+        kept.append(reader.take(0))
+    publication.begin()
+    publication.commit(3)  # the next slot is the first one without memory, which takes a while
+    start, begun = threading.Barrier(2), list[Any]()
+
+    def begin() -> None:
+        start.wait()
+        with contextlib.suppress(RuntimeError):
+            begun.append(publication.begin())
+
+    threads = [threading.Thread(target=begin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(begun) == 1
+
+
 @pytest.fixture
 def _no_large_files() -> Iterator[None]:
     """Files of this process stay below 64 MB, so that no test fills the memory of the machine."""
