@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
@@ -39,6 +40,10 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 // Smaller files are moved as fast through memory that is pinned anyway.
 constexpr std::size_t kLeastPinned = std::size_t{128} << 10;
+
+// Many kernels end an allocation when a signal comes, and free what it had until then. A piece
+// takes less than a millisecond, so that a program with a timer gets on.
+constexpr std::size_t kPiece = std::size_t{1} << 20;
 
 constexpr int kPopulateForWrites = 23;  // MADV_POPULATE_WRITE, of Linux 5.14
 
@@ -114,14 +119,17 @@ void MemoryFile::map(int descriptor, std::size_t nbytes, Access access, Pages pa
 }
 
 void MemoryFile::reserve(std::size_t begin, std::size_t size) {
-  int failed = 0;
-  do {
-    failed =
-        posix_fallocate(descriptor_, static_cast<off_t>(kHeader + begin), static_cast<off_t>(size));
-  } while (failed == EINTR);
-  if (failed != 0) {
-    errno = failed;
-    fail("memory for a slot");
+  const std::size_t end = begin + size;
+  for (std::size_t at = begin; at < end;) {
+    const std::size_t piece = std::min(end - at, kPiece);
+    const int failed =
+        posix_fallocate(descriptor_, static_cast<off_t>(kHeader + at), static_cast<off_t>(piece));
+    if (failed == 0) {
+      at += piece;
+    } else if (failed != EINTR) {
+      errno = failed;
+      fail("memory for a slot");
+    }
   }
   // Where the kernel is older than 5.14, the first write finds the pages one by one.
   (void)madvise(data_ + begin, size, kPopulateForWrites);
