@@ -42,6 +42,15 @@ Woken sleep_at(const Sleep& sleep, std::span<const Mailbox* const> missing, std:
   return is_socket ? Woken::kSocket : Woken::kBell;
 }
 
+Mailbox::Posted post_with_holds(Mailbox& box, std::span<const std::byte> content,
+                                std::uint32_t calls, std::span<const std::uint32_t> held) noexcept {
+  for (const std::uint32_t segment : held) box.add_hold(Mailbox::Side::kWorker, segment);
+  const Mailbox::Posted posted = box.post(content, calls, false);
+  if (posted == Mailbox::Posted::kRefused)
+    for (const std::uint32_t segment : held) box.drop_hold(Mailbox::Side::kWorker, segment);
+  return posted;
+}
+
 const std::byte* memory_of(const std::optional<Extent>& extent, std::size_t nbytes,
                            std::span<const KnownSegment> segments) noexcept {
   if (!extent || extent->nbytes != nbytes) return nullptr;

@@ -35,6 +35,11 @@ enum class Woken { kBell, kSocket, kInterrupted };
 Woken sleep_at(const Sleep& sleep, std::span<const Mailbox* const> missing, std::uint32_t awaited,
                double end) noexcept;
 
+// Posts to `box` without waking its other side, which holds this side's segments `held` from then
+// on. A post is refused only if the other process has overwritten the word.
+Mailbox::Posted post_with_holds(Mailbox& box, std::span<const std::byte> content,
+                                std::uint32_t calls, std::span<const std::uint32_t> held) noexcept;
+
 // A segment of another process, as its messages mention it.
 struct KnownSegment {
   std::uint32_t index, generation;

@@ -63,7 +63,8 @@ class Publication {
     return holds_[reader].slot.load() != 0;
   }
   // Sleeps until there is a publication with a number above `seen`, `nanoseconds` have passed or a
-  // signal came; returns whether there is one.
+  // signal came; returns whether there is one. One thread at a time for each reader: the first that
+  // wakes clears their one bit in `asleep`.
   bool wait(std::uint32_t reader, std::uint64_t seen, std::int64_t nanoseconds) noexcept;
 
   // Clears the hold and the bit in `asleep` of a reader that has died.

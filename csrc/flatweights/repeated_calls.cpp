@@ -170,12 +170,8 @@ void RepeatedCalls::post(const Prepared& call, const Result& result) {
   } message;
   message.extent = result.extent;
   message.body = call.told;
-  for (Mailbox* const box : boxes_) {
-    box->add_hold(Mailbox::Side::kWorker, result.extent.segment);
-    // Refused only by a broken member, which has changed the word.
-    if (box->post(std::as_bytes(std::span(&message, 1)), 0, false) == Mailbox::Posted::kRefused)
-      box->drop_hold(Mailbox::Side::kWorker, result.extent.segment);
-  }
+  for (Mailbox* const box : boxes_)
+    post_with_holds(*box, std::as_bytes(std::span(&message, 1)), 0, {&message.extent.segment, 1});
   Mailbox::wake(boxes_);
 }
 

@@ -86,9 +86,8 @@ std::optional<std::vector<std::size_t>> WorkerAnswers::post(std::span<const Comm
   ++posts_;
   for (std::size_t k = 0; k < boxes_.size(); ++k) {
     const Command& command = commands[k];
-    for (const std::uint32_t segment : command.held)
-      boxes_[k]->add_hold(Mailbox::Side::kWorker, segment);
-    if (boxes_[k]->post(command.content, command.calls, false) == Mailbox::Posted::kNeedsCall)
+    if (post_with_holds(*boxes_[k], command.content, command.calls, command.held) ==
+        Mailbox::Posted::kNeedsCall)
       uncalled.push_back(k);
   }
   Mailbox::wake(boxes_);
