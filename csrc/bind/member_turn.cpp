@@ -114,7 +114,7 @@ StepStart MemberTurn::start(std::int64_t op, const CalledTensor* tensors,
   {
     const std::lock_guard lock(mutex_);
     owner_ = kStep;
-    begun_ = {op, tensors[0].output, std::move(step), ended == RepeatedStep::Ended::kTold};
+    begun_ = {op, tensors, std::move(step), ended == RepeatedStep::Ended::kTold};
   }
   MemberTurns& turns = MemberTurns::instance();
   const std::lock_guard lock(turns.mutex);
@@ -126,7 +126,7 @@ bool MemberTurn::finish(std::int64_t op, const CalledTensor* tensors, std::size_
   Begun begun;
   {
     const std::lock_guard lock(mutex_);
-    if (!begun_ || begun_->op != op || begun_->output != tensors[0].output) return false;
+    if (!begun_ || begun_->op != op || begun_->tensors != tensors) return false;
     begun = std::move(*begun_);
     begun_.reset();
     owner_ = PyThread_get_thread_ident();

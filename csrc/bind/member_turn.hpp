@@ -37,8 +37,8 @@ class MemberTurn : public std::enable_shared_from_this<MemberTurn> {
   // Begins the call of a step, without the GIL, and waits a moment: a thread of TensorFlow's calls
   // this. If it is not over then, `finish` has to be called, in any thread.
   StepStart start(std::int64_t op, const CalledTensor* tensors, std::size_t count) noexcept;
-  // Goes on with a call that `start` has begun, without the GIL. Returns false if Python has to
-  // make the call, or to go on with it: see `resume`.
+  // Goes on with a call that `start` has begun with this array, without the GIL. Returns false if
+  // Python has to make the call, or to go on with it: see `resume`.
   bool finish(std::int64_t op, const CalledTensor* tensors, std::size_t count) noexcept;
   // If `finish` has left a call to this thread's Python: whether the response has come. From then
   // on, the turn is Python's, which gives it back. Otherwise nothing.
@@ -58,7 +58,7 @@ class MemberTurn : public std::enable_shared_from_this<MemberTurn> {
   // A call that a step has begun.
   struct Begun {
     std::int64_t op;
-    const void* output;  // of its first tensor, which no other execution of the op has
+    const CalledTensor* tensors;  // an array that no other execution of the op has
     std::shared_ptr<RepeatedStep> step;
     bool has_come;  // whether there is a response, which Python has to read
   };

@@ -73,7 +73,8 @@ using PythonCaller = bool (*)(std::int64_t id, const CalledTensor* tensors, std:
                               char* text, std::size_t room);
 
 // Begins what the function with this id would do, if that needs no Python, and waits a moment.
-// kNot: nothing was done. kBegun: the `PythonCaller` has to go on, which may wait for long.
+// kNot: nothing was done. kBegun: the `PythonCaller` has to go on, with the same array of tensors,
+// and may wait for long.
 enum class StepStart { kNot, kDone, kBegun };
 using StepStarter = StepStart (*)(std::int64_t id, const CalledTensor* tensors, std::size_t count);
 
