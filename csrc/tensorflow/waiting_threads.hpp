@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -19,16 +20,21 @@ class WaitingThreads {
     return *threads;
   }
 
-  // Has a thread run `work`, which must not throw, at once: none waits for another to end.
+  // Has a thread run `work`, which must not throw, at once: none waits for another to end. If the
+  // system has no more threads, that is the calling one.
   void run(std::function<void()> work) {
     std::unique_lock<std::mutex> lock(mutex_);
-    work_.push_back(std::move(work));
-    if (work_.size() <= idle_) {
-      lock.unlock();
-      came_.notify_one();
-    } else {
-      std::thread([this] { serve(); }).detach();
+    if (work_.size() >= idle_) {
+      try {
+        std::thread([this] { serve(); }).detach();
+      } catch (const std::system_error&) {
+        lock.unlock();
+        return work();
+      }
     }
+    work_.push_back(std::move(work));
+    lock.unlock();
+    came_.notify_one();
   }
 
  private:
