@@ -131,7 +131,6 @@ py::array_t<double> distances_of(const BoundLayout& bound, bool packed, const py
     sources.set(k, check_model(models[k].cast<py::list>(), bound, packed,
                                static_cast<std::ptrdiff_t>(k), Access::kRead));
   const std::vector<ReadPart> parts = read_parts(models[0].cast<py::list>(), bound, packed, 0);
-  check_environment();
   const auto side = static_cast<py::ssize_t>(count);
   py::array_t<double> distances({side, side});
   double* const out = distances.mutable_data();

@@ -54,7 +54,7 @@ class Distances {
     // Columns of sums, and a block of each source.
     const std::size_t room = columns * sizeof(double) + kRoomLine +
                              count_ * (sizeof(void*) + kDistanceBlock * sizeof(double));
-    Rooms rooms(room, std::min<std::size_t>(std::max(num_threads(), 1u), ranges));
+    Rooms rooms(room, std::min<std::size_t>(num_threads(), ranges));
     // For parallel_for, each range is as long as the distance between two borders.
     const std::size_t size = ranges * kRangeBorder;
     parallel_for(size, std::max(grain_of(size, traffic), kRangeBorder),

@@ -32,7 +32,8 @@ class DefaultFloatEnvironment {
     asm volatile("mrs %0, fpcr" : "=r"(control));
     return control;
   }
-  // A compiler barrier: no access to memory moves across it.
+  // No access to memory moves across it. Arithmetic in registers might: what is guarded reads and
+  // writes memory.
   static void write(Control control) noexcept {
     asm volatile("msr fpcr, %0" : : "r"(control) : "memory");
   }

@@ -22,8 +22,7 @@ bool order_into(std::span<const AveragePart> parts, std::span<const std::byte* c
   const std::size_t traffic = real_bytes(parts, starts) * (num_sources + 1);
   const std::size_t grain = grain_of(reals, traffic);
   const std::size_t shares = reals / std::max<std::size_t>(grain, 1);
-  Rooms rooms(room_bytes(sorting),
-              std::clamp<std::size_t>(shares, 1, std::max<std::size_t>(num_threads(), 1)));
+  Rooms rooms(room_bytes(sorting), std::clamp<std::size_t>(shares, 1, num_threads()));
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const AveragePart& part = parts[i];
     const std::byte* first = sources[i * num_sources];

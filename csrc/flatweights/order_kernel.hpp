@@ -188,19 +188,6 @@ inline void write_nearest_singly(std::byte* out, const SortedRows<T>& rows, std:
   }
 }
 
-// Writes the means of a sorted block to `out[0, count)`.
-template <class T>
-inline void write_ranks_singly(std::byte* out, const SortedRows<T>& rows, std::size_t count,
-                               bool stream) noexcept {
-  const Ranks& ranks = rows.sorting().ranks;
-  const std::size_t kept = ranks.last - ranks.first;
-  if (ranks.nearest > 0)
-    write_nearest_singly(out, rows, 0, count);
-  else
-    average_range<T>(out, rows.ranks() + ranks.first, nullptr, kept, static_cast<double>(kept), 0,
-                     count, stream, nullptr);
-}
-
 #if defined(FLATWEIGHTS_REGISTERS)
 
 template <class V>
@@ -452,19 +439,23 @@ inline bool order_block(std::byte* out, const std::byte* const* sources, const S
       finite &= !has_nonfinite<T>(sources[k], begin, begin + count);
     if (!finite) spread_nan(rows, sources, begin, count);
   }
+  if (sorting.ranks.nearest > 0) {
+    std::size_t pairs = 0;
 #if defined(FLATWEIGHTS_REGISTERS)
-  const std::size_t kept = sorting.ranks.last - sorting.ranks.first;
-  if (sorting.ranks.nearest == 0) {
-    average_in_registers<T>(to, rows.ranks() + sorting.ranks.first, nullptr, kept,
-                            static_cast<double>(kept), 0, count, stream, nullptr);
-  } else {
-    const std::size_t pairs = count / kPair * kPair;
+    pairs = count / kPair * kPair;
     write_nearest(to, rows, pairs);
-    write_nearest_singly(to, rows, pairs, count);
-  }
-#else
-  write_ranks_singly(to, rows, count, stream);
 #endif
+    write_nearest_singly(to, rows, pairs, count);
+    return finite;
+  }
+#if defined(FLATWEIGHTS_REGISTERS)
+  constexpr auto average = average_in_registers<T>;
+#else
+  constexpr auto average = average_range<T>;
+#endif
+  const std::size_t kept = sorting.ranks.last - sorting.ranks.first;
+  average(to, rows.ranks() + sorting.ranks.first, nullptr, kept, static_cast<double>(kept), 0,
+          count, stream, nullptr);
   return finite;
 }
 

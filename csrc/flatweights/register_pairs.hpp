@@ -57,13 +57,15 @@ inline void spread_pair(double* to, Pair value) noexcept {
   }
 }
 
-// Rounds floats made by round_to_odd to bfloat16, in the upper half of each word.
+// Rounds floats made by round_to_odd to bfloat16, in the upper half of each word. Expects NaN with
+// a lower half of zeros, as bfloat16 and arithmetic give: rounding up others may overflow.
 [[gnu::always_inline]] inline Words narrow_bfloat16(Words odd) noexcept {
   return odd + 0x7fffu + (odd >> 16 & 1);
 }
 
-// Writes elements [i, i + kPair), rounded once. A NaN stays a NaN, but its bits may change. With
-// Stream, writes past the caches, to memory that is aligned to the size of a register.
+// Writes elements [i, i + kPair), rounded once. A NaN stays a NaN, except as narrow_bfloat16 says,
+// but its bits may change. With Stream, writes past the caches, to memory that is aligned to the
+// size of a register.
 template <class T, bool Stream = false>
 [[gnu::always_inline]] inline void store_pair(std::byte* memory, std::size_t i,
                                               Pair value) noexcept {

@@ -61,7 +61,6 @@ class SortingPlan {
   SortingPlan(std::size_t count, Ranks ranks);
 
   [[nodiscard]] Sorting view() const noexcept;
-  [[nodiscard]] std::size_t row_bytes() const noexcept { return row_bytes_; }
 
  private:
   Ranks ranks_;

@@ -79,7 +79,7 @@ void ThreadPool::Job::work() noexcept {
 void ThreadPool::run(std::size_t size, std::size_t chunk, unsigned threads, Body body,
                      void* context) {
   const std::unique_lock<std::mutex> only(one_job_, std::try_to_lock);
-  if (!only.owns_lock() || threads < 2) {
+  if (!only.owns_lock()) {
     const DefaultFloatEnvironment standard;
     body(context, 0, size);
     return;

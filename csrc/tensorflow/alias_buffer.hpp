@@ -9,9 +9,10 @@
 //
 //   value's tensors -> AliasBuffer -> AliasRoot <- slices
 //
-// A root whose count is one has no other references. Without its AliasBuffer it gets no new slices
-// either, so the end of the AliasBuffer or a later sweep deletes such a root. The end of a slice
-// does not, so roots whose slices outlive the AliasBuffer linger until a sweep.
+// A root whose count is one has no slices, of which there could be slices in turn. Without its
+// AliasBuffer it gets none any more, so the end of the AliasBuffer or a later sweep deletes such a
+// root. The end of a slice does not, so roots whose slices outlive the AliasBuffer linger until a
+// sweep.
 #pragma once
 
 #include <atomic>
