@@ -198,7 +198,9 @@ py::object CalledTensors::gpu() const {
     if (tensor.stream != nullptr && streams.insert(tensor.stream).second)
       contexts.insert(context_of_stream(tensor.stream));
   }
-  return contexts.size() == 1 ? py::object(as_bytes(device_uuid(*contexts.begin()))) : py::none();
+  // The memory of a tensor may have no context.
+  if (contexts.size() != 1 || *contexts.begin() == nullptr) return py::none();
+  return as_bytes(device_uuid(*contexts.begin()));
 }
 
 void CalledTensors::gather_into_segment(const BoundLayout& bound, const py::object& segment) const {

@@ -83,6 +83,7 @@ std::size_t most_kept() {
 
 Buffer take_buffer(std::size_t nbytes) {
   const std::size_t capacity = capacity_for(nbytes);
+  if (capacity < nbytes) throw std::bad_alloc();  // it does not fit into a number
   if (capacity >= kLeastKept) {
     // This may throw, which give_buffer must not, so it is called here first.
     static_cast<void>(most_kept());
