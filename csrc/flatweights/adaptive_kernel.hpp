@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "flatweights/adaptive.hpp"
+#include "flatweights/registers.hpp"
 
 namespace flatweights {
 namespace {
@@ -58,7 +59,7 @@ inline void adapt_numbers(const AdaptiveRange& range, const AdaptiveRates& rates
   const T learning_rate = static_cast<T>(rates.learning_rate);
   const T tau = static_cast<T>(rates.tau);
   // An input may be `weights`, but iteration i reads and then writes only element i.
-#pragma GCC ivdep
+  FLATWEIGHTS_IVDEP
   for (std::size_t i = begin; i < end; ++i) {
     T delta = -average[i];
     if constexpr (HasBefore) delta = average[i] - before[i];

@@ -46,7 +46,7 @@ inline void change_range(std::byte* y, const std::byte* x, std::size_t begin, st
     }
   } else {
     // `x` may be `y`, but iteration i reads and then writes only element i.
-#pragma GCC ivdep
+    FLATWEIGHTS_IVDEP
     for (std::size_t i = begin; i < end; ++i) {
       const T rounded = static_cast<T>(
           value(static_cast<double>(load<T>(y, i)), static_cast<double>(load<T>(x, i))));

@@ -24,6 +24,13 @@
 #endif
 #endif
 
+// Before a loop that may be vectorised without looking whether its memory overlaps.
+#if defined(__clang__)
+#define FLATWEIGHTS_IVDEP _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define FLATWEIGHTS_IVDEP _Pragma("GCC ivdep")
+#endif
+
 namespace flatweights {
 namespace {
 
