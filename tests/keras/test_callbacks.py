@@ -514,6 +514,39 @@ def test_every_fit_gives_each_of_several_optimizers_the_same_start(kept: str) ->
     assert all(map(np.array_equal, first, second))
 
 
+def test_of_several_optimizers_that_of_compile_has_slots_of_its_own_variables_alone() -> None:
+    import keras
+    import tensorflow as tf
+
+    from flatweights.keras import AverageLogs, average_gradients
+
+    class Halves(keras.Model):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.one(data[0]) - self.other(data[0]) - data[1]) ** 2)
+            halves = self.one.trainable_variables, self.other.trainable_variables
+            for optimizer, half, grads in zip(
+                both, halves, tape.gradient(loss, halves), strict=True
+            ):
+                optimizer.apply(grads, half)
+            return {"loss": loss}
+
+        def call(self, x: Any) -> Any:
+            return self.one(x) - self.other(x)
+
+    [member] = LocalProcessGroup(1).join_all()
+    made = keras.optimizers.SGD(use_ema=True), keras.optimizers.SGD()  # averages replace weights
+    both = [average_gradients(one, member=member) for one in made]
+    halves = Halves()
+    halves.one, halves.other, halves.second = keras.layers.Dense(1), keras.layers.Dense(1), both[1]
+    halves(np.ones((1, 2)))
+    halves.compile(both[0], run_eagerly=True)
+    data = np.ones((8, 2)), np.ones((8, 1))
+    halves.fit(*data, 4, epochs=2, verbose=0, callbacks=[AverageLogs(member=member)])
+    slots = both[0].variables[2:]  # after the iterations and the rate
+    assert [one.shape for one in slots] == [(2, 1), (1,)]
+
+
 @pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_without_callbacks_a_second_optimizer_compares_its_start_in_every_fit(fails: bool) -> None:
     train = partial(outcome, partial(trained_by_two, "one is the model's", fails=fails))

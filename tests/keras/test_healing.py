@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
@@ -675,18 +676,31 @@ def test_a_loop_of_ones_own_counts_by_iterations(
     data = np.random.default_rng(0).normal(size=(2, 20, 3)).astype(np.float32)
 
     def train(member: Member, steps: int, dies_at: int = -1) -> list[Any]:
-        weights = keras.Variable(np.full(3, 1.0 if dies_at >= 0 else 0.0), dtype="float32")
+        start = 1.0 if dies_at >= 0 else 0.0
+        weights = keras.Variable(np.full(3, start), dtype="float32")
         optimizer: Any = keras.optimizers.SGD(
             0.1, momentum=0.9, gradient_accumulation_steps=accumulates
         )
-        average_gradients(optimizer, member=member, min_results=1, timeout=60.0)
+        # What is updated before and after the gradients are applied, and read by nothing of these.
+        others = [tf.Variable(np.full(2000, start, np.float32)) for _ in range(40)]
+        state = TensorFlowVariables(others)
+        average_gradients(optimizer, member=member, min_results=1, timeout=60.0, state=state)
         optimizer.build([weights])
+
+        def later(_: Any) -> Any:
+            time.sleep(0.02 * member.rank)
+            return np.ones(2000, np.float32)
 
         @tf.function(autograph=False)  # type: ignore[untyped-decorator]
         def step(x: Any) -> None:
+            slow = tf.numpy_function(later, [x], tf.float32, stateful=False)
+            for other in others[::2]:
+                other.assign_add(tf.ensure_shape(slow, 2000))
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum((weights.value - x) ** 2)
             optimizer.apply(tape.gradient(loss, [weights.value]), [weights])
+            for other in others[1::2]:
+                other.assign(0.9 * other + 0.1 * weights.value[0])
 
         while int(optimizer.iterations) < steps:
             done = int(optimizer.iterations)
@@ -697,7 +711,7 @@ def test_a_loop_of_ones_own_counts_by_iterations(
                 group.until_one_is_back()
             step(data[member.rank, done])
         member.average({"the end": np.zeros(1)}, min_results=1)
-        return [np.asarray(one) for one in [weights, *optimizer.variables]]
+        return [np.asarray(one) for one in [weights, *others, *optimizer.variables]]
 
     survivor = pool.submit(train, members[0], 20)
     with pytest.raises(KilledError):

@@ -56,6 +56,7 @@ from flatweights.ray import (
     Variables,
 )
 from flatweights.robust import AnyRule, Rule
+from flatweights.tensorflow import TensorFlowVariables
 from flatweights.tensorflow._python_op import (
     Compute,
     compute_in_python,
@@ -275,16 +276,22 @@ class Averaging:
             # It may have been traced by an earlier fit, without the average.
             model.make_train_function(force=True)
             model.train_function = self._raising_causes(model.train_function)
-        if model.built:
+        is_alone = len(averagings_in(model)) == 1
+
+        def variables() -> Sequence[Any]:
+            return model.trainable_variables if is_alone else variables_of(self._optimizer)
+
+        # Only the first steps of several optimizers tell which variables each of them has.
+        if model.built and (is_alone or self._optimizer.built):
             # Even if the last training did not end, or a member has other weights since `build`.
             self._is_started = False
-            self._optimizer.build(model.trainable_variables)
+            self._optimizer.build(variables())
             if self.handle.min_results is not None:
                 state = self._exchanges.state_of(model.weights)
                 self.progress = Progress(self.handle, callback, callbacks, state, self._more)
                 if self.progress.has_joined:
                     call_after_begin(callback, self.progress.join)
-            self._begun = lambda: model.trainable_variables
+            self._begun = variables
 
     def begin_fit_beside(self, callback: Any) -> None:
         """Give all members the same start in a `fit` whose model has another optimizer, too.
@@ -368,22 +375,7 @@ class Averaging:
 
     def _average_accumulated(self, sums: list[Any]) -> list[Any]:
         """Return the averages of accumulated gradients, in a step that applies them."""
-        averages = self._average(sums, self._accumulated)
-        if self.handle.min_results is not None:
-            self._touch(self._accumulated, averages)
-        return averages
-
-    def _touch(self, variables: list[Any], averages: list[Any]) -> None:
-        """Make all later operations on the state wait for the averages, which may heal it.
-
-        TensorFlow orders operations by the variables that they write, and does not know that the
-        average writes these. Without this, operations outside of this branch would not wait.
-        """
-        own = {id(slot) for slot in own_slots(self._optimizer)}
-        slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
-        with tf.control_dependencies(averages):
-            for variable in map(inner_variable, (*variables, *slots)):
-                variable.assign(variable.read_value())
+        return self._average(sums, self._accumulated)
 
     def _apply_averages(self, grads: Any, trainable_variables: Any = None) -> None:
         grads, variables = self._begin(grads, trainable_variables)
@@ -391,8 +383,7 @@ class Averaging:
         averages = self._average([grads[i] for i in positions], [variables[i] for i in positions])
         for i, average in zip(positions, averages, strict=True):
             grads[i] = average
-        computed = [getattr(average, "values", average) for average in averages]
-        with tf.control_dependencies(computed):  # before that, no slot is read
+        with tf.control_dependencies(_computed(averages)):  # before that, no slot is read
             self._apply_with_all_slots(grads, None if trainable_variables is None else variables)
         for i, average in zip(positions, averages, strict=True):
             if isinstance(average, tf.IndexedSlices):
@@ -567,6 +558,26 @@ class Averaging:
         """
         if not grads:
             return []
+        state = self._state_of_step(variables)
+        with tf.control_dependencies(_in_order(state)):
+            averages = self._averages(grads, variables)
+        if state:
+            with tf.control_dependencies([tf.group(*_computed(averages))]):
+                _in_order(state)
+        return averages
+
+    def _state_of_step(self, variables: Sequence[Any]) -> list[Any]:
+        """Return the variables that the average of a graph may set, since it heals members."""
+        if self.handle.min_results is None or tf.executing_eagerly():
+            return []
+        fit, own = running_fit(), {id(slot) for slot in own_slots(self._optimizer)}
+        slots = [slot for slot in self._optimizer.variables if id(slot) not in own]
+        of_user = [one for one in self._more if isinstance(one, TensorFlowVariables)]
+        more = [one for some in of_user for one in some.variables.values()]
+        state = [*(variables if fit is None else fit.model.weights), *slots, *more]
+        return [*{id(one): one for one in map(inner_variable, state)}.values()]
+
+    def _averages(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         device = device_of([*map(inner_variable, variables)])
         tables = None
         if self.rule is None:
@@ -813,6 +824,20 @@ def averaging_of_optimizer(optimizer: Any) -> Averaging | None:
         return None
     averaging = getattr(optimizer.apply, "__self__", None)
     return averaging if isinstance(averaging, Averaging) else None
+
+
+def _in_order(variables: Sequence[Any]) -> list[tf.Operation]:
+    """Return operations after those on ``variables`` so far; later ones come after them.
+
+    TensorFlow orders the operations of a function by the variables that they use, and does not know
+    that an average writes to these. These operations use them, and move no memory.
+    """
+    used = [tf.raw_ops.VarIsInitializedOp(resource=one.handle) for one in variables]
+    return [tf.group(*used)] if used else []
+
+
+def _computed(averages: Sequence[Any]) -> list[tf.Tensor]:
+    return [getattr(average, "values", average) for average in averages]
 
 
 def _there(averaging: weakref.ref[Averaging]) -> Averaging:

@@ -161,7 +161,8 @@ def test_a_doorbell_without_a_file_leaves_no_descriptor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "is_taken"), [(math.inf, True), (1e300, True), (-math.inf, False), (math.nan, False)]
+    ("seconds", "is_taken"),
+    [(math.inf, True), (1e300, True), (-math.inf, False), (math.nan, False)],
 )
 def test_a_wait_may_be_for_ever_but_not_for_no_number(seconds: float, is_taken: bool) -> None:
     mailbox = _core.Mailbox()
