@@ -101,10 +101,19 @@ class FitOracle(Oracle):
         if not (self._ends_itself or are_over):
             self._fail(f"{self.of(member).process.name} has ended its training early")
 
-    def ended(self, member: Any, steps: Any, weights: Any, told: int | None) -> None:
-        """Check the end of a `fit`; ``told`` is its last epoch, if its own callback has ended it.
+    def ended(
+        self, member: Any, steps: Any, weights: Any, told: int | None, *, is_alone: bool
+    ) -> None:
+        """Check the end of a `fit`.
 
-        All members end with that epoch, or with the next one.
+        Args:
+            member: The member.
+            steps: The steps that it has made.
+            weights: Its weights.
+            told: Its last epoch, if its own callback has ended it: then all members end with that
+                epoch, or with the next one.
+            is_alone: Whether it has ended without the others. If weights are averaged, they average
+                theirs once more.
         """
         self.counts["ended"] += 1
         plan = self._plan
@@ -116,7 +125,8 @@ class FitOracle(Oracle):
         if told is not None and made > (told + 2) * plan["steps"]:
             name = self.of(member).process.name
             self._fail(f"{name} ends in epoch {told}, and the others have made {made} steps")
-        self._agree(member, "the end", (made, weights.tobytes()))
+        if not (is_alone and not plan["gradients"]):
+            self._agree(member, "the end", (made, weights.tobytes()))
 
     def leaves(self, member: Any, last: int | None) -> None:
         """Check that members that have met at the end have done so equally often."""

@@ -231,9 +231,11 @@ class Fit:
         progress.end()
         self.oracle.leaves(self.member, self.last)
         self._average_last()
-        self.oracle.ended(self.member, self.iterations, self.weights, told)
+        is_alone = progress.has_ended_alone
+        self.oracle.ended(self.member, self.iterations, self.weights, told, is_alone=is_alone)
         self._stopping.on_train_end()
-        self.oracle.has_best(self.member, self.weights)
+        if not is_alone:
+            self.oracle.has_best(self.member, self.weights)
 
     def _begin_alike(self, epoch: int | None) -> None:
         if self.member.lacks_state:
@@ -366,6 +368,9 @@ class Fit:
 
     def _average_last(self) -> None:
         """Average the weights of batches after the last average, as `AverageWeights` does."""
+        assert self._progress is not None
+        if self._progress.has_ended_alone:
+            return
         trained = self._averages_weights and bool(self._averaging.steps)
         self.oracle.averages_last(self.member, trained)
         if not trained:

@@ -37,6 +37,7 @@ BLOCKS = [
 ]
 FOUND = {
     "group": (4667, 5840),
+    "fit": (3657, 4268),
     "members": (110992,),
     "nodes": (4218, 62020, 700280, 4025274, 4037996),
 }  # later ones, which have found something

@@ -299,6 +299,10 @@ class AverageWeights(MemberCallback, HasCounts):
         # Members that have been late are not at the same call as the others.
         if not handle.may_be_late:
             trained = any(handle.gather(trained, "the end of training", at="end").weights.values())
+        progress = self._progress
+        if progress is not None and progress.has_ended_alone:  # the others may be in an epoch
+            super().on_train_end()
+            return
         if trained:
             self._progress = None  # all members that are still there have the state
             self._average("epoch", steps=not ends)

@@ -140,6 +140,8 @@ class Progress:
         stopped_in: The epoch in which a callback has stopped the training, if the others could not
             be told then: this member stops at the end of the first later epoch in which it is
             where they are. None without such a stop.
+        has_ended_alone: Whether too few others have come to the end in time. They may be anywhere:
+            this member makes no further call.
     """
 
     def __init__(
@@ -164,6 +166,7 @@ class Progress:
         self.params: dict[str, Any] = callback.params
         self.has_joined = handle.take().lacks_state
         self.stopped_in: int | None = None
+        self.has_ended_alone = False
         self._handle = handle
         self._model = callback.model
         self._position = SavedPosition()
@@ -331,10 +334,11 @@ class Progress:
             with out_of_sync_is_error(member, False):
                 met = self._handle.gather(place, "place", at="epoch", state=self.state)
         except WorkerError as error:
-            if not (ends and has_state):
+            if not (ends and has_state) or member.lacks_state:  # it has missed the last calls
                 raise
             # Too few are left for another step, but there is none: this member has the result.
             _log.warning("the end of a training does not wait for other members: %s", error)
+            self.has_ended_alone = True
             return fit.Met(self._now.epoch, is_over=True)
         places = {rank: met.weights[rank] for rank in sorted(met.used)}
         epochs, have_ended, wait = zip(*places.values(), strict=True)
