@@ -33,6 +33,7 @@ napoleon_use_ivar = True  # attributes of named tuples are documented once
 napoleon_custom_sections = [("Attributes", "params_style")]  # and not headed "Variables"
 autodoc_class_signature = "mixed"
 autodoc_default_options = {"members": True}
+autoclass_content = "both"  # arguments of a class are documented in its constructor
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
 
