@@ -274,19 +274,17 @@ def test_norm_beyond_the_range_of_squares(scale: float) -> None:
     assert fw.norm(fw.FlatWeights(parts)) == 5 * scale
 
 
-def test_norm_of_subnormals_and_of_the_largest_numbers() -> None:
+def test_norm_of_zeros_subnormals_and_the_largest_numbers() -> None:
+    assert fw.norm(np.zeros(0)) == fw.norm(np.zeros(5)) == fw.norm(np.array(-0.0)) == 0
+    assert math.copysign(1, fw.norm(np.array([-0.0]))) == 1
     for dtype in (np.float16, BFLOAT16, np.float32, np.float64):
         info = ml_dtypes.finfo(dtype)
         for value in (info.smallest_subnormal, info.tiny, info.max):
             for count in (1, 4):
                 root = float(value) * math.sqrt(count)
                 assert fw.norm(np.full(count, value, dtype)) == root
+        assert fw.isfinite(np.full(3, info.max, dtype))
     assert fw.norm(np.full(4, 1.7e308)) == math.inf
-
-
-def test_norm_of_nothing_and_of_zeros() -> None:
-    assert fw.norm(np.zeros(0)) == fw.norm(np.zeros(5)) == fw.norm(np.array(-0.0)) == 0
-    assert math.copysign(1, fw.norm(np.array([-0.0]))) == 1
 
 
 @each(at=[0, 5, BLOCK, 2 * BLOCK])
@@ -304,11 +302,6 @@ def test_nan_and_infinity_are_found_wherever_they_are(
     assert math.isnan(found) if math.isnan(value) else found == math.inf
     both = np.array([np.inf, np.nan]).astype(averaged_dtype)
     assert math.isnan(fw.norm(both))
-
-
-def test_the_largest_numbers_are_finite() -> None:
-    for dtype in (np.float16, BFLOAT16, np.float32, np.float64):
-        assert fw.isfinite(np.full(3, ml_dtypes.finfo(dtype).max, dtype))
 
 
 # Clipping.
