@@ -125,6 +125,9 @@ def test_optimizers_modules_and_objects_without_what_is_not_trained() -> None:
     ]
     leaf = TensorFlowVariables(Leaf(), trainable_only=True)
     assert list(leaf.variables) == ["w"]
+    tree = Tree()
+    found = TensorFlowVariables(tree, trainable_only=True).variables.values()
+    assert {id(v) for v in found} == {id(v) for v in tree.trainable_variables}
     frozen = tf.Variable(1.0, trainable=False)
     assert list(TensorFlowVariables([Leaf(), frozen], trainable_only=True).variables) == ["0/w"]
     with pytest.raises(ValueError, match="to have trainable variables, found none"):
@@ -139,12 +142,6 @@ def test_frozen_variables_of_a_graph() -> None:
         assert list(TensorFlowVariables(a + b, trainable_only=True).variables) == ["a"]
         given = TensorFlowVariables(None, input_variables=[a, b], trainable_only=True)
         assert list(given.variables) == ["a"]
-
-
-def test_a_module_agrees_with_tensorflow_on_what_is_trained() -> None:
-    tree = Tree()
-    found = TensorFlowVariables(tree, trainable_only=True).variables.values()
-    assert {id(v) for v in found} == {id(v) for v in tree.trainable_variables}
 
 
 def test_variables_are_shared_between_models_once() -> None:
@@ -508,12 +505,6 @@ def test_lookups_and_bins_of_adapted_layers(module: Any) -> None:
     if own:
         with pytest.warns(RuntimeWarning, match="'string_lookup/idf_weights'"):
             weights.set_weights({"string_lookup/idf_weights": np.zeros(3)})
-
-
-def test_a_variable_without_a_fixed_shape_can_be_left_out() -> None:
-    rows = tf.Variable([[1.0]], shape=(None, 1), name="rows")
-    with pytest.raises(ValueError, match=r"'rows': expected a fixed shape, got .*; leave it out"):
-        TensorFlowVariables([rows, tf.Variable(1.0)])
 
 
 def test_a_loaded_saved_model(tmp_path: Path) -> None:
