@@ -28,51 +28,43 @@ def weights_named(names: Any, dtype: Any = np.float32) -> Any:
     return {n: np.zeros(s, dtype) for n, s in zip(names, SHAPES.values(), strict=True)}
 
 
-def test_known_names_match_by_name_in_any_order() -> None:
+def test_known_names_match_by_name_in_any_order_and_number() -> None:
     given = weights_named(SHAPES)
     backwards = dict(reversed(list(given.items())))
     assert match_slots(backwards, model_layout()) == dict(enumerate(SHAPES))
-
-
-def test_a_subset_matches_by_name() -> None:
     assert match_slots({"dense_1/bias": np.zeros(4)}, model_layout()) == {3: "dense_1/bias"}
 
 
-def test_shifted_automatic_numbers_match_by_position() -> None:
-    # dense_1 is known too: by name it would set the wrong layer.
-    names = ["dense_1/kernel", "dense_1/bias", "dense_2/kernel", "dense_2/bias"]
-    assert match_slots(weights_named(names), model_layout()) == dict(enumerate(names))
+# In the first, dense_1 is known too: by name it would set the wrong layer.
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["dense_1/kernel", "dense_1/bias", "dense_2/kernel", "dense_2/bias"],
+        [f"actor/{name}" for name in SHAPES],
+    ],
+    ids=["shifted numbers", "renamed scope"],
+)
+def test_other_names_match_by_position_unless_it_is_strict(names: Any) -> None:
+    given = weights_named(names)
+    assert match_slots(given, model_layout()) == dict(enumerate(names))
+    with pytest.raises(ValueError, match="strict: expected the names of the model; missing"):
+        match_slots(given, model_layout(), strict=True)
 
 
-def test_a_renamed_scope_matches_by_position() -> None:
-    names = [f"actor/{name}" for name in SHAPES]
-    assert match_slots(weights_named(names), model_layout()) == dict(enumerate(names))
-
-
-def test_position_needs_the_same_dtypes() -> None:
+def test_position_needs_the_same_dtypes_names_and_a_full_set() -> None:
     names = [f"actor/{name}" for name in SHAPES]
     with pytest.raises(AssertionError, match="No variables in the input matched"):
         match_slots(weights_named(names, np.float64), model_layout())
-
-
-def test_ignored_names_do_not_count_for_a_position() -> None:
-    # Otherwise the state of a generator would be set as the last bias.
-    names = [*(f"actor/{name}" for name in [*SHAPES][:3]), "seed_generator_state"]
+    # Ignored names do not count, or the state of a generator would be set as the last bias.
+    seed = "seed_generator_state"
     with pytest.raises(AssertionError, match="No variables in the input matched"):
-        match_slots(weights_named(names), model_layout(), ignored={"seed_generator_state"})
-
-
-def test_position_needs_names() -> None:
+        match_slots(weights_named([*names[:3], seed]), model_layout(), ignored={seed})
     # Numbers would look like positions, which may disagree with the order of the items.
     given: Any = dict(enumerate(weights_named(SHAPES).values()))
     with pytest.raises(
         AssertionError, match=r"expected 'dense/kernel', .*, got 0, 1, 2 and 1 more"
     ):
         match_slots(given, model_layout())
-
-
-def test_position_needs_a_full_set() -> None:
-    names = [f"actor/{name}" for name in SHAPES]
     given = weights_named(names)
     del given["actor/dense/bias"]
     with pytest.raises(
@@ -92,18 +84,6 @@ def test_the_warning_points_at_the_caller() -> None:
     with pytest.warns(UserWarning, match="ignores 1 weights") as caught:
         model.weights.set_weights({"w": np.ones(2), "m": np.ones(2)})
     assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        [f"actor/{name}" for name in SHAPES],
-        ["dense_1/kernel", "dense_1/bias", "dense_2/kernel", "dense_2/bias"],
-    ],
-)
-def test_strict_refuses_positions(names: Any) -> None:
-    with pytest.raises(ValueError, match="strict: expected the names of the model; missing"):
-        match_slots(weights_named(names), model_layout(), strict=True)
 
 
 def test_strict_refuses_subsets_and_extras() -> None:
