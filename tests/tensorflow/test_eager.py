@@ -347,7 +347,7 @@ FORKED = """
 import os, signal, threading
 os.environ["FLATWEIGHTS_TENSORFLOW"] = "ops"
 import tensorflow as tf
-from flatweights.tensorflow import TensorFlowVariables
+from flatweights.tensorflow import TensorFlowVariables, _eager
 
 weights = TensorFlowVariables(tf.Variable([1.0, 2.0]))
 inside, go_on = threading.Event(), threading.Event()
@@ -359,7 +359,7 @@ def call():  # as one that has not run its last operation
 
 thread = threading.Thread(target=call)
 thread.start()
-inside.wait()
+assert inside.wait(60)
 child = os.fork()
 if not child:
     signal.alarm(60)
