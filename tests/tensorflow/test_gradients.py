@@ -474,6 +474,23 @@ def test_the_norm_of_large_and_small_numbers_is_finite(
     np.testing.assert_allclose(np.asarray(flat, "complex128"), 0.25 * min(1, size), rtol=1e-2)
 
 
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_a_norm_that_is_the_bound_changes_nothing_and_a_huge_complex_one_is_clipped(
+    symbolic: bool,
+) -> None:
+    def clipped(gradient: Any, most: float) -> Any:
+        weights = TensorFlowVariables(tf.Variable(tf.zeros_like(gradient)))
+
+        def clip(given: Any) -> Any:
+            return weights.flatten_gradients([given], clip_norm=most)
+
+        return np.asarray((tf.function(clip, autograph=False) if symbolic else clip)(gradient))
+
+    assert clipped(tf.constant([13.0, 84.0]), 85.0).tolist() == [13.0, 84.0]
+    huge = clipped(tf.constant([3e38 + 3e38j], tf.complex64), 5.0)
+    np.testing.assert_allclose(np.abs(huge), 5.0, rtol=1e-5)
+
+
 # Refusals
 
 

@@ -289,6 +289,9 @@ class AverageWeights(MemberCallback, HasCounts):
     def on_train_end(self, logs: Any = None) -> None:
         """Average once more, if a member has trained since; leave, if no member was given."""
         self._meet_at_end()
+        if self._progress is not None and self._progress.has_ended_alone:
+            super().on_train_end()  # the others may be in an epoch
+            return
         self._count()
         # Keras has then just set the weights to this member's own moving averages, whose mean is no
         # step of an outer optimizer.
@@ -299,10 +302,6 @@ class AverageWeights(MemberCallback, HasCounts):
         # Members that have been late are not at the same call as the others.
         if not handle.may_be_late:
             trained = any(handle.gather(trained, "the end of training", at="end").weights.values())
-        progress = self._progress
-        if progress is not None and progress.has_ended_alone:  # the others may be in an epoch
-            super().on_train_end()
-            return
         if trained:
             self._progress = None  # all members that are still there have the state
             self._average("epoch", steps=not ends)

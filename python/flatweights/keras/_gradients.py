@@ -108,8 +108,9 @@ def average_gradients(
     Before the first step of the first ``fit``, all members get the trainable variables and the
     optimizer's slots of rank 0. ``optimizer.build(model.trainable_variables)`` does that. Call it
     yourself before the first gradients of your own loop, and, if members may differ, before
-    another ``fit`` or one with ``run_eagerly=True``. `AverageLogs` and `AverageWeights` call it at
-    the start of each ``fit``. Otherwise a difference is an error at the first step.
+    another ``fit`` or one with ``run_eagerly=True``; each of several optimizers with its own
+    variables. `AverageLogs` and `AverageWeights` call it at the start of each ``fit``, of several
+    optimizers for those that are built. Otherwise a difference is an error at the first step.
     All members need optimizers with the same settings, and the same callbacks that change the
     learning rate or end the training: if these differ, all raise `flatweights.ray.CallsDifferError`
     before the first step. They need gradients of the same variables in each step: a variable that
@@ -465,7 +466,7 @@ class Averaging:
     def _check_fit(self, fit: Fit | None) -> None:
         """Raise if ``fit`` is one whose members may come back, without our callbacks."""
         if self.handle.min_results is not None and self.progress is None and fit is not None:
-            if averaging_of(fit.model) is not self:
+            if averaging_of(fit.model) is not self or len(averagings_in(fit.model)) > 1:
                 raise ValueError(
                     "average_gradients(min_results=): expected the optimizer that the model was "
                     "compiled with, got another one. Members that come back are healed for one "

@@ -483,6 +483,6 @@ class ServerOptimizer(ABC, Generic[Model]):
     def _check_whole(self) -> None:
         if not self._is_whole:
             raise RuntimeError(
-                "a step is running, or was interrupted and has changed a part of the model: then "
-                "continue from a state that was saved or pickled before"
+                "a step is running, or was interrupted and has changed a part of the model: after "
+                "an interrupt, continue from a state that was saved or pickled before"
             )

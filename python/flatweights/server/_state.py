@@ -119,7 +119,7 @@ class Run:
             block = Block(wide, numbers, dict(vectors), weights, scratch)
             yield block
             if block.vectors.keys() != vectors.keys():
-                got = f"{[*block.vectors]}"
+                got = [*block.vectors]
                 raise ValueError(f"block.vectors: expected {[*vectors]}, got {got}")
             targets = (wide, *vectors.values())
             after = (block.weights, *[block.vectors[name] for name in vectors])

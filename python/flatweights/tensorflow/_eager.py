@@ -77,7 +77,7 @@ class EagerOperations(Operations):
         """Assign variables one by one on the host, and whole buckets at once elsewhere.
 
         All values are converted before the first assignment, which a lack of memory or an interrupt
-        in the conversion then leaves undone.
+        in the conversion then leaves undone; except those of a part of a bucket elsewhere.
         """
         with eagerly():
             parts = [(bucket, bucket.among(values)) for bucket in self.buckets]

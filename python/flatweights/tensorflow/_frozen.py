@@ -35,7 +35,8 @@ def check_frozen(array: NDArray[Any], where: str) -> None:
             raise ValueError(
                 f"{where}: to be shared, expected read-only memory, such as ray.get returns, got "
                 f"{got}: its owner could change the model unnoticed. "
-                "array.setflags(write=False) freezes an array, but not what it is a view of"
+                "array.setflags(write=False) freezes an array, but not what it is a view of: copy "
+                "that first"
             )
         link = beneath
 

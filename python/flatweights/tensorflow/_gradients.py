@@ -182,7 +182,7 @@ class Gradients:
             call = "flatten its gradients"
             with graph.as_default() if is_inside else isolated(graph, call):
                 built = _clipped(concat(gradients, self._layout, dtype), most)
-            if None not in names:
+            if None not in names and not is_inside:
                 self._built[key] = built
         return built
 
@@ -231,7 +231,7 @@ def _dense(gradient: Any, slot: Slot, i: int) -> tf.Tensor:
         raise ValueError(f"{place_of(i, slot)}: expected {slot.shape}, got {shape}")
     wide = _dtype_of_sums(np.dtype(values.dtype.as_numpy_dtype))
     rows, indices = slot.shape[0], tf.convert_to_tensor(gradient.indices)
-    # The sum leaves out rows of negative indices, but raises for those that are too large.
+    # On a CPU, the sum raises for indices that are too large, but leaves out negative ones.
     indices = tf.where(indices < 0, tf.cast(rows, indices.dtype), indices)
     return tf.math.unsorted_segment_sum(tf.cast(values, wide), indices, rows)
 
@@ -339,11 +339,15 @@ def _clipped(flat: tf.Tensor, most: float | None) -> tf.Tensor:
         return flat
     # For float16, the sum of squares overflows at a norm of 256.
     wide = tf.cast(flat, tf.float32) if flat.dtype.size < 4 else flat
-    # In units of the largest element, since squares overflow from 1e19 on in float32.
-    largest = tf.reduce_max(tf.abs(wide))
-    unit = tf.where(largest > 0, largest, 1)
-    scaled = wide / tf.cast(unit, wide.dtype)
-    norm = tf.linalg.global_norm([tf.abs(scaled)])
+    parts = [tf.math.real(wide), tf.math.imag(wide)] if wide.dtype.is_complex else [wide]
+    norm = tf.linalg.global_norm(parts)
+    # Squares overflow from 1e19 on in float32, or vanish: then in units of the largest element.
+    largest = tf.reduce_max([tf.reduce_max(tf.abs(part)) for part in parts])
+    is_plain = (tf.math.is_finite(norm) & (norm > 0)) | ~(largest > 0)
+    unit = tf.where(is_plain, tf.ones_like(largest), largest)
+    parts = [part / unit for part in parts]
+    scaled = tf.complex(*parts) if wide.dtype.is_complex else parts[0]
+    norm = tf.linalg.global_norm(parts)
     # Unlike in `tf.clip_by_global_norm`, nothing changes if the norm is 0 or equals the bound.
     bound = tf.constant(min(most, float(norm.dtype.max)), norm.dtype)
     clipped = tf.where(norm > bound / unit, scaled * tf.cast(bound / norm, wide.dtype), wide)

@@ -138,6 +138,8 @@ class MemberPlatform(GroupPlatform):
         """Return the result of a call or an object of the store, or raise its exception."""
         try:
             return super().get(ref, timeout)
+        except ray.exceptions.RayTaskError:
+            raise
         except BaseException:  # also an interrupt
             with contextlib.suppress(Exception):  # Ray may be shut down
                 ref.future()  # the call may still fail, and Ray logs errors that nobody fetches
