@@ -35,7 +35,7 @@ class Adapted:
 
     def check(self) -> None:
         """Warn, once, of the first variable whose value is not that of the layer's constant."""
-        name = self._differing()
+        name = self._differing() if self._found else None
         if name is None:
             return
         self._found = []
