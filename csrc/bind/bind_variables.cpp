@@ -51,6 +51,8 @@ void bind_variables(py::module_& m) {
            py::arg("dtypes"), py::arg("context"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def_property_readonly("try_get", &BoundVariables::getter)
       .def_property_readonly("try_set", &BoundVariables::setter)
+      .def_property_readonly("try_get_packed", &BoundVariables::packed_getter)
+      .def_property_readonly("try_set_packed", &BoundVariables::packed_setter)
       .def("get_vector", &BoundVariables::get_vector, py::arg("out"))
       .def("get_packed", &BoundVariables::get_packed, py::arg("buffer"))
       .def_property_readonly("gpu", &BoundVariables::gpu)

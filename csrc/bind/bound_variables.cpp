@@ -5,6 +5,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "device_segments.hpp"
@@ -46,30 +47,30 @@ PyObject* with_python_errors(F&& body) noexcept {
 
 BoundVariables& variables_of(PyObject* self) { return py::cast<BoundVariables&>(py::handle(self)); }
 
-PyObject* get_for(PyObject* self, PyObject* out) {
-  return with_python_errors([&] {
+// Calls `move` with `argument`; if the variables are not ready, returns what says that nothing was
+// done.
+template <auto move>
+PyObject* call_move(PyObject* self, PyObject* argument) {
+  using Result = std::invoke_result_t<decltype(move), BoundVariables&, const py::object&>;
+  return with_python_errors([&]() -> PyObject* {
+    Result result{};
     try {
-      const auto target = py::reinterpret_borrow<py::object>(out);
-      return variables_of(self).try_get(target).release().ptr();
+      result = (variables_of(self).*move)(py::reinterpret_borrow<py::object>(argument));
     } catch (const UnreadyError&) {
-      return py::none().release().ptr();
     }
+    if constexpr (std::is_same_v<Result, bool>)
+      return Py_NewRef(result ? Py_True : Py_False);
+    else
+      return result ? result.release().ptr() : Py_NewRef(Py_None);
   });
 }
 
-PyObject* set_for(PyObject* self, PyObject* flat) {
-  return with_python_errors([&] {
-    try {
-      const auto source = py::reinterpret_borrow<py::object>(flat);
-      return py::bool_(variables_of(self).try_set(source)).release().ptr();
-    } catch (const UnreadyError&) {
-      return py::bool_(false).release().ptr();
-    }
-  });
-}
-
-PyMethodDef get_definition{"try_get", &get_for, METH_O, nullptr};
-PyMethodDef set_definition{"try_set", &set_for, METH_O, nullptr};
+PyMethodDef get_definition{"try_get", &call_move<&BoundVariables::try_get>, METH_O, nullptr};
+PyMethodDef set_definition{"try_set", &call_move<&BoundVariables::try_set>, METH_O, nullptr};
+PyMethodDef get_packed_definition{"try_get_packed", &call_move<&BoundVariables::try_get_packed>,
+                                  METH_O, nullptr};
+PyMethodDef set_packed_definition{"try_set_packed", &call_move<&BoundVariables::try_set_packed>,
+                                  METH_O, nullptr};
 
 py::object function_of(PyMethodDef& definition, const py::object& self) {
   PyObject* const function = PyCFunction_New(&definition, self.ptr());
@@ -137,6 +138,14 @@ py::object BoundVariables::setter(const py::object& self) {
   return function_of(set_definition, self);
 }
 
+py::object BoundVariables::packed_getter(const py::object& self) {
+  return function_of(get_packed_definition, self);
+}
+
+py::object BoundVariables::packed_setter(const py::object& self) {
+  return function_of(set_packed_definition, self);
+}
+
 py::object BoundVariables::try_get(const py::object& out) {
   api_.prefetch(variables_);
   if (!uniform_ || !is_ready()) return py::none();
@@ -157,6 +166,18 @@ bool BoundVariables::try_set(const py::object& flat) {
   api_.prefetch(variables_);
   if (!uniform_ || !is_uniform_vector(flat) || !is_ready()) return false;
   scatter(uniform_parts(flat), nullptr, py::none());
+  return true;
+}
+
+bool BoundVariables::try_get_packed(const py::object& buffer) {
+  if (!is_exact_array(buffer)) return false;
+  get_packed(py::reinterpret_borrow<py::array>(buffer));
+  return true;
+}
+
+bool BoundVariables::try_set_packed(const py::object& buffer) {
+  if (!is_exact_array(buffer)) return false;
+  set_packed(py::reinterpret_borrow<py::array>(buffer), false);
   return true;
 }
 

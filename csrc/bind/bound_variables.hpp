@@ -45,10 +45,16 @@ class BoundVariables {
   // The same for writing; returns false if that takes more than moving bytes.
   bool try_set(const py::object& flat);
 
-  // Python functions that call try_get and try_set for `self`, the object that holds this. With
-  // cold caches, a call through a pybind11 class takes longer than reading a small model.
+  // The same for packed buffers, of any model. Other objects than arrays take more than that.
+  bool try_get_packed(const py::object& buffer);
+  bool try_set_packed(const py::object& buffer);
+
+  // Python functions that call these four for `self`, the object that holds this. With cold
+  // caches, a call through a pybind11 class takes longer than reading a small model.
   static py::object getter(const py::object& self);
   static py::object setter(const py::object& self);
+  static py::object packed_getter(const py::object& self);
+  static py::object packed_setter(const py::object& self);
 
   // Where dtypes differ, a get casts as `cast_all` does, and a set as `cast_for_slot` and
   // `cast_all` do.

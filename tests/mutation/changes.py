@@ -379,8 +379,8 @@ CHANGES = (
     ),
     Change(
         "python/flatweights/tensorflow/_mover.py",
-        '            if not self._replicas:\n                own["try_set"] = whole.try_set',
-        '            own["try_set"] = whole.try_set',
+        'if whole is not None and not (name.startswith("try_set") and self._replicas):',
+        "if whole is not None:",
         ("tests/tensorflow/test_distributed.py", "tests/tensorflow/"),
     ),
     Change(

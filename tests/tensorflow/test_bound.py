@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from python_calls import functions_in
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import executor as eager_executor
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
@@ -378,6 +379,23 @@ def test_variables_live_as_long_as_what_moves_them() -> None:
     assert weights.get_flat().tolist() == [1, 2, 3]
     weights.add_flat([1, 1, 1])
     assert read(weights.variables.values()).tolist() == [2, 3, 4]
+
+
+@bound_alone
+def test_hot_loops_enter_few_functions_of_python(path: Any) -> None:
+    x = keras.Input((3,))
+    weights = bound(keras.Model(x, keras.layers.Dense(4)(keras.layers.Dense(2)(x))))
+    out, buffer = weights.get_flat(), weights.get_weights().buffer
+    checks = ["TensorFlowVariables._mover", "Changes.check"]
+    called: dict[str, list[str]] = {
+        "get_flat": functions_in(lambda: weights.get_flat(out)),
+        "gather_into": functions_in(lambda: weights.gather_into(buffer)),
+        "set_flat": functions_in(lambda: weights.set_flat(out)),
+        "scatter": functions_in(lambda: weights.scatter(buffer)),
+    }
+    for name, entered in called.items():
+        after = ["Adapted.check"] if name in ("set_flat", "scatter") else []
+        assert entered == [f"TensorFlowVariables.{name}", *checks, *after]
 
 
 def test_memory_of_deleted_variables_is_released() -> None:

@@ -84,7 +84,8 @@ class _Sequence:
         return held
 
     def is_same(self) -> bool:
-        return self.now == self.before  # layers, by identity
+        same: bool = getattr(self._layer, self._name) == self.before  # layers, by identity
+        return same
 
 
 def _variables_in(layers: Iterable[Any]) -> list[Any]:

@@ -53,8 +53,8 @@ class Mover:
     A move between all variables and one buffer is first tried directly in the core. If that
     fails, the general path checks, binds again, converts, and uses operations.
 
-    For eager variables that are all bound, `try_get` and `try_set` are functions of the core,
-    without a Python frame.
+    For eager variables that are all bound, `try_get`, `try_set` and those of packed buffers are
+    functions of the core, without a Python frame.
     """
 
     def __init__(
@@ -117,12 +117,10 @@ class Mover:
         self._binding = binding
         whole = binding.bound if self._is_eager and not binding.others else None
         own = vars(self)  # these attributes hide the methods
-        own.pop("try_get", None)
-        own.pop("try_set", None)
-        if whole is not None:
-            own["try_get"] = whole.try_get
-            if not self._replicas:
-                own["try_set"] = whole.try_set
+        for name in ("try_get", "try_get_packed", "try_set", "try_set_packed"):
+            own.pop(name, None)
+            if whole is not None and not (name.startswith("try_set") and self._replicas):
+                own[name] = getattr(whole, name)
 
     def try_get(self, out: Any) -> NDArray[Any] | None:
         """Read all variables into ``out``, or a new vector if it is None.
@@ -141,6 +139,14 @@ class Mover:
         if is_set:
             self._follow()
         return is_set
+
+    def try_get_packed(self, buffer: Any) -> bool:
+        """Read all variables into a packed buffer; False if that takes more than moving bytes."""
+        return False
+
+    def try_set_packed(self, buffer: Any) -> bool:
+        """Write all variables from a packed buffer; False if that takes more than moving bytes."""
+        return False
 
     def get_vector(self, out: NDArray[Any]) -> None:
         """Read all variables into the vector ``out``, cast to its dtype."""

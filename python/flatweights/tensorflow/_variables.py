@@ -510,7 +510,9 @@ class TensorFlowVariables:
             ValueError: If it is another one.
             RuntimeError: As `get_flat`.
         """
-        self._mover.get_packed(buffer)
+        mover = self._mover
+        if not mover.try_get_packed(buffer):
+            mover.get_packed(buffer)
 
     def scatter(self, buffer: NDArray[np.uint8], *, seeds: bool = True) -> None:
         """Set all variables from a packed ``buffer``, which is not changed.
@@ -535,7 +537,9 @@ class TensorFlowVariables:
             ValueError: If it is another one; no variable is changed.
             RuntimeError: As `get_flat`.
         """
-        self._set_packed(buffer, seeds=seeds)
+        keeps = self._seeds and not seeds
+        if keeps or not self._mover.try_set_packed(buffer):
+            self._set_packed(buffer, seeds=seeds)
         self._adapted.check()
 
     @property

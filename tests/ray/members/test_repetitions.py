@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from held import Held
 from process_groups import LocalProcessGroup, kill
+from python_calls import functions_in
 from reference import same_bits
 
 import flatweights as fw
@@ -170,6 +171,20 @@ def test_kinds_of_calls_take_turns(threads: ThreadPoolExecutor) -> None:
         assert after == number
         assert values == [step + 0.5, step + 1.0, 10.0 * step + 0.5]
     assert group.made >= 40
+
+
+def test_a_call_that_is_repeated_enters_few_functions_of_python(
+    threads: ThreadPoolExecutor,
+) -> None:
+    group = Watched(2)
+
+    def act(member: Member) -> list[list[str]]:
+        variables = Held(weights=np.full(50, float(member.rank)))
+        return [functions_in(lambda: member.average_variables(variables)) for _ in range(20)]
+
+    for entered in all_of(threads, group.members, act):
+        own = [name for name in entered[-1] if not name.startswith(("Held.", "Layout."))]
+        assert len(own) <= 7, own  # eight more for a `TensorFlowVariables`
 
 
 def average_in_turns(member: Member, kinds: list[Held], steps: int) -> None:
