@@ -775,7 +775,7 @@ def test_autograph_leaves_what_a_step_calls(
         stacks.append(traceback.extract_stack())
         return compute_in_python(*args, **options)
 
-    monkeypatch.setattr("flatweights.keras._gradients.compute_in_python", compute)
+    monkeypatch.setattr("flatweights.keras._step_average.compute_in_python", compute)
     weights = keras.Variable(np.zeros(2, np.float32))
     optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
     optimizer.build([weights])

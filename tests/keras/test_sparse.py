@@ -312,13 +312,14 @@ def test_other_rows_than_those_agreed_on_are_an_error(pool: ThreadPoolExecutor) 
         optimizer.build([table])
         averaging = averaging_of_optimizer(optimizer)
         assert averaging is not None
-        averages = averaging._exchange_rows
+        exchange = averaging.step._exchange
 
-        def of_another_step(tables: Any, *args: Any) -> None:
+        def of_another_step(make: Any, grads: Any) -> None:
+            tables = make.func.__self__
             tables._unions = [tables._unions[0] + member.rank]
-            averages(tables, *args)
+            exchange(make, grads)
 
-        vars(averaging)["_exchange_rows"] = of_another_step
+        vars(averaging.step)["_exchange"] = of_another_step
         rows = tf.IndexedSlices(np.ones((1, 1), np.float32), [3], (99, 1))
         with pytest.raises(RuntimeError, match="expected the same rows of all members"):
             optimizer.apply([rows], [table])

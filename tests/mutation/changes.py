@@ -245,14 +245,14 @@ CHANGES = (
         ("tests/keras/test_fit_states.py", "tests/keras/test_healing.py", "tests/keras/"),
     ),
     Change(
-        "python/flatweights/keras/_gradients.py",
+        "python/flatweights/keras/_training.py",
         "        self._steps_before = steps\n",
         "",
         ("tests/keras/test_optimizers.py", "tests/keras/"),
     ),
     Change(
-        "python/flatweights/keras/_gradients.py",
-        "            self._is_started = False  # all members start again in the next fit\n",
+        "python/flatweights/keras/_training.py",
+        "            self.is_started = False  # all members start again in the next fit\n",
         "",
         ("tests/keras/test_optimizers.py", "tests/keras/"),
     ),

@@ -60,10 +60,10 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         agree([one._handle for one in of_this_fit] + [one.handle for one in self._averagings])
         self._member: Member = self._handle.begin(running_fit(outermost=True))
         if averaging is not None:
-            averaging.begin_fit(self)
+            averaging.training.begin(self, is_alone=not more)
         for one in more:
-            one.begin_fit_beside(self)
-        self._progress = None if averaging is None else averaging.progress
+            one.training.begin_beside(self)
+        self._progress = None if averaging is None else averaging.training.progress
         is_brought_along = self._progress is not None or any(
             one.makes_progress for one in of_this_fit
         )
@@ -78,7 +78,7 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Meet the others, if they may be in another epoch."""
         for averaging in self._averagings:
-            averaging.begin_epoch(epoch)
+            averaging.training.begin_epoch(epoch)
         if self._progress is not None:
             self._progress.begin_epoch(epoch)
 
@@ -134,5 +134,5 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Leave the process group, if no member was given."""
         self._meet_at_end()
         for averaging in self._averagings:
-            averaging.end_fit()
+            averaging.training.end()
         self._handle.end()

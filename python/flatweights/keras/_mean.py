@@ -63,4 +63,4 @@ def mean_over_members(tensor: Any, optimizer: Any = None, *, name: str = "tensor
             "optimizer as an argument, as in mean_over_members(tensor, average_gradients(...)), "
             f"got {'no such fit' if optimizer is None else type(optimizer).__name__}"
         )
-    return averaging.mean(tensor, name)
+    return averaging.step.mean(tensor, name)

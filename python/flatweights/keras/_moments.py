@@ -60,10 +60,10 @@ def _moments(
         own: tuple[tf.Tensor, tf.Tensor] = local()
         return own
     _alone.discard(layer)
-    if averaging.rule is not None:
+    if averaging.step.rule is not None:
         raise ValueError(
             f"rule: expected None with the layer {layer.name!r}, which is synchronized, got "
-            f"{averaging.rule.name}: moments are means, so one member can spoil those of all"
+            f"{averaging.step.rule.name}: moments are means, so one member can spoil those of all"
         )
     axes = [k for k in range(inputs.shape.rank) if k != layer.axis % inputs.shape.rank]
     if mask is None:
@@ -78,7 +78,7 @@ def _moments(
     moments = (tf.math.multiply_no_nan(one, count) for one in (mean, variance + mean**2))
     sums = tf.concat([count, *moments], 0)
     sums.set_shape(3 * inputs.shape[layer.axis])
-    count, mean, square = tf.split(averaging.mean(sums, averaging.moments_of(layer)), 3)
+    count, mean, square = tf.split(averaging.step.mean(sums, averaging.moments_of(layer)), 3)
     mean = tf.math.divide_no_nan(mean, count)
     variance = tf.maximum(tf.math.divide_no_nan(square, count) - mean**2, 0.0)
     return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
