@@ -491,6 +491,34 @@ def test_a_member_that_was_late_does_not_meet_the_end_of_the_others_training() -
         list(threads.map(train, range(2)))
 
 
+def test_a_member_that_joins_again_does_not_take_the_first_weights_of_the_past() -> None:
+    group, both = LocalProcessGroup(2), threading.Barrier(2, timeout=60)
+
+    def begin(member: Member) -> None:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        callback = AverageWeights(member=member)
+        callback.set_model(model)
+        callback.on_train_begin()
+
+    def take_part(rank: int) -> None:
+        with suppress(ArithmeticError), group.join(rank) as member:
+            begin(member)
+            both.wait()
+            if rank == 0:
+                both.wait()  # until the other has ended, and has joined again
+            else:
+                raise ArithmeticError
+        if rank:
+            with group.join(rank) as member:
+                with pytest.raises(TimeoutError, match="rank 1 was late, or has joined again"):
+                    begin(member)
+                both.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(take_part, range(2)))
+
+
 def test_a_member_that_joins_again_does_not_take_a_step_of_the_past() -> None:
     group, both = LocalProcessGroup(2), threading.Barrier(2, timeout=60)
 

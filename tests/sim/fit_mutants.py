@@ -177,8 +177,8 @@ FIT = {
     # The start.
     "a member that is late for the start has the state": (
         "_start.py",
-        "        elif member.rank in started.late:\n            member.lacks_state = True\n",
-        "        elif member.rank in started.late:\n",
+        "        elif member.rank in compared.late:\n            member.lacks_state = True\n",
+        "        elif member.rank in compared.late:\n",
     ),
     "members start from their own weights": (
         "_start.py",
@@ -187,7 +187,7 @@ FIT = {
     ),
     "a root that was not waited for ends the training of all": (
         "_start.py",
-        "may_be_late = handle.min_results is not None",
-        "may_be_late = False",
+        "out_of_sync_is_error(member, not needs_all)",
+        "out_of_sync_is_error(member, False)",
     ),
 }

@@ -18,7 +18,7 @@ from flatweights._numbers import check_count, real_number
 from flatweights._sources import first_difference
 from flatweights.keras._callback import MemberCallback
 from flatweights.keras._hooks import call_after_begin, callbacks_beside, callbacks_of_fit
-from flatweights.keras._member_handle import MemberHandle, calls_are_equal, out_of_sync_is_error
+from flatweights.keras._member_handle import MemberHandle, calls_are_equal
 from flatweights.keras._names import inner_variable, named_variables, state_names, with_slots
 from flatweights.keras._progress import (
     SAVING,
@@ -31,7 +31,8 @@ from flatweights.keras._progress import (
 from flatweights.keras._report import Report
 from flatweights.keras._samples import TrainedSamples
 from flatweights.keras._settings import check_alike
-from flatweights.ray import Member, OutOfSyncError, Round, WorkerError
+from flatweights.keras._start import take_from_lowest_rank
+from flatweights.ray import Member, Round
 from flatweights.robust import AnyRule, Rule
 from flatweights.server import ServerOptimizer
 from flatweights.tensorflow import TensorFlowVariables
@@ -416,28 +417,13 @@ class AverageWeights(MemberCallback, HasCounts):
         return len(self.model.weights) + len(slots)
 
     def _broadcast(self, outer: Outer | None) -> None:
-        """Give all the variables, and the outer optimizer, of the lowest rank that takes part.
-
-        If that member dies meanwhile, another one takes its place. The others do not wait for a
-        late member, which then lacks the state of their training.
-        """
-        handle, member = self._handle, self._member
-        needs_all = handle.min_results is None
-        while True:
-            given = handle.gather(None, "the first weights", at="start")
-            if member.rank in given.late and not needs_all:
-                member.lacks_state = True
-                return
-            try:
-                with calls_are_equal(member, "start"), out_of_sync_is_error(member, not needs_all):
-                    self._take_from(min(given.used), outer)
-                return
-            except OutOfSyncError:
-                member.lacks_state = True
-                return
-            except WorkerError:
-                if needs_all:
-                    raise
+        """Give all the variables, and the outer optimizer, of the lowest rank that takes part."""
+        take_from_lowest_rank(
+            self._handle,
+            "the first weights",
+            lambda: self._handle.gather(None, "the first weights", at="start"),
+            lambda given: functools.partial(self._take_from, min(given.used), outer),
+        )
 
     def _take_from(self, root: int, outer: Outer | None) -> None:
         """Give all the variables, and the outer optimizer, of ``root``."""

@@ -52,23 +52,20 @@ def start_alike(handle: MemberHandle, variables: Variables, own: Callable[[], Fi
         ValueError: If it is too late to set the variables.
     """
     member = handle.take()
-    while True:
+
+    def compare() -> Round:
         start = own()
         if start.epoch is None:
-            started = handle.gather(tuple(start), "the start of training", at="start")
-        else:
-            started = handle.gather(tuple(start), "the first epoch", at="epoch")
-        if handle.min_results is None:
-            check_in_time(started, "the start of training")
-        elif member.rank in started.late:
-            member.lacks_state = True
-            return started
+            return handle.gather(tuple(start), "the start of training", at="start")
+        return handle.gather(tuple(start), "the first epoch", at="epoch")
+
+    def give(started: Round) -> Callable[[], object] | None:
         starts = {rank: FitStart(*given) for rank, given in started.weights.items()}
         _check(starts)
         root = min(started.used)
         different = [rank for rank, one in starts.items() if one[2:4] != starts[root][2:4]]
         if not different:
-            return started
+            return None
         have_same_names = len({one.names for one in starts.values()}) == 1
         if have_same_names and any(one.in_step for one in starts.values()):
             raise ValueError(
@@ -78,17 +75,55 @@ def start_alike(handle: MemberHandle, variables: Variables, own: Callable[[], Fi
                 "model.optimizer.build(model.trainable_variables), which sets them, or use the "
                 "callback AverageLogs, which calls it for a model that is built"
             )
-        may_be_late = handle.min_results is not None
+        return lambda: member.broadcast_variables(variables, root, timeout=handle.timeout)
+
+    return take_from_lowest_rank(handle, "the start of training", compare, give)
+
+
+def take_from_lowest_rank(
+    handle: MemberHandle,
+    what: str,
+    compare: Callable[[], Round],
+    give: Callable[[Round], Callable[[], object] | None],
+) -> Round:
+    """Give all members what the lowest rank that takes part has.
+
+    If that member dies meanwhile, another one takes its place. The others do not wait for a late
+    member, which then lacks the state of their training.
+
+    Args:
+        handle: The member.
+        what: What is compared, for errors.
+        compare: Meets the others.
+        give: Returns what broadcasts after such a round; None, if that is not needed.
+
+    Returns:
+        The last round of ``compare``.
+
+    Raises:
+        TimeoutError: If all members are needed, and this one is late.
+    """
+    member, needs_all = handle.take(), handle.min_results is None
+    while True:
+        compared = compare()
+        if needs_all:
+            check_in_time(compared, what)
+        elif member.rank in compared.late:
+            member.lacks_state = True
+            return compared
+        broadcast = give(compared)
+        if broadcast is None:
+            return compared
         try:
-            with calls_are_equal(member, "start"), out_of_sync_is_error(member, may_be_late):
-                member.broadcast_variables(variables, root, timeout=handle.timeout)
+            with calls_are_equal(member, "start"), out_of_sync_is_error(member, not needs_all):
+                broadcast()
         except OutOfSyncError:  # they have not waited for this member, which may be the root
             member.lacks_state = True
         except WorkerError:
-            if handle.min_results is None:
+            if needs_all:
                 raise
-            continue  # the root has died: another one takes its place
-        return started
+            continue
+        return compared
 
 
 def _check(starts: Mapping[int, FitStart]) -> None:
