@@ -135,4 +135,5 @@ class MemberCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._meet_at_end()
         for averaging in self._averagings:
             averaging.training.end()
+        self._progress = None
         self._handle.end()

@@ -246,8 +246,8 @@ class Progress:
         self._show()
         patience = max(_LAST, self._handle.timeout or 0.0, _REPLACED * self._handle.is_replaceable)
         self._until = _clock.now() + patience
+        begin_at(self._model, None)  # even if this raises, the next `fit` begins at its own epoch
         self._receive(fit.FitEnds())
-        begin_at(self._model, None)
 
     @property
     def state(self) -> AnyState:
@@ -288,6 +288,8 @@ class Progress:
             following = None
             for action in actions:
                 following = self._do(action)
+            if self._now.phase in (Phase.TOGETHER, Phase.ENDED):
+                self._copy = []  # no later action needs it
 
     def _do(self, action: Action) -> fit.Met | None:
         """Do ``action``; return the event that follows it."""
