@@ -1,6 +1,7 @@
 """Ctrl-C in `fit` while its step waits for another member; the coordinator is in this process."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -93,7 +94,9 @@ def test_an_interrupt_ends_fit_after_the_step_and_is_an_error_in_the_others(
     assert members[1].wait() == 0
     stalled.unlink(missing_ok=True)
     kind, text = json.loads(outputs[0].readline())
-    assert "WorkerError: rank 1 left with KeyboardInterrupt" in text, (kind, text)
+    # If it comes while TensorFlow makes the step's error, pybind11's RuntimeError names both.
+    left = re.compile("WorkerError: rank 1 left with (KeyboardInterrupt|.*BY KeyboardInterrupt)")
+    assert left.search(text), (kind, text)
     assert members[0].wait() == 0
     thread.join()  # the process group has ended
     for output in outputs:
