@@ -58,6 +58,7 @@ def train(config: Mapping[str, Any]) -> None:
     np.savez(Path(config["folder"], f"{rank}.npz"), *state(model))
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those of Ray's libraries
 @pytest.mark.parametrize("resumes", [False, True])
