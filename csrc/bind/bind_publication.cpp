@@ -195,8 +195,9 @@ class BoundReader {
     data_.reset();
   }
 
-  [[nodiscard]] bool wait(std::uint64_t seen, double seconds) const {
+  [[nodiscard]] bool wait(std::uint64_t seen, double seconds) {
     const auto end = in_seconds(seconds);
+    const Waiter waiter(*this);
     for (;;) {
       const std::chrono::nanoseconds left = end - std::chrono::steady_clock::now();
       bool is_there = false;
@@ -223,8 +224,24 @@ class BoundReader {
     ~Hold() { drop(); }
   };
 
+  // One of the threads that wait; made and destroyed with the GIL. The last one tells the writer
+  // that it need wake nobody.
+  class Waiter {
+   public:
+    explicit Waiter(BoundReader& reader) : reader_(reader) { ++reader_.waiters_; }
+    Waiter(const Waiter&) = delete;
+    Waiter& operator=(const Waiter&) = delete;
+    ~Waiter() {
+      if (--reader_.waiters_ == 0) reader_.word().wake(reader_.reader_);
+    }
+
+   private:
+    BoundReader& reader_;
+  };
+
   std::size_t nbytes_;
   std::uint32_t reader_;
+  std::size_t waiters_ = 0;
   std::shared_ptr<MemoryFile> control_;
   std::shared_ptr<MemoryFile> data_;
   std::weak_ptr<Hold> hold_;

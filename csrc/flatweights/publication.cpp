@@ -79,7 +79,6 @@ bool Publication::wait(std::uint32_t reader, std::uint64_t seen,
     if (number_of(word_.load()) > seen || left <= 0 || is_interrupted) break;
     is_interrupted = sleep_on(turns_, turn, left);
   }
-  wake(reader);
   return newest() > seen;
 }
 

@@ -63,9 +63,10 @@ class Publication {
     return holds_[reader].slot.load() != 0;
   }
   // Sleeps until there is a publication with a number above `seen`, `nanoseconds` have passed or a
-  // signal came; returns whether there is one. One thread at a time for each reader: the first that
-  // wakes clears their one bit in `asleep`.
+  // signal came; returns whether there is one. The bit in `asleep` stays set, since threads that
+  // wait for one reader share it: the last of them calls `wake`, which clears it.
   bool wait(std::uint32_t reader, std::uint64_t seen, std::int64_t nanoseconds) noexcept;
+  void wake(std::uint32_t reader) noexcept;
 
   // Clears the hold and the bit in `asleep` of a reader that has died.
   void clear(std::uint32_t reader) noexcept {
@@ -81,7 +82,6 @@ class Publication {
   static_assert(kSlots <= 256, "a word has 8 bits for the slot");
 
   [[nodiscard]] bool is_held(std::uint32_t slot) const noexcept;
-  void wake(std::uint32_t reader) noexcept;
 
   struct alignas(64) Slot {
     std::atomic<std::uint64_t> stamp;

@@ -80,11 +80,18 @@ std::uint64_t read(Shared& shared, std::uint32_t reader, std::uint64_t seen) {
   return news.number;
 }
 
+// Waits in the only thread of a reader.
+bool wait(Shared& shared, std::uint32_t reader, std::uint64_t seen, std::int64_t nanoseconds) {
+  const bool is_there = shared.publication.wait(reader, seen, nanoseconds);
+  shared.publication.wake(reader);
+  return is_there;
+}
+
 void read_until_over(Shared& shared, std::uint32_t reader, bool sleeps) {
   std::uint64_t seen = 0;
   while (!shared.is_over) {
     if (sleeps)
-      shared.publication.wait(reader, seen, 10'000'000);
+      wait(shared, reader, seen, 10'000'000);
     else
       std::this_thread::yield();
     seen = read(shared, reader, seen);
@@ -108,7 +115,7 @@ void wakes() {
   Shared& shared = *make_shared_memory();
   std::thread reader([&shared] {
     for (std::uint64_t seen = 0; seen < 2000;) {
-      expect(shared.publication.wait(0, seen, 60'000'000'000), "a sleeper was not woken");
+      expect(wait(shared, 0, seen, 60'000'000'000), "a sleeper was not woken");
       seen = read(shared, 0, seen);
       shared.reads = seen;
     }

@@ -280,6 +280,26 @@ def test_a_wait_ends_with_the_next_publication(server: PublicationServer) -> Non
     assert not reading.reader.wait(1, 0.001)
 
 
+def test_threads_that_wait_for_one_reader_are_woken_until_the_last_has_ended(
+    server: PublicationServer,
+) -> None:
+    reading = connect(server)
+
+    def is_to_be_woken() -> bool:
+        with mmap.mmap(server.publication.control[0], 0) as memory:
+            return any(memory[4096 + 64 : 4096 + 88])  # a bit for each reader
+
+    sleeper = threading.Thread(target=reading.reader.wait, args=(0, 3600.0), daemon=True)
+    sleeper.start()
+    wait_until(is_to_be_woken)
+    assert not reading.reader.wait(0, 0.0)
+    assert is_to_be_woken()
+    publish(server, 1)
+    sleeper.join(60)
+    assert not sleeper.is_alive()
+    assert not is_to_be_woken()
+
+
 def test_a_publication_server_lets_only_its_user_in(
     server: PublicationServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
