@@ -13,6 +13,7 @@
 #include "flatweights/message.hpp"
 #include "flatweights/segment.hpp"
 #include "offered_segment.hpp"
+#include "owning_capsule.hpp"
 #include "without_gil.hpp"
 
 namespace flatweights::bind {
@@ -59,7 +60,7 @@ py::tuple read_message(const BoundMailbox& mailbox, bool of_worker, const py::di
     try {
       views[k] = memory[k].view(mailbox, of_worker, extent.segment, extent.offset, extent.nbytes);
     } catch (...) {
-      release(mailbox, reader, extents.subspan(k));
+      release(mailbox, reader, extents.subspan(k + 1));
       throw;
     }
   }
@@ -182,12 +183,10 @@ void bind_channels(py::module_& m) {
       // Leaves the segment free: for copies into a free segment, and out of one that is taken.
       .def("memory",
            [](const std::shared_ptr<Segment>& self) {
-             auto* const kept = new std::shared_ptr<Segment>(self);
-             const py::capsule owner(
-                 kept, [](void* object) { delete static_cast<std::shared_ptr<Segment>*>(object); });
-             return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(self->file().size()),
-                                              reinterpret_cast<std::uint8_t*>(self->file().data()),
-                                              owner);
+             return py::array_t<std::uint8_t>(
+                 static_cast<py::ssize_t>(self->file().size()),
+                 reinterpret_cast<std::uint8_t*>(self->file().data()),
+                 owning_capsule(std::make_unique<std::shared_ptr<Segment>>(self)));
            })
       .def("offset_of", &offset_of, py::arg("buffer"));
   m.def("withdraw_offer", [] { offer_segment(nullptr, 0); });

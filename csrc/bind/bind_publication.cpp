@@ -20,6 +20,7 @@
 #include "bindings.hpp"
 #include "flatweights/publication.hpp"
 #include "memory_files.hpp"
+#include "owning_capsule.hpp"
 #include "seconds.hpp"
 #include "without_gil.hpp"
 
@@ -90,9 +91,8 @@ class BoundPublication {
       });
     }
     begun_ = slot;
-    const py::capsule owner(kept.release(),
-                            [](void* object) { delete static_cast<Kept*>(object); });
-    return array_over(file->data() + slot * stride_of(nbytes_), nbytes_, owner);
+    return array_over(file->data() + slot * stride_of(nbytes_), nbytes_,
+                      owning_capsule(std::move(kept)));
   }
 
   // A view of the slot may be alive, in the traceback of an error: it is not committed.
@@ -175,11 +175,10 @@ class BoundReader {
           "you keep");
     const Publication::News news = word().hold(reader_, seen);
     if (news.number == 0) return py::none();
-    auto* const kept = new std::shared_ptr<Hold>(new Hold{control_, data_, reader_, getpid()});
-    hold_ = *kept;
-    const py::capsule owner(
-        kept, [](void* object) { delete static_cast<std::shared_ptr<Hold>*>(object); });
-    py::array array = array_over(data_->data() + news.slot * stride_of(nbytes_), nbytes_, owner);
+    const std::shared_ptr<Hold> hold(new Hold{control_, data_, reader_, getpid()});
+    hold_ = hold;
+    py::array array = array_over(data_->data() + news.slot * stride_of(nbytes_), nbytes_,
+                                 owning_capsule(std::make_unique<std::shared_ptr<Hold>>(hold)));
     py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
     return py::make_tuple(news.number, 1e-9 * static_cast<double>(news.time), array);
   }

@@ -29,6 +29,7 @@
 #include "flatweights/memory_file.hpp"
 #include "memory_files.hpp"
 #include "new_array.hpp"
+#include "owning_capsule.hpp"
 #include "seconds.hpp"
 #include "without_gil.hpp"
 
@@ -187,17 +188,18 @@ struct PeerSegment {
     return {open_file(descriptor, nonce, MemoryFile::Access::kRead)};
   }
 
+  // Takes over the hold of the segment that a message brought: it ends with the view, or with the
+  // error if there is none.
   [[nodiscard]] py::array view(const BoundMailbox& mailbox, bool of_worker, std::size_t index,
                                std::size_t offset, std::size_t nbytes) const {
+    std::unique_ptr<Hold> hold(new Hold{file, mailbox.file, side_of(of_worker), index, getpid()});
     if (offset > file->size() || nbytes > file->size() - offset)
       throw py::value_error("segment " + std::to_string(index) + ": expected at most " +
                             std::to_string(file->size()) + " bytes, got " + std::to_string(offset) +
                             " + " + std::to_string(nbytes));
-    auto* const hold = new Hold{file, mailbox.file, side_of(of_worker), index, getpid()};
-    const py::capsule owner(hold, kOwner, [](void* object) { delete static_cast<Hold*>(object); });
     py::array array(py::dtype::of<std::uint8_t>(), {static_cast<py::ssize_t>(nbytes)},
                     {py::ssize_t{1}}, reinterpret_cast<const std::uint8_t*>(file->data()) + offset,
-                    owner);
+                    owning_capsule(std::move(hold), kOwner));
     py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
     return array;
   }
