@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,7 +43,12 @@ from flatweights.ray.peers import _shared_actor
 from flatweights.ray.publishing import _names, _publication_server, _subscriber, _transports
 from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._publication_server import PublicationAddress, PublicationConnection
-from flatweights.ray.publishing._sources import BoardSource, PulledSource, Source
+from flatweights.ray.publishing._sources import (
+    BoardSource,
+    PulledSource,
+    Source,
+    patience_of,
+)
 from flatweights.ray.support._errors import IN_FORK
 
 pytestmark = [
@@ -1008,6 +1014,54 @@ def test_a_relay_says_why_a_publisher_cannot_be_read(
         return re.search(text, str(raised.value)) is not None
 
     wait_until(is_told)
+
+
+@pytest.fixture
+def proxy_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[str], _transports.Proxy]]:
+    """A function that makes the proxy of a publisher in this process, without its thread."""
+    monkeypatch.setattr(_transports, "_start", lambda *_: None)
+    context = types.SimpleNamespace(current_actor=None)
+    sources = list[BoardSource]()
+
+    def make(name: str) -> _transports.Proxy:
+        record = _names.find(name)
+        assert record is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(ray, "get_runtime_context", lambda: context)
+            proxy = _transports.Proxy(name, tuple(record))
+        proxy.ping()
+        assert proxy._source is not None
+        sources.append(proxy._source)
+        return proxy
+
+    yield make
+    for source in sources:
+        source.close()
+
+
+def test_a_proxy_stays_for_one_that_fetches_while_others_only_ask(
+    proxy_here: Callable[[str], _transports.Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_transports, "PULL", 0.0)
+    with Publisher("fetched", np.ones(50_000)) as publisher:
+        publisher.publish()
+        proxy = proxy_here("fetched")
+        begin = now = time.monotonic()
+        _, _, told = proxy.newer(0)  # type: ignore[misc]
+        assert isinstance(told, list)
+        for _ in range(3):
+            assert proxy.newer(publisher.version) == ()
+
+        def sleep(seconds: float) -> None:
+            nonlocal now
+            now += seconds
+
+        clock = types.SimpleNamespace(now=lambda: now, sleep=sleep)
+        monkeypatch.setattr(_transports, "_clock", clock)
+        proxy._watch()
+        assert now - begin >= patience_of(8 * 50_000)
 
 
 @pytest.mark.slow

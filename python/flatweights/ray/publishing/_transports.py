@@ -163,7 +163,7 @@ class Proxy:
         self._turn = threading.Lock()
         self._put: AnnouncedWeights | None = None
         self._source: BoardSource | None = None
-        self._fetching = 0  # answers with a reference after which nobody has asked again
+        self._fetched_until = 0.0  # the time until which others may fetch what they were told of
         is_small = self._record.address.nbytes <= _INLINE
         self._tree: RelayTree[Any] = RelayTree(MANY_CHILDREN if is_small else CHILDREN)
         _start(self._watch, ray.get_runtime_context().current_actor)
@@ -212,9 +212,6 @@ class Proxy:
         source = self._source
         if source is None:
             return None
-        with self._turn:
-            if self._put is not None and seen >= self._put.version:
-                self._fetching = max(0, self._fetching - 1)
         end = self._asked + PULL
         while not source.wait(seen, max(0.0, min(_LOOK, end - _clock.now()))):
             if source.wait_for_end(0.0) or is_superseded(self._name, self._record.number):
@@ -223,8 +220,9 @@ class Proxy:
                 return ()
         with self._turn:
             newest = self._newest(source)
-            self._fetching += isinstance(newest.told, list)
             self._asked = _clock.now()
+            if isinstance(newest.told, list):
+                self._fetched_until = self._asked + patience_of(self._record.address.nbytes)
             return newest.answer()
 
     def _newest(self, source: BoardSource) -> AnnouncedWeights:
@@ -234,15 +232,14 @@ class Proxy:
         if news is not None:
             version, published, buffer = news
             kept = [ray.put(buffer)] if buffer.nbytes > _INLINE else buffer.copy()
-            self._put, self._fetching = AnnouncedWeights(version, published, kept), 0
+            self._put = AnnouncedWeights(version, published, kept)
         assert self._put is not None
         return self._put
 
     def _watch(self) -> None:
         while True:
             # The object is lost with this process, while others may still fetch it.
-            longer = patience_of(self._record.address.nbytes) if self._fetching else 0.0
-            if _clock.now() - self._asked >= _IDLE + longer:
+            if _clock.now() >= max(self._asked + _IDLE, self._fetched_until):
                 break
             _clock.sleep(_LOOK)
 
