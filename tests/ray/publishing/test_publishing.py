@@ -1064,6 +1064,25 @@ def test_a_proxy_stays_for_one_that_fetches_while_others_only_ask(
         assert now - begin >= patience_of(8 * 50_000)
 
 
+def test_a_proxy_goes_on_after_a_failure_to_put_weights(
+    proxy_here: Callable[[str], _transports.Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise ArithmeticError
+
+    with Publisher("put", np.ones(50_000)) as publisher:
+        publisher.publish()
+        proxy, errors = proxy_here("put"), list[Any]()
+        with monkeypatch.context() as patch:
+            patch.setattr(ray, "put", fail)
+            for _ in range(2):  # also while a traceback refers to the weights
+                with pytest.raises(ArithmeticError) as raised:
+                    proxy.newer(0)
+                errors.append(raised)
+        version, _, told = proxy.newer(0)  # type: ignore[misc]
+        assert (version, (ray.get(told[0]).view(np.float64) == 1).all()) == (1, True)
+
+
 @pytest.mark.slow
 def test_a_publisher_that_is_stopped_is_left_for_its_successor(started: list[Any]) -> None:
     learner = remote_learner.remote("stopped")

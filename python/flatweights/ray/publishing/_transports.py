@@ -231,7 +231,11 @@ class Proxy:
         news = source.take(before)
         if news is not None:
             version, published, buffer = news
-            kept = [ray.put(buffer)] if buffer.nbytes > _INLINE else buffer.copy()
+            try:
+                kept = [ray.put(buffer)] if buffer.nbytes > _INLINE else buffer.copy()
+            except BaseException:
+                source.drop()  # the traceback refers to the buffer
+                raise
             self._put = AnnouncedWeights(version, published, kept)
         assert self._put is not None
         return self._put
