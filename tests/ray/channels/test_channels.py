@@ -792,7 +792,7 @@ def test_a_worker_that_cannot_take_its_doorbell_wakes_the_driver() -> None:
         channel.serve(lambda number: worker.serve(None, number))
     channels.wait([], 60)
     assert channel.is_closed
-    lost = "(ChannelError: Too many open files)"
+    lost = "(NoDescriptorsError: Too many open files)"
     reason = f"ChannelError: segment 0: expected generation 1, got none {lost}"
     assert channel.take() == (BROKEN, reason)
     assert not channel.is_holding(0)

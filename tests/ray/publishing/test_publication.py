@@ -33,7 +33,7 @@ from publication_processes import (
 )
 
 from flatweights import _core
-from flatweights.ray.channels._end import ChannelError
+from flatweights.ray.channels._end import ChannelError, is_shortage
 from flatweights.ray.publishing import _publication_server
 from flatweights.ray.publishing._publication_server import (
     FullError,
@@ -326,6 +326,29 @@ def test_strangers_in_the_queue_do_not_keep_readers_out(server: PublicationServe
         stranger.close()
     wait_until(lambda: server.idle > 0)
     connect(server).close()
+
+
+def test_a_lack_of_descriptors_counts_as_one_that_may_pass() -> None:
+    writer = Process(publish_for_ever)
+    address, end = PublicationAddress(*writer.receive()), time.monotonic() + 60
+    limits, held, errors = resource.getrlimit(resource.RLIMIT_NOFILE), list[int](), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[0]), limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        for _ in range(3):  # none for the socket, none for the two files, one for both
+            try:
+                PublicationConnection(address, end).close()
+            except Exception as error:
+                errors.append(error)
+            os.close(held.pop())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+        writer.kill()
+    assert [is_shortage(error) for error in errors] == [True] * 3, errors
 
 
 def test_a_wrong_nonce_or_size_is_refused(server: PublicationServer) -> None:

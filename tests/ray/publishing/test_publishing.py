@@ -38,9 +38,16 @@ from flatweights.ray import (
     average,
     join,
 )
+from flatweights.ray.channels._end import NoDescriptorsError
 from flatweights.ray.members._platform import PLATFORM
 from flatweights.ray.peers import _shared_actor
-from flatweights.ray.publishing import _names, _publication_server, _subscriber, _transports
+from flatweights.ray.publishing import (
+    _names,
+    _publication_server,
+    _sources,
+    _subscriber,
+    _transports,
+)
 from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._publication_server import PublicationAddress, PublicationConnection
 from flatweights.ray.publishing._sources import (
@@ -1081,6 +1088,22 @@ def test_a_proxy_goes_on_after_a_failure_to_put_weights(
                 errors.append(raised)
         version, _, told = proxy.newer(0)  # type: ignore[misc]
         assert (version, (ray.get(told[0]).view(np.float64) == 1).all()) == (1, True)
+
+
+def test_a_lack_of_descriptors_moves_no_subscriber_to_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = [errno.EMFILE, errno.ENFILE, errno.ENOBUFS]
+    lacks = [NoDescriptorsError(), *(OSError(number, "") for number in numbers)]
+
+    def connection(*args: Any, **options: Any) -> PublicationConnection:
+        if lacks:
+            raise lacks.pop()
+        return PublicationConnection(*args, **options)
+
+    monkeypatch.setattr(_sources, "PublicationConnection", connection)
+    with Publisher("short", np.ones(3)), Subscriber("short") as subscriber:
+        assert (subscriber.transport, lacks) == ("shm", [])
 
 
 @pytest.mark.slow

@@ -31,9 +31,13 @@ class ChannelError(RuntimeError):
     """A channel cannot be made, or a message cannot pass through it."""
 
 
+class NoDescriptorsError(ChannelError):
+    """This process had no free file descriptors for those of a packet, which are lost."""
+
+
 def is_shortage(error: Exception) -> bool:
     """Whether ``error`` comes from a shortage: another try may succeed later."""
-    return isinstance(error, (MemoryError, TimeoutError)) or (
+    return isinstance(error, (MemoryError, TimeoutError, NoDescriptorsError)) or (
         isinstance(error, OSError) and error.errno in _SHORTAGES
     )
 
@@ -46,15 +50,14 @@ def receive_packet(connection: socket.socket) -> tuple[bytes, _core.Descriptors]
 
     Raises:
         OSError: If the connection is broken.
-        ChannelError: If this process had no free descriptors for those of the packet, which are
-            lost.
+        NoDescriptorsError: If this process had no free descriptors for those of the packet.
     """
     received = _core.receive_packet(connection.fileno(), _MOST)
     if received is None:
         return None
     packet, descriptors, are_short = received
     if are_short:
-        raise ChannelError(os.strerror(errno.EMFILE))
+        raise NoDescriptorsError(os.strerror(errno.EMFILE))
     return packet, descriptors
 
 

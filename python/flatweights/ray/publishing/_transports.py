@@ -10,6 +10,7 @@ node that has them. If no memory can be shared, a subscriber pulls from the prox
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from flatweights._settings import ray_setting
 from flatweights.ray import _clock
-from flatweights.ray.channels._end import ChannelError
+from flatweights.ray.channels._end import ChannelError, is_shortage
 from flatweights.ray.peers._shared_actor import shared_actor
 from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._names import PublisherRecord, find, is_superseded, this_node
@@ -69,7 +70,9 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
 
     Raises:
         OSError: If the publisher has ended, or does not answer; or cannot be read from this node;
-            or, on its way through Ray, if there is a newer one meanwhile.
+            or, on its way through Ray, if there is a newer one meanwhile; or if descriptors are
+            short.
+        ChannelError: If descriptors are short.
         FullError: If it has too many readers.
         ray.exceptions.RayError: If an actor cannot be reached.
     """
@@ -85,9 +88,11 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
                     raise TimeoutError("its node still reads from another publisher of the name")
             until = min(end, _clock.now() + _TRY)
             return BoardSource(transport, record.number, layout, address, until)
-        except TimeoutError:  # it is stopped or slow, perhaps not for long
-            raise
         except (OSError, ChannelError, ValueError) as error:
+            # It is stopped or slow, or descriptors are short: perhaps not for long. Memory that is
+            # short for one model may stay so.
+            if is_shortage(error) and getattr(error, "errno", None) != errno.ENOMEM:
+                raise
             why = f"{type(error).__name__}: {error}"
     try:
         proxy, newest = _answering_proxy(name, record, end)
