@@ -379,16 +379,20 @@ def test_a_process_that_dies_or_gives_up_while_it_joins_leaves_nothing(
 
 
 @BY_ONE_WAY
-def test_another_coordinator_follows_one_whose_node_is_lost_before_it_starts(
+def test_another_coordinator_follows_those_that_end_before_they_have_started(
     puppets: Puppets,
 ) -> None:
     def find_and_join(_: Any, name: str) -> int:
         lost = "a" * 56  # the id of a node that Ray does not know any more
         config = GroupConfig.of(1, "float64", None, None)
-        found = [PLATFORM.find_coordinator(Coordinator, name, lost, 64, name, config)]
+        found = [PLATFORM.find_coordinator(Coordinator, name, lost, 64, name, config), None]
 
         def find(self: Any, *args: Any) -> Any:
-            return found.pop() if found else find_again(self, *args)
+            if not found:
+                return find_again(self, *args)
+            if (actor := found.pop()) is None:
+                raise ConnectionError("it ended as it was found")
+            return actor
 
         kind: Any = type(PLATFORM)
         find_again, kind.find_coordinator = kind.find_coordinator, find

@@ -1008,16 +1008,13 @@ def test_a_relay_that_reads_from_an_earlier_publisher_is_waited_for(relay: Any) 
 
 
 @pytest.mark.parametrize("relays", [1], indirect=True)
-def test_a_relay_says_why_a_publisher_cannot_be_read(
-    relays: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_transports, "shared_actor", lambda *_: relays[0])
+def test_a_relay_says_why_a_publisher_cannot_be_read(relays: list[Any]) -> None:
     Publisher("tree", np.ones(3)).close()
     text = r"this node: ConnectionError: ConnectionRefusedError: .* refused$"
 
     def is_told() -> bool:
         with pytest.raises(TimeoutError) as raised:
-            _transports._relay_board("tree", 0, "node 0", time.monotonic() + 0.5)
+            _transports._relay_board(relays[0], 0, time.monotonic() + 0.5)
         return re.search(text, str(raised.value)) is not None
 
     wait_until(is_told)
@@ -1104,6 +1101,41 @@ def test_a_lack_of_descriptors_moves_no_subscriber_to_the_store(
     monkeypatch.setattr(_sources, "PublicationConnection", connection)
     with Publisher("short", np.ones(3)), Subscriber("short") as subscriber:
         assert (subscriber.transport, lacks) == ("shm", [])
+
+
+@pytest.mark.parametrize("relays", [1], indirect=True)
+@pytest.mark.parametrize("kind", [_transports.Relay, _transports.Proxy])
+def test_an_actor_that_ends_as_it_is_found_is_looked_for_again(
+    relays: list[Any], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again and again, another process starts it meanwhile."""
+    actor_class, failures = _shared_actor.actor_class, [*range(2 * _shared_actor._TRIES)]
+
+    class Options:
+        def __init__(self, cls: type) -> None:
+            self.cls = cls
+
+        def options(self, **options: Any) -> Any:
+            self.all = options
+            return self
+
+        def remote(self, *args: Any) -> Any:
+            if self.cls is kind and failures:
+                failures.pop()
+                raise ValueError("Failed to look up actor")
+            if self.cls is _transports.Relay:
+                return relays[0]
+            return actor_class(self.cls).options(**self.all).remote(*args)
+
+    monkeypatch.setattr(_shared_actor, "actor_class", Options)
+    monkeypatch.setattr(_shared_actor, "_PAUSE", 0.0)
+    if kind is _transports.Relay:
+        monkeypatch.setattr(_transports, "this_node", lambda: "a" * 56)
+    else:
+        monkeypatch.setenv("FLATWEIGHTS_RAY", "store")
+    with Publisher("tree", np.ones(3)), Subscriber("tree") as subscriber:
+        assert failures == []
+        assert subscriber.transport == ("agent" if kind is _transports.Relay else "store")
 
 
 @pytest.mark.slow

@@ -470,7 +470,10 @@ def enter(
             "task's member had died in it: this retry of the task has nobody to join"
         )
     concurrency = _CALLS * config.size + 64  # coroutines, not threads
-    coordinator = platform.find_coordinator(Coordinator, name, node, concurrency, name, config)
+    try:
+        coordinator = platform.find_coordinator(Coordinator, name, node, concurrency, name, config)
+    except ConnectionError as error:
+        raise CoordinatorDiedError(str(error)) from None
     wants_channel = platform.setting() != "store"
     token, who = platform.introduce()
     join_reply: JoinReply | None = None

@@ -53,7 +53,8 @@ def shared_actor(
         *args: The arguments of its constructor.
 
     Raises:
-        ValueError: If, again and again, another process starts it meanwhile and it ends at once.
+        ConnectionError: If, again and again, another process starts it meanwhile and it ends at
+            once.
     """
     options = actor_class(cls).options(
         **_address(name),
@@ -67,12 +68,12 @@ def shared_actor(
     while True:
         try:
             return options.remote(*args)
-        except ValueError:
+        except ValueError as error:
             # Ray finds no actor, loses against another process that starts it, and looks again. By
             # then, it may have ended.
             tries -= 1
             if not tries:
-                raise
+                raise ConnectionError(f"actor {name!r} ended as it was found: {error}") from None
         _clock.sleep(_PAUSE)
 
 

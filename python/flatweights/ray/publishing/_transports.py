@@ -80,10 +80,11 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
     why = f"{os.environ.get('FLATWEIGHTS_RAY')!r} is chosen"
     if ray_setting() != "store":
         transport, address = "shm", record.address
+        relay = None if record.node == node else _relay_of(name, node)
         try:
-            if record.node != node:
+            if relay is not None:
                 transport = "agent"
-                layout, address = _relay_board(name, record.number, node, end)
+                layout, address = _relay_board(relay, record.number, end)
                 if layout != record.layout:
                     raise TimeoutError("its node still reads from another publisher of the name")
             until = min(end, _clock.now() + _TRY)
@@ -141,9 +142,15 @@ def _answering_proxy(
                 raise
 
 
-def _relay_board(name: str, number: int, node: str, end: float) -> tuple[bytes, PublicationAddress]:
-    """Return layout and address of the server of this ``node``'s relay; see `Relay.serve`."""
-    relay = shared_actor(Relay, f"relay:{name}:{node}", node, 256, name)
+def _relay_of(name: str, node: str) -> ray.actor.ActorHandle:
+    """Return the relay of this ``node``."""
+    return shared_actor(Relay, f"relay:{name}:{node}", node, 256, name)
+
+
+def _relay_board(
+    relay: ray.actor.ActorHandle, number: int, end: float
+) -> tuple[bytes, PublicationAddress]:
+    """Return layout and address of the server of a relay; see `Relay.serve`."""
     try:
         call = relay.serve.remote(number, end)
         layout, address = answer_of(call, max(0.0, end - _clock.now()) + _LOOK)
