@@ -950,6 +950,13 @@ def source_of_tree() -> Source:
     return _transports.connect("tree", record, time.monotonic() + 60)
 
 
+def raised_frames(relay: Any) -> int:
+    """Return the number of frames in the traceback of the error that a relay raises."""
+    with pytest.raises(OSError, match="no memory") as raised:
+        relay.serve(0, 0.0)
+    return len(raised.traceback)
+
+
 def no_server(nbytes: int) -> Any:
     raise OSError(errno.ENOMEM, "no memory")
 
@@ -963,6 +970,7 @@ def test_a_relay_without_memory_leaves_its_node_to_the_store_and_tries_again(rel
             lacking = source_of_tree()
             assert (lacking.transport, lacking.newest) == ("store", publisher.version)
             lacking.close()
+        assert len({ray.get(relay.__ray_call__.remote(raised_frames)) for _ in range(3)}) == 1
         in_relay(relay, "PublicationServer", _publication_server.PublicationServer)
         wait_until(lambda: ray.get(relay.__ray_call__.remote(lambda one: one._server is not None)))
         found = source_of_tree()
@@ -1233,7 +1241,7 @@ def test_weights_reach_other_nodes_and_a_successor_although_this_node_is_full(
         address, end = publisher._server.address, time.monotonic() + 60
         most = _core.PUBLICATION_READERS - 1
         readers = [PublicationConnection(address, end) for _ in range(most)]
-        with pytest.raises(TimeoutError, match=f"the publisher has {most} readers on this node"):
+        with pytest.raises(TimeoutError, match=f"its server has {most} readers on this node"):
             Subscriber("full", timeout=0.2)
         with monkeypatch.context() as patch:
             patch.setenv("FLATWEIGHTS_RAY", "store")

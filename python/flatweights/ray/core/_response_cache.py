@@ -7,7 +7,7 @@ after a broadcast at the start of a training, so an average has to go before a b
 gathered objects, which may have a new name in each step, before both.
 
 A call is recognised by the layouts of its weights and of its state. If two models of one layout
-take turns in a member's calls (`Turns`), a response of one could be given to a member that asks for
+take turns in a member's calls (`Twins`), a response of one could be given to a member that asks for
 the other; so the requests of such twins are refused. So are those of a member that was given a
 response before the twins were noticed, in the first cycle of a loop.
 

@@ -84,7 +84,8 @@ class Subscriber:
 
         Raises:
             TimeoutError: If there is no publisher in time; the error gives the reason.
-            ValueError: If ``variables`` have another layout than the published weights.
+            ValueError: If ``variables`` have another layout than the published weights, or
+                ``timeout`` is negative, or ``max_age`` is not positive.
             TypeError: If ``variables`` are of a kind that cannot be set, or a time is no number.
             RuntimeError: If Ray is not initialized.
         """

@@ -276,7 +276,8 @@ class Relay:
         self._server: PublicationServer | None = None
         self._number = -1  # of the last publisher that it could read
         self._is_offered = False  # once it has what that publisher had then
-        self._no_server: OSError | None = None  # why there is none for the weights, now
+        # The arguments of the `OSError` by which there is none for the weights, now.
+        self._no_server: tuple[Any, ...] | None = None
         self._why = "it has not been tried"  # that the publisher cannot be read
         self._source: PulledSource | None = None
         self._changed = threading.Condition()
@@ -306,7 +307,7 @@ class Relay:
                     max(0.0, end - _clock.now()),
                 )
                 if self._no_server is not None:
-                    raise self._no_server
+                    raise OSError(*self._no_server)
                 if self._server is None or self._number < number:
                     raise TimeoutError(f"the publisher cannot be read from this node: {self._why}")
                 return self._layout, tuple(self._server.address)
@@ -392,7 +393,7 @@ class Relay:
                 try:
                     server = PublicationServer(record.address.nbytes)
                 except OSError as error:
-                    self._no_server = error
+                    self._no_server = error.args
                     self._changed.notify_all()
                     raise
                 server.start()
