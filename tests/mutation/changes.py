@@ -49,8 +49,8 @@ CHANGES = (
     ),
     Change(
         "python/flatweights/ray/publishing/_sources.py",
-        "return None if news is None or news[0] <= seen else news",
-        "return None if news is None or news[0] < seen else news",
+        "if arrived is None or arrived[0].version <= seen:",
+        "if arrived is None or arrived[0].version < seen:",
         ("tests/ray/publishing/test_publishing.py", "tests/ray/publishing"),
     ),
     Change(

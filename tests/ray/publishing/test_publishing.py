@@ -729,9 +729,9 @@ def test_weights_from_the_store_go_with_their_subscriber(monkeypatch: pytest.Mon
         assert (kept.read()[""] == dropped.read()[""]).all()
         source, other = kept._state.source, weakref.ref(dropped._state.source)
         assert isinstance(source, PulledSource)
-        assert source._news is not None
+        assert source._arrived is not None
         kept.close()
-        wait_until(lambda: source._news is None)
+        wait_until(lambda: source._arrived is None)
         assert source.newest == publisher.version
         del dropped
         wait_until(lambda: other() is None)

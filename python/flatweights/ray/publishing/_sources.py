@@ -198,10 +198,10 @@ class PulledSource(Source):
         self._pull = pull
         self._nbytes = record.address.nbytes
         self._newest = 0
-        self._news: News | None = None
-        self._told: AnnouncedWeights | None = None  # these, as they were told
-        self._announced: AnnouncedWeights | None = None  # what is fetched
-        self._fetching = 0.0  # the time since which it is
+        # What has arrived, as it was told, and its bytes.
+        self._arrived: tuple[AnnouncedWeights, NDArray[np.uint8]] | None = None
+        # What is fetched, and the time since which it is.
+        self._coming: tuple[AnnouncedWeights, float] | None = None
         self._is_closed = False
         self._changed = threading.Condition()
         self._is_over = False
@@ -233,17 +233,16 @@ class PulledSource(Source):
 
     def told(self) -> Newest:
         """Return the newest weights as they were told, to pass them on."""
-        with self._changed:
-            assert self._told is not None
-            return self._told.answer()
+        assert self._arrived is not None
+        return self._arrived[0].answer()
 
     def overdue(self, seen: int) -> Newest | None:
         """Return weights above ``seen`` that take long to fetch here: others may be faster."""
-        with self._changed:
-            announced, since = self._announced, _clock.now() - self._fetching
-        if announced is None or announced.version <= seen:
+        coming = self._coming
+        if coming is None or coming[0].version <= seen:
             return None
-        return announced.answer() if since >= _SOON + self._nbytes / _USUAL else None
+        is_late = _clock.now() - coming[1] >= _SOON + self._nbytes / _USUAL
+        return coming[0].answer() if is_late else None
 
     def wait_for_end(self, seconds: float) -> bool:
         """Wait until a call says that the publisher has ended, or cannot be made."""
@@ -261,11 +260,14 @@ class PulledSource(Source):
         """Make no further call, and keep no weights."""
         self.interrupt()
         with self._changed:
-            self._news = self._told = self._announced = None
+            self._arrived = self._coming = None
 
     def _take(self, seen: int) -> News | None:
-        news = self._news
-        return None if news is None or news[0] <= seen else news
+        arrived = self._arrived
+        if arrived is None or arrived[0].version <= seen:
+            return None
+        (version, published, _), buffer = arrived
+        return version, published, buffer
 
     def pull(self) -> bool:
         """Make a call, and take what it brings; return whether there is another call to make."""
@@ -283,19 +285,12 @@ class PulledSource(Source):
 
     def _fetch(self, version: int, age: float, told: Told) -> None:
         announced = AnnouncedWeights(version, _clock.now() - age, told)
-        with self._changed:
-            self._announced, self._fetching = announced, _clock.now()
-        buffer = self._fetched(told)
+        self._coming = announced, _clock.now()
+        buffer: NDArray[np.uint8] = (
+            answer_of(told[0], patience_of(self._nbytes)) if isinstance(told, list) else told
+        )
         with self._changed:
             if self._is_closed:
                 return
-            self._newest = version
-            self._news, self._told = (version, announced.published, buffer), announced
-            self._announced = None
+            self._arrived, self._newest, self._coming = (announced, buffer), version, None
             self._changed.notify_all()
-
-    def _fetched(self, told: Told) -> NDArray[np.uint8]:
-        if not isinstance(told, list):
-            return told
-        buffer: NDArray[np.uint8] = answer_of(told[0], patience_of(self._nbytes))
-        return buffer
