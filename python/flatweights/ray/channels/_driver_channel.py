@@ -205,10 +205,7 @@ class DriverChannel(ChannelEnd):
         if self._is_read:  # by C++; an interrupt came before anybody noted the outcome
             return VALUE, None
         self._is_read = True
-        try:
-            kind, buffers, body = self.mailbox.read_message(False, self.peer_segments)
-        except IndexError:
-            kind, buffers, body = self.read()
+        kind, buffers, body = self.read()
         if kind in (REQUEST, REDUCED, REPEAT):
             return kind, (body, buffers)
         if kind == WEIGHTS:

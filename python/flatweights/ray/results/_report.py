@@ -142,8 +142,7 @@ class Metrics:
         with contextlib.suppress(IndexError):  # until there are no more
             while True:
                 more, steps, last, rounds = self._added.popleft()
-                for counter, count in more.items():
-                    counts[counter] += count
+                counts.update(more)  # adds them
                 seconds += [(step, spent, rounds) for step, spent in steps.items()]
                 used = used if last is None else last
         if not (self.works and (counts or seconds)):
@@ -197,12 +196,8 @@ def report(result: Round, *, already_named: Collection[int] = (), has_sent: bool
     if has_sent:
         counts[SENT] = result.nbytes_sent
     for transport in result.transports.values():
-        by_transport = (
-            "transports",
-            "transport",
-            transport.partition(":")[0] if ":" in transport else transport,
-        )
-        counts[by_transport] = counts[by_transport] + 1 if by_transport in counts else 1
+        by_transport = "transports", "transport", transport.partition(":")[0]
+        counts[by_transport] = counts.get(by_transport, 0) + 1
     seconds = {step: result.seconds[step] for step in _OWN if step in result.seconds}
     METRICS.add(counts, seconds, len(result.used))
     lost = {*result.late, *result.failed}
