@@ -919,8 +919,10 @@ def test_differences_that_were_rounded_elsewhere_are_checked() -> None:
     weights = FlatWeights({"w": np.float32([1, 2])})
     driver = DeltaBroadcaster(weights, "float16")
     values = driver.encode(weights).values
-    values["w"][0] = np.nan
     before = driver.reference["w"].tolist()
+    with pytest.raises(ValueError, match="weights, slot 0 'w': holds NaN or infinity"):
+        driver.after(FlatWeights({"w": np.float32([1, np.nan])}), values)
+    values["w"][0] = np.nan
     with pytest.raises(ValueError, match="weights, slot 0 'w': holds NaN or infinity"):
         driver.after(weights, values)
     with pytest.raises(ValueError, match="values: "):

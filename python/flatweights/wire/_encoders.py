@@ -358,25 +358,27 @@ class DeltaBroadcaster(_Side):
             TypeError: As `encode`.
             ValueError: As `encode`.
         """
+        if values is not None:
+            check_weights(values, self._layouts.wire, "values")
         other = self._copy()
         other._weights = FlatWeights.empty(self._layouts.model)
         # If the caller keeps this one instead, its next difference gets another version.
         version = self.version + 1 + secrets.randbelow(1 << 20)
-        return other._encode(weights, version, values), other
+        update = other._encode(weights, version, values)
+        if values is not None:
+            _check_finite(other._weights, "weights")
+            _check_finite(other._reference, "weights")
+        return update, other
 
     def _encode(
         self, weights: FlatWeights, version: int, values: FlatWeights | None = None
     ) -> Difference:
-        layouts, is_given = self._layouts, values is not None
+        layouts = self._layouts
         check_weights(weights, layouts.model, "weights")
         if values is None:
             values = _encode(layouts, list(weights.values()), self._reference, "weights")
-        else:
-            check_weights(values, layouts.wire, "values")
         update = Difference(values, layouts.model, self.version, version)
         self._advance(version, values.buffer, (self._weights, weights))
-        if is_given:
-            _check_finite(self._reference, "weights")
         return update
 
     def average(
