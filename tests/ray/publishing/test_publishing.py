@@ -51,8 +51,8 @@ from flatweights.ray.publishing import (
 from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._publication_server import PublicationAddress, PublicationConnection
 from flatweights.ray.publishing._sources import (
-    BoardSource,
     PulledSource,
+    SharedMemorySource,
     Source,
     patience_of,
 )
@@ -888,7 +888,7 @@ def test_a_relay_passes_weights_on_until_it_is_lost(relays: list[Any]) -> None:
     def read(relay: Any, least: int) -> float:
         end = time.monotonic() + 60
         _, address = ray.get(relay.serve.remote(0, end))
-        source = BoardSource("agent", 0, b"", PublicationAddress(*address), end)
+        source = SharedMemorySource("agent", 0, b"", PublicationAddress(*address), end)
         assert source.wait(least - 1, 60.0)
         news = source.take(0)
         assert news is not None
@@ -1022,7 +1022,7 @@ def test_a_relay_says_why_a_publisher_cannot_be_read(relays: list[Any]) -> None:
 
     def is_told() -> bool:
         with pytest.raises(TimeoutError) as raised:
-            _transports._relay_board(relays[0], 0, time.monotonic() + 0.5)
+            _transports._relay_address(relays[0], 0, time.monotonic() + 0.5)
         return re.search(text, str(raised.value)) is not None
 
     wait_until(is_told)
@@ -1035,7 +1035,7 @@ def proxy_here(
     """A function that makes the proxy of a publisher in this process, without its thread."""
     monkeypatch.setattr(_transports, "_start", lambda *_: None)
     context = types.SimpleNamespace(current_actor=None)
-    sources = list[BoardSource]()
+    sources = list[SharedMemorySource]()
 
     def make(name: str) -> _transports.Proxy:
         record = _names.find(name)

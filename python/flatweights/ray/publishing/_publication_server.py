@@ -27,7 +27,7 @@ from flatweights.ray.support._listener import kept, milliseconds
 _READER = struct.Struct("<cI")  # a kind, the number of the reader
 _WELCOME, _FULL = b"R", b"F"
 _TAKEN_OVER, _FOR_OTHERS = b"T", b"O"  # what the other side says
-_KEPT = _core.PUBLICATION_READERS - 1  # the number of the reader that reads for others
+_PROXY_READER = _core.PUBLICATION_READERS - 1  # the number of the one that reads for others
 _TICK = 1.0  # seconds
 _PAUSE = 0.01  # seconds between two attempts to connect to a socket whose queue is full
 
@@ -75,7 +75,7 @@ class PublicationServer:
         self._tick = tick
         # By descriptor; without a number, if all were taken.
         self._readers: dict[int, tuple[socket.socket, int | None]] = {}
-        self._free = list(range(_KEPT))
+        self._free = list(range(_PROXY_READER))
         self._idle_since = _clock.now()
         self._listener = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self._woken, self._waker = map(kept, socket.socketpair())
@@ -166,7 +166,7 @@ class PublicationServer:
             check_user(connection)
             reader = self._free[0] if self._free else None
             if reader is None:
-                connection.send(_READER.pack(_FULL, _KEPT))
+                connection.send(_READER.pack(_FULL, _PROXY_READER))
             else:
                 self._welcome(connection, reader)
         except (OSError, ChannelError):
@@ -192,10 +192,10 @@ class PublicationServer:
         if word == _TAKEN_OVER:
             self.supersede()
             return
-        if word == _FOR_OTHERS and all(one != _KEPT for _, one in self._readers.values()):
+        if word == _FOR_OTHERS and all(one != _PROXY_READER for _, one in self._readers.values()):
             with contextlib.suppress(OSError):  # it has ended, which is the next event
-                self._welcome(connection, _KEPT)
-                self._readers[descriptor] = connection, _KEPT
+                self._welcome(connection, _PROXY_READER)
+                self._readers[descriptor] = connection, _PROXY_READER
                 self._free += [] if reader is None else [reader]
             return
         # Once the connection has ended, the reader reads no more.
@@ -203,7 +203,7 @@ class PublicationServer:
         del self._readers[descriptor]
         if reader is not None:
             self.publication.clear(reader)
-            if reader != _KEPT:
+            if reader != _PROXY_READER:
                 self._free.append(reader)
         self._idle_since = _clock.now()
         connection.close()

@@ -119,7 +119,7 @@ class Source(ABC):
         """
 
 
-class BoardSource(Source):
+class SharedMemorySource(Source):
     """The memory of a publication."""
 
     def __init__(

@@ -37,8 +37,8 @@ from flatweights.ray.publishing._sources import (
     PULL,
     AnnouncedWeights,
     Answer,
-    BoardSource,
     PulledSource,
+    SharedMemorySource,
     Source,
     Told,
     patience_of,
@@ -84,11 +84,11 @@ def connect(name: str, record: PublisherRecord, end: float) -> Source:
         try:
             if relay is not None:
                 transport = "agent"
-                layout, address = _relay_board(relay, record.number, end)
+                layout, address = _relay_address(relay, record.number, end)
                 if layout != record.layout:
                     raise TimeoutError("its node still reads from another publisher of the name")
             until = min(end, _clock.now() + _TRY)
-            return BoardSource(transport, record.number, layout, address, until)
+            return SharedMemorySource(transport, record.number, layout, address, until)
         except (OSError, ChannelError, ValueError) as error:
             # It is stopped or slow, or descriptors are short: perhaps not for long. Memory that is
             # short for one model may stay so.
@@ -147,7 +147,7 @@ def _relay_of(name: str, node: str) -> ray.actor.ActorHandle:
     return shared_actor(Relay, f"relay:{name}:{node}", node, 256, name)
 
 
-def _relay_board(
+def _relay_address(
     relay: ray.actor.ActorHandle, number: int, end: float
 ) -> tuple[bytes, PublicationAddress]:
     """Return layout and address of the server of a relay; see `Relay.serve`."""
@@ -174,7 +174,7 @@ class Proxy:
         self._asked = _clock.now()
         self._turn = threading.Lock()
         self._put: AnnouncedWeights | None = None
-        self._source: BoardSource | None = None
+        self._source: SharedMemorySource | None = None
         self._fetched_until = 0.0  # the time until which others may fetch what they were told of
         is_small = self._record.address.nbytes <= _INLINE
         self._tree: RelayTree[Any] = RelayTree(MANY_CHILDREN if is_small else CHILDREN)
@@ -191,7 +191,7 @@ class Proxy:
             if self._source is None:
                 address, end = PublicationAddress(*self._record.address), _clock.now() + _TRY
                 try:
-                    self._source = BoardSource(
+                    self._source = SharedMemorySource(
                         "shm", self._record.number, b"", address, end, for_others=True
                     )
                 except (OSError, FullError, ChannelError, ValueError) as error:
@@ -237,7 +237,7 @@ class Proxy:
                 self._fetched_until = self._asked + patience_of(self._record.address.nbytes)
             return newest.answer()
 
-    def _newest(self, source: BoardSource) -> AnnouncedWeights:
+    def _newest(self, source: SharedMemorySource) -> AnnouncedWeights:
         """Return the newest weights; of each version, there is one object in Ray's store."""
         before = 0 if self._put is None else self._put.version
         news = source.take(before)
