@@ -14,7 +14,7 @@ import struct
 from typing import Any
 
 from flatweights import _core
-from flatweights.ray.channels._gpu_segments import Handle
+from flatweights.ray.channels._gpu_segments import SegmentHandle
 from flatweights.ray.channels._segments import Extent, Segments
 from flatweights.ray.core._requests import SegmentRef
 
@@ -90,7 +90,7 @@ class ChannelEnd:
         self.peer_segments: dict[int, tuple[int, _core.PeerSegment]] = {}
         self._peer_has: dict[int, int] = {}  # by index, the generation of the segment
         self._refused: Exception | None = None  # the error of a packet, for what misses it
-        self._handles: dict[tuple[int, int], Handle] = {}  # by owner and index: what it was sent
+        self._handles: dict[tuple[int, int], SegmentHandle] = {}  # by owner and index: what came
         self._sent_handles: dict[tuple[int, int], int] = {}  # by owner and index, the generation
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class ChannelEnd:
         for extent in extents:
             self.mailbox.drop_hold(not self._is_worker, extent.segment)
 
-    def send_handle(self, handle: Handle) -> None:
+    def send_handle(self, handle: SegmentHandle) -> None:
         """Tell the peer of a segment in a GPU's memory, unless it knows of it.
 
         Raises:
@@ -158,11 +158,11 @@ class ChannelEnd:
         for at in [at for at in self._handles if at[0] == owner]:
             del self._handles[at]
 
-    def has_handle(self, handle: Handle) -> bool:
+    def has_handle(self, handle: SegmentHandle) -> bool:
         """Whether ``handle`` is the last one that the peer has told of."""
         return self._handles.get(handle.placed[:2]) is handle
 
-    def handle_of(self, placed: SegmentRef) -> Handle:
+    def handle_of(self, placed: SegmentRef) -> SegmentHandle:
         """Return the handle of a segment that the peer has told of.
 
         Raises:
@@ -248,7 +248,7 @@ class ChannelEnd:
             self.last_words = body.decode(errors="replace")
             return
         if kind == b"G" and len(numbers) == 1:
-            handle = Handle.read(body, numbers[0])
+            handle = SegmentHandle.read(body, numbers[0])
             self._handles[handle.placed[:2]] = handle
             return
         if kind == b"F" and not numbers:

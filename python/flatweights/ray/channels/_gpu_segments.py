@@ -25,7 +25,7 @@ MOST = 12
 _HANDLE = struct.Struct("<IIIQ16s")  # owner, index, generation, bytes, UUID of the GPU
 
 
-class Handle:
+class SegmentHandle:
     """A descriptor of a segment, by which a process maps the memory, or sends it on.
 
     Attributes:
@@ -43,7 +43,7 @@ class Handle:
         self.descriptor = descriptor
 
     @classmethod
-    def read(cls, body: bytes, descriptor: int) -> Handle:
+    def read(cls, body: bytes, descriptor: int) -> SegmentHandle:
         """Read the body of a packet; the descriptor is duplicated.
 
         Raises:
@@ -66,7 +66,7 @@ class OwnSegment(NamedTuple):
     """A segment of this process, and what others map it by."""
 
     memory: _core.DeviceSegment
-    handle: Handle
+    handle: SegmentHandle
 
 
 class GpuSegments:
@@ -119,7 +119,8 @@ class GpuSegments:
         descriptor = os.dup(memory.descriptor)
         memory.close_descriptor()
         placed = SegmentRef(self._owner, FIRST + at, self._generations[at])
-        made = self._segments[at] = OwnSegment(memory, Handle(placed, nbytes, uuid, descriptor))
+        handle = SegmentHandle(placed, nbytes, uuid, descriptor)
+        made = self._segments[at] = OwnSegment(memory, handle)
         return made
 
     def find(self, placed: SegmentRef) -> OwnSegment | None:
@@ -132,6 +133,6 @@ class GpuSegments:
         self._segments.clear()
 
 
-def _suits(handle: Handle, uuid: bytes, nbytes: int) -> bool:
+def _suits(handle: SegmentHandle, uuid: bytes, nbytes: int) -> bool:
     """Whether a segment may be used again for ``nbytes`` of a GPU: it is not much too large."""
     return handle.uuid == uuid and nbytes <= handle.nbytes <= 4 * nbytes

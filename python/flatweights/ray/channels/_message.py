@@ -31,7 +31,7 @@ IN_BAND = 1024  # bytes of the largest buffer that travels in the body
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), pickle.PickleBuffer, FlatWeights}
 
 # Objects of Ray, which counts the references to them: only Ray itself may pickle these.
-COUNTED = (ray.ObjectRef, ray.actor.ActorHandle)
+RAY_REFS = (ray.ObjectRef, ray.actor.ActorHandle)
 
 
 class Message(NamedTuple):
@@ -49,7 +49,7 @@ class Message(NamedTuple):
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         """Refuse objects of Ray."""
-        if isinstance(value, COUNTED):
+        if isinstance(value, RAY_REFS):
             raise TypeError(f"{type(value).__name__} is not for channels")
         return super().reducer_override(value)
 

@@ -10,7 +10,7 @@ from flatweights import _core
 from flatweights._layout import Layout
 from flatweights._settings import gpu_setting
 from flatweights.ray.channels._end import ChannelError
-from flatweights.ray.channels._gpu_segments import GpuSegments, Handle, OwnSegment
+from flatweights.ray.channels._gpu_segments import GpuSegments, OwnSegment, SegmentHandle
 from flatweights.ray.channels._member_channel import MemberChannel
 from flatweights.ray.core._requests import SegmentRef
 from flatweights.ray.members._reductions import Reduction, SegmentsReduced
@@ -51,7 +51,7 @@ class GpuMember:
         self._channel = channel
         self._segments = GpuSegments(session, channel.count_holds)
         # Segments of others that are mapped here, by owner and index.
-        self._peers: dict[tuple[int, int], tuple[Handle, _core.PeerDeviceSegment]] = {}
+        self._peers: dict[tuple[int, int], tuple[SegmentHandle, _core.PeerDeviceSegment]] = {}
         self._gathered: tuple[Layout, OwnSegment] | None = None  # last: the segment has them
         self._has_warned = False
 

@@ -27,7 +27,7 @@ from flatweights._layout import Layout
 from flatweights.ray import _clock
 from flatweights.ray.channels._driver_channel import Channels, DriverChannel
 from flatweights.ray.channels._end import ChannelError
-from flatweights.ray.channels._gpu_segments import Handle
+from flatweights.ray.channels._gpu_segments import SegmentHandle
 from flatweights.ray.channels._protocol import REDUCE
 from flatweights.ray.core._peer import Peer
 from flatweights.ray.core._requests import Request, SegmentRef
@@ -50,7 +50,7 @@ class OnDevice:
         handle: The segment.
     """
 
-    def __init__(self, owner: Session, handle: Handle, layout: Layout) -> None:
+    def __init__(self, owner: Session, handle: SegmentHandle, layout: Layout) -> None:
         """Hold the segment."""
         assert owner.channel is not None
         self.layout = layout

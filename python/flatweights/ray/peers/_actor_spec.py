@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from flatweights.ray.channels._message import COUNTED
+from flatweights.ray.channels._message import RAY_REFS
 from flatweights.ray.peers._by_rank import ByRank, check_by_rank, more_arguments
 from flatweights.ray.peers._transport import BY_VALUE
 
@@ -118,6 +118,6 @@ class _Measuring(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
     """Pickles all but objects of Ray: it keeps these for ever once they are pickled so."""
 
     def persistent_id(self, value: Any) -> str | None:
-        if not isinstance(value, COUNTED):
+        if not isinstance(value, RAY_REFS):
             return None
         return f"{id(value):<{_REFERENCE}}"  # texts that differ, since equal ones are written once
