@@ -32,7 +32,7 @@ from flatweights.ray.channels._protocol import (
 )
 from flatweights.ray.channels._segments import Segments
 from flatweights.ray.support import _failpoints as failpoints
-from flatweights.ray.support._listener import kept
+from flatweights.ray.support._listener import closed_in_forks
 
 LINGER = 0.01
 """Seconds for which a worker waits for the next command."""
@@ -265,7 +265,7 @@ def _connect(address: bytes, hello: bytes, descriptor: int, patience: float) -> 
     """
     end, pause = _clock.now() + patience, _PAUSE
     while (left := end - _clock.now()) > 0:
-        connection = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        connection = closed_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             connection.settimeout(left)
             connection.connect(address)

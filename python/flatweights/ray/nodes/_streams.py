@@ -28,7 +28,12 @@ from flatweights.ray.nodes._address import HELLO, KEY, Address, family_of, liste
 from flatweights.ray.nodes._connections import NodeConnections, StreamError, set_up
 from flatweights.ray.nodes._tls import Tls, shake_hands
 from flatweights.ray.support._errors import reason_in_a_line
-from flatweights.ray.support._listener import Listener, PendingConnection, RefusedError, kept
+from flatweights.ray.support._listener import (
+    Listener,
+    PendingConnection,
+    RefusedError,
+    closed_in_forks,
+)
 
 _EPOCH = 16  # bytes of an epoch
 _PAUSE = 0.01  # seconds until the next attempt to connect, at first; twice as long each time
@@ -192,7 +197,7 @@ class Streams:
             False if the peer closed the connection, because others that connect pushed it out or
             the peer has not opened the epoch yet.
         """
-        connection = kept(socket.socket(family_of(address.host)))
+        connection = closed_in_forks(socket.socket(family_of(address.host)))
         connections.add(place, connection)
         where = f"{address.host}:{address.port}"
         if address.has_tls != self.address.has_tls:

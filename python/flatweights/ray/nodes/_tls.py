@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flatweights.ray.support._listener import PendingConnection, RefusedError, kept
+from flatweights.ray.support._listener import PendingConnection, RefusedError, closed_in_forks
 
 _FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 _VERIFIED = b"!"  # with TLS 1.3, only this tells a client that its certificate is accepted
@@ -55,7 +55,7 @@ class Tls(NamedTuple):
         pending.connection = secure = self.accepts.wrap_socket(
             pending.connection, server_side=True, do_handshake_on_connect=False
         )
-        kept(secure)
+        closed_in_forks(secure)
         while True:
             try:
                 secure.do_handshake()
@@ -78,7 +78,7 @@ class Tls(NamedTuple):
         made = self.connects.wrap_socket(
             connection, server_hostname=host, do_handshake_on_connect=False
         )
-        return kept(made)
+        return closed_in_forks(made)
 
 
 def shake_hands(connection: socket.socket) -> bool:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from flatweights import _core
 from flatweights.ray import _clock
 from flatweights.ray.channels._end import ChannelError, check_user, receive_packet
-from flatweights.ray.support._listener import kept, milliseconds
+from flatweights.ray.support._listener import closed_in_forks, milliseconds
 
 _READER = struct.Struct("<cI")  # a kind, the number of the reader
 _WELCOME, _FULL = b"R", b"F"
@@ -77,8 +77,8 @@ class PublicationServer:
         self._readers: dict[int, tuple[socket.socket, int | None]] = {}
         self._free = list(range(_PROXY_READER))
         self._idle_since = _clock.now()
-        self._listener = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        self._woken, self._waker = map(kept, socket.socketpair())
+        self._listener = closed_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self._woken, self._waker = map(closed_in_forks, socket.socketpair())
         try:
             address = b"\0flatweights-" + secrets.token_hex(16).encode()
             self._listener.bind(address)
@@ -162,7 +162,7 @@ class PublicationServer:
                 _clock.sleep(_PAUSE)  # no descriptors are left
             return
         try:
-            kept(connection).setblocking(False)
+            closed_in_forks(connection).setblocking(False)
             check_user(connection)
             reader = self._free[0] if self._free else None
             if reader is None:
@@ -233,7 +233,7 @@ class PublicationConnection:
             ChannelError: If it belongs to another user.
             ValueError: If the files that it hands out are not those of ``address``.
         """
-        self.connection = kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self.connection = closed_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         descriptors = _core.Descriptors()
         try:
             _connect(self.connection, address.socket, end)
@@ -289,7 +289,7 @@ def take_over(address: PublicationAddress, end: float) -> None:
         OSError: If it has closed already, or does not answer until ``end``.
         ChannelError: If it belongs to another user.
     """
-    with kept(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
+    with closed_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
         _connect(connection, address.socket, end)
         connection.send(_TAKEN_OVER)
         connection.settimeout(max(1e-3, end - _clock.now()))

@@ -20,7 +20,7 @@ from flatweights.ray.publishing._answer import answer_of
 from flatweights.ray.publishing._names import PublisherRecord
 from flatweights.ray.publishing._publication_server import PublicationAddress, PublicationConnection
 from flatweights.ray.support._errors import check_connected
-from flatweights.ray.support._listener import kept, milliseconds
+from flatweights.ray.support._listener import closed_in_forks, milliseconds
 
 News = tuple[int, float, NDArray[np.uint8]]
 """A version, the `time.monotonic` of its publication on this machine, and its packed buffer."""
@@ -136,7 +136,7 @@ class SharedMemorySource(Source):
         self._server = PublicationConnection(address, end, for_others=for_others)
         self._reader = self._server.reader
         super().__init__(transport, number, layout)
-        self._ours, self._waker = map(kept, socket.socketpair())
+        self._ours, self._waker = map(closed_in_forks, socket.socketpair())
 
     @property
     def take(self) -> Callable[[int], News | None]:

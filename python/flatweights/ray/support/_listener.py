@@ -66,7 +66,7 @@ class Listener:
                 over. The listener closes the connection if it raises `RefusedError`, or an
                 `OSError` because the connection broke.
         """
-        self._socket = kept(listening)
+        self._socket = closed_in_forks(listening)
         self._socket.setblocking(False)
         self._name = name
         self._shake_hands = shake_hands
@@ -123,7 +123,7 @@ class Listener:
                 self._warn_once("error", f"cannot accept connections: {error}")
                 _clock.sleep(_PAUSE)
             return
-        kept(connection).setblocking(False)
+        closed_in_forks(connection).setblocking(False)
         if len(self._pending) >= _MOST_PENDING:
             self._refuse(next(iter(self._pending)), "too many connections without a hello")
         pending = PendingConnection(connection, address[0] if address else "another process")
@@ -169,6 +169,6 @@ def shut(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def kept(connection: socket.socket) -> socket.socket:
+def closed_in_forks(connection: socket.socket) -> socket.socket:
     """Close the copies of a socket in forks of this process; return the socket."""
     return in_forks(connection, socket.socket.close)
