@@ -170,9 +170,9 @@ def test_weights_of_another_layout_are_left_unread(driver: AtOnce) -> None:
     other = fw.FlatWeights({"other": np.ones(LARGE)}).layout
     answers = driver.channels.answers_of(driver.ends, other)
     assert answers is not None
-    commands, weights = [driver.command("get", 2.0)] * 3, [1.0] * 3
-    assert driver.channels.post_at_once(answers, driver.ends, commands) is not None
-    buffer = other.new_buffer()
+    driver.at_once = answers
+    driver.get_all(2.0)
+    buffer, weights = other.new_buffer(), [1.0] * 3
     assert driver.channels.mean_of(answers, buffer, weights, 30.0, takes_nonfinite=True) is None
     assert driver.wait()
     assert [float(value_of(one.take())["w"][0]) for one in driver.ends] == [2.0] * 3
