@@ -1,16 +1,18 @@
 """All workers start from the same weights, and none keeps weights that nobody sent."""
 
-import itertools
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import ray
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from ray_pool import Actors, Lend, wait_until_dead
 from ray_workers import PlainWorker, wait_for
 from reference import assert_same
@@ -20,7 +22,6 @@ from flatweights import FlatWeights
 from flatweights.ray import Round, StaleWorkerError, WorkerError, WorkerGroup
 from flatweights.ray.peers import _platform
 from flatweights.ray.peers._latest import Latest
-from flatweights.ray.peers._store import sent_weights
 from flatweights.ray.results._wire import GroupWire
 
 pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]  # mostly over channels
@@ -28,9 +29,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]  # mostly over channel
 
 WIRES = (None, "bfloat16")
 
-# Of these cases, some differ most.
-MISSED = {("both", None), ("the first", "bfloat16")}
-GIVEN = {("weights", "bfloat16"), ("later reference", None)}
+LARGE = 20_000  # elements; beyond 100 KiB weights lie in shared memory
 
 
 class Different(PlainWorker):
@@ -44,15 +43,13 @@ class Different(PlainWorker):
         return value
 
 
-class Twins(PlainWorker):
+class Alike(PlainWorker):
     """Workers with two weights of one shape."""
 
     def __init__(self, rank: int = 0, size: int = 5) -> None:
         super().__init__(rank, size)
-        self.model = twins(-1.0, -2.0)
-
-    def train(self, step: float = 1.0) -> FlatWeights:
-        return self.get_weights()
+        parts = {"a": np.full(size, -1.0 - rank), "b": np.full(size, -2.0), "n": np.int64(-3)}
+        self.model = FlatWeights(parts)
 
 
 class WithoutWeights(PlainWorker):
@@ -80,10 +77,6 @@ class HalfSetting(Different):
 
 def own(rank: int, size: int = 5) -> FlatWeights:
     return FlatWeights({"w": np.full(size, 10.0 * rank), "n": np.int64(rank)})
-
-
-def twins(a: float, b: float) -> FlatWeights:
-    return FlatWeights({"a": np.full(5, a), "b": np.full(5, b)})
 
 
 def after_training(start: FlatWeights, rank: int) -> FlatWeights:
@@ -127,16 +120,10 @@ def test_the_first_round_starts_from_the_weights_of_the_lowest_rank(fresh: Fresh
     trained = fresh().step("train")
     for rank, weights in trained.items():
         assert_same(weights, after_training(own(0), rank))
-
-
-@pytest.mark.parametrize("wire_dtype", WIRES)
-def test_a_call_that_brings_weights_needs_no_others(fresh: Fresh, wire_dtype: Any) -> None:
     start = own(7)
-    group = fresh(wire_dtype=wire_dtype)
-    assert_same(group.average("train", broadcast=start).weights, mean_of(start))
-    group = fresh(wire_dtype=wire_dtype)
-    group.broadcast(start)
-    assert_same(group.step("get_weights")[2], start)
+    for wire_dtype in WIRES:  # a call that brings weights needs no others
+        group = fresh(wire_dtype=wire_dtype)
+        assert_same(group.average("train", broadcast=start).weights, mean_of(start))
 
 
 def test_initial_weights_are_those_that_are_given(fresh: Fresh) -> None:
@@ -144,43 +131,12 @@ def test_initial_weights_are_those_that_are_given(fresh: Fresh) -> None:
     assert_same(found.weights, mean_of(own(5)))
     found = fresh(initial=np.array([1.0, 2, 3, 4, 5, 9])).average("train")
     assert_same(found.weights["w"], np.arange(1.0, 6.0) + 2)
-    mine = own(5)
-    group = fresh(initial=mine)
-    mine["w"] += 1
-    assert_same(group.average("train").weights, mean_of(own(5)))
+    for mine in (own(5), OrderedDict(own(5).copy())):
+        group = fresh(initial=mine)
+        mine["w"] += 1
+        assert_same(group.average("train").weights, mean_of(own(5)))
     starts = [after_training(own(rank), rank) for rank in range(3)]
     assert_same(fresh(initial=None).average("train").weights, fw.average(starts))
-
-
-def test_initial_weights_of_any_kind_complete_a_subset(fresh: Fresh) -> None:
-    start = own(5)
-    kinds = [start, OrderedDict(start), Round(start, [0]), ray.put(start), ray.put(dict(start))]
-    for initial in kinds:
-        group = fresh(initial=initial)
-        group.broadcast({"n": np.int64(9)})
-        for weights in group.step("get_weights").values():
-            assert_same(weights, FlatWeights({**start, "n": np.int64(9)}))
-    mine = OrderedDict(own(5).copy())
-    group = fresh(initial=mine)
-    mine["w"] += 1
-    assert_same(group.average("train").weights, mean_of(own(5)))
-
-
-def test_initial_weights_that_are_a_subset_are_completed_by_another(fresh: Fresh) -> None:
-    initial, subset = {"w": np.full(5, 7.0)}, {"n": np.int64(9)}
-    sends: list[Callable[[WorkerGroup], Any]] = [
-        lambda group: group.broadcast(subset),
-        lambda group: group.publish(subset),
-        lambda group: group.step("ping", broadcast=subset),
-        lambda group: group.broadcast(ray.put(subset)),
-    ]
-    for send in sends:
-        group = fresh(initial=initial)
-        send(group)
-        group.step("train")
-        for weights in group.step("get_weights").values():
-            assert int(weights["n"]) >= 9
-            assert np.all(np.asarray(weights["w"]) >= 7)
 
 
 def test_a_first_call_that_sends_nothing_leaves_workers_their_own_weights(fresh: Fresh) -> None:
@@ -238,154 +194,136 @@ def test_workers_without_weights_need_initial_none(lend: Lend) -> None:
 # Subsets of weights: weights that were sent before remain.
 
 
-def lose_weights(group: WorkerGroup, rank: int) -> None:
-    """Reset the actor as a restart by Ray does."""
-    ray.get(group.actors()[rank].build_anew.remote())
-    group._worker_set.ranks[rank].why = TimeoutError("restarted")
-
-
-@pytest.mark.parametrize("wire_dtype", WIRES)
-def test_a_restored_worker_has_all_weights_after_a_subset(fresh: Fresh, wire_dtype: Any) -> None:
-    group = fresh(wire_dtype=wire_dtype)
-    group.broadcast({"w": np.full(5, 2.0), "n": np.int64(3)})
-    for subset in ({"w": np.full(5, 4.0)}, {"w": np.full(5, 8.0)}, {"n": np.int64(6)}):
-        group.broadcast(subset)
-        before = group.step("get_weights")
-        assert_same(before[1], before[0])
-        lose_weights(group, 1)
-        assert group.restore(timeout=60) == [1]
-        assert_same(group.step("get_weights")[1], before[0])
-    assert_same(before[0], FlatWeights({"w": np.full(5, 8.0), "n": np.int64(6)}))
-
-
-def test_a_subset_that_is_sent_first_leaves_the_rest_to_the_lowest_rank(fresh: Fresh) -> None:
-    subset, whole = {"w": np.full(5, 2.0)}, FlatWeights({"w": np.full(5, 2.0), "n": np.int64(0)})
-    for kind in (subset, ray.put(subset), Round(ray.put(FlatWeights(subset)), [0])):
-        group = fresh()
-        group.broadcast(kind)
-        lose_weights(group, 2)
-        assert group.restore(timeout=60) == [2]
-        for weights in group.step("get_weights").values():
-            assert_same(weights, whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wire_dtype", WIRES)
-def test_subsets_that_are_published_first_leave_the_rest_to_the_lowest_rank(
-    fresh: Fresh, wire_dtype: Any
-) -> None:
-    whole = FlatWeights({"w": np.full(5, 2.0), "n": np.int64(0)})
-    group = fresh(wire_dtype=wire_dtype)
-    group.publish({"w": np.full(5, 1.0)})
-    group.publish({"w": np.full(5, 2.0)})
-    for weights in group.step("get_weights").values():
-        assert_same(weights, whole)
-    whole["n"][...] = 7
-    group = fresh(wire_dtype=wire_dtype)
-    group.publish({"w": np.full(5, 2.0)})
-    group.publish(ray.put({"n": np.int64(7)}))
-    for result in group.as_completed("get_weights", updates=6):
-        assert_same(result.weights, whole)
-    for weights in group.step("get_weights").values():
-        assert_same(weights, whole)
-    group = fresh(wire_dtype=wire_dtype, initial=own(4))
-    group.publish({"n": np.int64(7)})
-    assert group.average("get_weights").weights["w"].tolist() == [40.0] * 5
-
-
-def test_a_subset_follows_a_reference_and_no_vector(fresh: Fresh) -> None:
-    group = fresh()
-    group.broadcast(ray.put(own(3)))
-    group.broadcast({"n": np.int64(8)})
-    lose_weights(group, 0)
-    assert group.restore(timeout=60) == [0]
-    assert_same(group.step("get_weights")[0], FlatWeights({**own(3), "n": np.int64(8)}))
-    group.broadcast(np.arange(6.0))
-    with pytest.raises(ValueError, match="expected all 2 parts, got 1: a subset can follow"):
-        group.broadcast({"n": np.int64(1)})
-    assert group.step("get_weights")[2]["w"].tolist() == [0, 1, 2, 3, 4]
-
-
 def in_all(group: WorkerGroup) -> list[FlatWeights]:
     return list(group.step("get_weights").values())
 
 
-@pytest.mark.parametrize(
-    ("missed", "wire_dtype"),
-    [
-        pytest.param(*case, marks=() if case in MISSED else pytest.mark.slow)
-        for case in itertools.product(("both", "the first", "none"), WIRES)
-    ],
+class Sends(NamedTuple):
+    """What a group sends.
+
+    Attributes:
+        initial: The weights that all start from: "lowest", none, or those of these places.
+        form: The form in which they are given.
+        are_known: Whether weights behind references can be read at once.
+        events: Calls, with the places of the weights that they send, and the form of these.
+    """
+
+    initial: str | set[int] | None
+    form: str
+    are_known: bool
+    events: list[tuple[str, set[int], str]]
+
+
+PLACES = st.sets(st.integers(0, 2), min_size=1)
+FORMS = st.sampled_from(["dict", "FlatWeights", "Round", "reference", "reference to a dict"])
+CALLS = st.sampled_from(["broadcast", "publish", "to all", "to one", "loop", "is lost"])
+SENDS = st.builds(
+    Sends,
+    st.sampled_from(["lowest", None]) | PLACES,
+    FORMS,
+    st.booleans(),
+    st.lists(st.tuples(CALLS, PLACES, FORMS), min_size=1, max_size=5),
 )
-def test_subsets_of_names_that_are_not_known_add_up(
-    fresh: Fresh, missed: str, wire_dtype: Any
-) -> None:
-    group = fresh(initial=None, wire_dtype=wire_dtype)
-    group.step("ping", broadcast={"w": np.full(5, 2.0)}, ranks=None if missed == "none" else [0])
-    group.step("ping", broadcast={"n": np.int64(7)}, ranks=[0] if missed == "both" else None)
-    for weights in in_all(group):
-        assert_same(weights, FlatWeights({"w": np.full(5, 2.0), "n": np.int64(7)}))
-    group = fresh(initial=None, wire_dtype=wire_dtype)
-    group.publish({"w": np.full(5, 2.0)})
-    group.publish({"n": np.int64(7)})
-    for weights in in_all(group):
-        assert_same(weights, FlatWeights({"w": np.full(5, 2.0), "n": np.int64(7)}))
+
+
+def sent_as(form: str, weights: dict[str, Any]) -> Any:
+    """Return weights in a form that groups take."""
+    flat = FlatWeights(weights)
+    forms = {"FlatWeights": flat, "Round": Round(flat, [0]), "dict": OrderedDict(weights)}
+    return forms[form] if form in forms else ray.put(flat if form == "reference" else weights)
+
+
+def send(group: WorkerGroup, call: str, weights: Any) -> None:
+    """Send weights by a call, or let a worker lose its own."""
+    if call == "broadcast":
+        group.broadcast(weights)
+    elif call == "publish":
+        group.publish(weights)
+    elif call == "loop":
+        for _ in group.as_completed("get_weights", updates=2):
+            group.publish(weights)
+    elif call == "is lost":
+        lose_weights(group)
+    else:
+        group.step("ping", broadcast=weights, ranks=[0] if call == "to one" else None)
+
+
+def lose_weights(group: WorkerGroup) -> None:
+    """Restore a worker after it has started anew, as after a restart by Ray."""
+    ray.get(group.actors()[1].build_anew.remote())
+    group._worker_set.ranks[1].why = TimeoutError("restarted")
+    assert group.restore(timeout=60) == [1]
 
 
 @pytest.fixture(scope="module")
-def twin_actors(way: str, all_actors: Actors) -> Iterator[list[Any]]:
+def alike(way: str, all_actors: Actors) -> Iterator[list[Any]]:
     with all_actors.loan() as lend:
-        yield list(lend(Twins, 2).actors().values())
+        yield list(lend(Alike, 2, LARGE).actors().values())
 
 
-@pytest.mark.parametrize(
-    ("given", "wire_dtype"),
-    [
-        pytest.param(*case, marks=() if case in GIVEN else pytest.mark.slow)
-        for case in itertools.product(("weights", "reference", "later reference"), WIRES)
-    ],
-)
-def test_subsets_of_one_shape_add_up_although_no_names_are_known(
-    twin_actors: list[Any], given: str, wire_dtype: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wire_dtype", WIRES)
+@pytest.mark.parametrize("are_alike", [False, True])
+@settings(max_examples=40)
+@given(sends=SENDS)
+@example(Sends(None, "dict", False, [("to one", {k}, "reference") for k in (0, 1, 0)]))
+@example(Sends(None, "dict", True, [("to one", {0}, "dict"), ("to all", {1}, "dict")]))
+@example(Sends("lowest", "dict", False, [("to one", {k}, "reference") for k in (0, 1, 1)]))
+@example(Sends("lowest", "dict", True, [("broadcast", {k}, "dict") for k in (0, 1)]))
+@example(Sends(None, "dict", True, [("publish", {0}, "dict"), ("loop", {1}, "dict")]))
+def test_workers_have_all_weights_whichever_parts_were_sent(
+    actors: list[Any], alike: list[Any], are_alike: bool, wire_dtype: Any, sends: Sends
 ) -> None:
-    def fresh() -> WorkerGroup:
-        ray.get([actor.build_anew.remote() for actor in twin_actors])
-        return WorkerGroup(twin_actors, initial=None, wire_dtype=wire_dtype)
+    """The rest are the initial weights, or those of the worker."""
+    actors = alike if are_alike else actors
+    ray.get([actor.build_anew.remote() for actor in actors])
+    kind = functools.partial(Alike, size=LARGE) if are_alike else Different
+    expected = [dict(kind(rank).model) for rank in range(len(actors))]
+    names = [*expected[0]]
 
-    if given == "later reference" and wire_dtype is None:
-        monkeypatch.setattr(Latest, "_if_here", lambda self, ref: None)
-    send: Callable[[Any], Any] = (lambda model: model) if given == "weights" else ray.put
-    group = fresh()
-    for name, value in (("a", 3.0), ("b", 4.0), ("a", 5.0)):
-        group.step("ping", broadcast=send({name: np.full(5, value)}), ranks=[0])
-    for weights in in_all(group):
-        assert_same(weights, twins(5.0, 4.0))
-    group = fresh()
-    for name, value in (("a", 3.0), ("b", 4.0), ("a", 5.0)):
-        group.publish(send({name: np.full(5, value)}))
-    for weights in in_all(group):
-        assert_same(weights, twins(5.0, 4.0))
-    for names in ("ba", "aabb"):
-        group = fresh()
-        published = {"a": -1.0, "b": -2.0}
-        loop = group.as_completed("train", updates=8)
-        for value, (name, _) in enumerate(zip(names, loop, strict=False)):
-            published[name] = float(value)
-            group.publish(send({name: np.full(5, published[name])}))
-        assert [found.number for found in loop][-1] == 8
-        for weights in in_all(group):
-            assert_same(weights, twins(published["a"], published["b"]))
+    def filled(places: set[int], value: float) -> dict[str, Any]:
+        chosen = {names[place % len(names)] for place in places}
+        return {name: np.full_like(expected[0][name], value) for name in names if name in chosen}
+
+    initial: Any = sends.initial
+    start = expected[0]
+    if isinstance(initial, set):
+        # Another name of the same shape may be that of all weights, by position.
+        start = filled({0, 1, 2} if are_alike else initial, 99)
+        initial = sent_as(sends.form, start)
+    has_begun = initial is None
+    with pytest.MonkeyPatch.context() as patched:
+        if not sends.are_known:
+            patched.setattr(Latest, "_if_here", lambda self, ref: None)
+        group = WorkerGroup(actors, initial=initial, wire_dtype=wire_dtype)
+        for number, (call, places, form) in enumerate(sends.events, 1):
+            if initial is None and not sends.are_known:
+                form = "reference"
+            weights = filled(places, number)
+            send(group, call, sent_as(form, weights))
+            if call != "is lost":
+                starts = {} if has_begun else start
+                expected = [{**own, **starts, **weights} for own in expected]
+                has_begun = True
+        for _ in range(2):
+            for found, own in zip(in_all(group), expected, strict=True):
+                assert_same(found, FlatWeights(own))
+            lose_weights(group)
 
 
-def test_other_names_of_the_same_shapes_replace_all_weights(twin_actors: list[Any]) -> None:
-    ray.get([actor.build_anew.remote() for actor in twin_actors])
-    group = WorkerGroup(twin_actors, initial=None)
-    group.broadcast(twins(1.0, 2.0))
-    renamed = Latest().after({"x": np.zeros(5), "y": np.ones(5)}, ("", 1))
-    assert renamed.is_unclear(twins(1.0, 2.0))
-    renamed.own = ("a", "b")
-    assert not renamed.is_changed_by(twins(1.0, 2.0))
-    assert renamed.is_changed_by({"b": np.zeros(5)})
+def test_weights_of_other_names_may_be_all_weights() -> None:
+    before = Latest().after({"a": np.zeros(2), "b": np.zeros(3), "c": np.zeros(3)}, ("", 1))
+    renamed = {"b": np.zeros(2), "c": np.zeros(3), "d": np.zeros(3)}
+    assert not before.is_changed_by(renamed)
+    assert before.after(renamed, ("", 2)).in_full().value is renamed  # type: ignore[union-attr]
+    assert before.is_changed_by({"b": np.zeros(3), "more": np.zeros(9)})
+    assert before.is_changed_by({"more": np.zeros(9)})
+    before.own = before.names
+    assert not before.is_changed_by({"more": np.zeros(9)})  # workers refuse it
+    by_position = Latest().after({"x": np.zeros(5), "y": np.ones(5)}, ("", 1))
+    assert by_position.is_unclear({"a": np.ones(5), "b": np.ones(5)})
+    by_position.own = ("a", "b")
+    assert not by_position.is_changed_by({"a": np.ones(5), "b": np.ones(5)})
+    assert by_position.is_changed_by({"b": np.zeros(5)})
 
 
 class ByPosition(PlainWorker):
@@ -418,18 +356,6 @@ def test_no_subset_follows_weights_that_were_set_by_position(lend: Lend, initial
         assert_same(weights, FlatWeights({**whole, **subset}))
 
 
-@pytest.mark.parametrize(("second", "third"), [("xy", "x"), ("x", "xy"), ("xy", "yz")])
-def test_a_subset_after_a_subset_leaves_all_other_weights(second: str, third: str) -> None:
-    latest, expected = Latest(), dict[str, float]()
-    for number, names in enumerate(("xyz", second, third), start=1):
-        expected |= dict.fromkeys(names, float(number))
-        latest = latest.after({name: np.full(5, float(number)) for name in names}, ("", number))
-    full = latest.in_full()
-    assert full is not None
-    weights = {name: part.tolist() for name, part in sent_weights(full).items()}
-    assert weights == {name: [value] * 5 for name, value in expected.items()}
-
-
 def test_a_subset_that_is_published_after_refused_weights_is_completed(fresh: Fresh) -> None:
     group = fresh()
     with pytest.raises(WorkerError, match="unknown names"):
@@ -437,53 +363,6 @@ def test_a_subset_that_is_published_after_refused_weights_is_completed(fresh: Fr
     group.publish({"n": np.int64(8)})
     for weights in in_all(group):
         assert_same(weights, FlatWeights({**own(0), "n": np.int64(8)}))
-
-
-def test_a_reference_to_a_subset_leaves_the_rest_to_the_latest_weights(fresh: Fresh) -> None:
-    subset = FlatWeights({"n": np.int64(8)})
-    for kind in (ray.put(subset), ray.put(dict(subset))):
-        group = fresh()
-        group.step("train")
-        group.step("ping", broadcast=own(3), ranks=[0])
-        group.step("ping", broadcast=kind, ranks=[0])
-        for weights in in_all(group):
-            assert_same(weights, FlatWeights({**own(3), "n": np.int64(8)}))
-        group.publish({"w": np.full(5, 4.0)})
-        for weights in in_all(group):
-            assert_same(weights, FlatWeights({"w": np.full(5, 4.0), "n": np.int64(8)}))
-    group = fresh(initial=ray.put(dict(own(4))))
-    group.step("ping", ranks=[0])
-    group.step("train", ranks=[0])
-    group.step("ping", broadcast=subset)
-    assert_same(in_all(group)[2], FlatWeights({**own(4), "n": np.int64(8)}))
-
-
-def test_a_reference_that_comes_later_may_be_to_a_subset(
-    fresh: Fresh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Latest, "_if_here", lambda self, ref: None)
-    group = fresh()
-    group.broadcast(own(3))
-    for value in (6, 7, 8):
-        ref = ray.put(FlatWeights({"n": np.int64(value)}))
-        group.step("ping", broadcast=ref, ranks=[0])
-    for weights in in_all(group):
-        assert_same(weights, FlatWeights({**own(3), "n": np.int64(8)}))
-    group.step("ping", broadcast=ray.put(own(5)), ranks=[0])
-    group.step("ping", broadcast={"n": np.int64(9)}, ranks=[1])
-    for weights in in_all(group):
-        assert_same(weights, FlatWeights({**own(5), "n": np.int64(9)}))
-
-
-def test_weights_of_other_names_may_be_all_weights() -> None:
-    before = Latest().after({"a": np.zeros(2), "b": np.zeros(3), "c": np.zeros(3)}, ("", 1))
-    renamed = {"b": np.zeros(2), "c": np.zeros(3), "d": np.zeros(3)}
-    assert not before.is_changed_by(renamed)
-    assert before.after(renamed, ("", 2)).in_full().value is renamed  # type: ignore[union-attr]
-    assert before.is_changed_by({"b": np.zeros(3), "more": np.zeros(9)})
-    assert before.is_changed_by({"more": np.zeros(9)})
-    before.own = before.names
-    assert not before.is_changed_by({"more": np.zeros(9)})  # workers refuse it
 
 
 def test_a_subset_that_follows_a_vector_is_refused_although_no_names_are_known(
@@ -506,6 +385,10 @@ def test_a_subset_that_follows_a_vector_is_refused_although_no_names_are_known(
             send(subset)
     group.broadcast(own(3))
     assert_same(in_all(group)[1], own(3))
+    group.broadcast(np.arange(6.0))
+    with pytest.raises(ValueError, match="expected all 2 parts, got 1: a subset can follow"):
+        group.broadcast({"n": np.int64(1)})
+    assert in_all(group)[2]["w"].tolist() == [0, 1, 2, 3, 4]
     group = fresh(initial=np.arange(6.0))
     group.publish(own(3))
     group.publish({"n": np.int64(9)})
