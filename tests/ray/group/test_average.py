@@ -110,22 +110,6 @@ def test_average_is_that_of_the_values(
     assert_mean(arrays_of(round_.weights)[0], first, weights)
 
 
-def test_average_replaces_the_comprehension(ranks: list[Any], rng: np.random.Generator) -> None:
-    values = [{"w": rng.normal(size=9), "b": rng.normal(size=2)} for _ in ranks]
-    refs = [r.give.remote(v) for r, v in zip(ranks, values, strict=True)]
-    ws = ray.get(refs)
-    expected = {k: sum(w[k] for w in ws) / len(ws) for k in ws[0]}
-    got = average(refs).weights
-    assert list(got) == list(expected)
-    for k in expected:
-        np.testing.assert_allclose(got[k], expected[k], rtol=1e-15, atol=1e-16)
-
-
-def test_references_may_come_from_any_iterable_and_twice(ranks: list[Any]) -> None:
-    one, four = ray.put(np.array([1.0])), ray.put(np.array([4.0]))
-    assert average(iter([one, four, one])).weights.tolist() == [2.0]
-
-
 def test_ranks_are_added_in_order_however_late_the_first_is(
     ranks: list[Any], gate: Any, rng: np.random.Generator
 ) -> None:
@@ -142,9 +126,12 @@ def test_ranks_are_added_in_order_however_late_the_first_is(
 
 def test_out_is_written_and_returned(ranks: list[Any]) -> None:
     out = np.zeros(2)
-    refs = [ranks[0].give.remote(np.array([1.0, 2.0])), ranks[1].give.remote(np.array([3.0, 6.0]))]
+    one, three = np.array([1.0, 2.0]), np.array([3.0, 6.0])
+    refs = [ranks[0].give.remote(one), ranks[1].give.remote(three)]
     assert average(refs, out=out).weights is out
     assert out.tolist() == [2.0, 4.0]
+    refs += [refs[0], ray.put(one)]  # references may come twice, from any iterable
+    assert average(iter(refs)).weights.tolist() == [1.5, 3.0]
 
 
 def test_ref_is_put_once_and_is_what_was_averaged(
@@ -216,7 +203,7 @@ def test_a_failure_lets_go_of_the_other_results(
     assert list(caught.value.failed) == [1]
 
 
-def test_a_failure_names_its_rank_and_reason(ranks: list[Any]) -> None:
+def test_failures_name_their_ranks_and_reasons(ranks: list[Any]) -> None:
     refs = [ranks[0].give.remote(np.zeros(2)), ranks[1].fail.remote(KeyError("batch"))]
     with pytest.raises(WorkerError, match=r"^rank 1: KeyError: 'batch'$") as caught:
         average(refs)
@@ -225,6 +212,16 @@ def test_a_failure_names_its_rank_and_reason(ranks: list[Any]) -> None:
     assert isinstance(failed[1], KeyError)
     assert isinstance(failed[1], ray.exceptions.RayTaskError)
     assert caught.value.__cause__ is failed[1]  # with the traceback of the worker
+    errors = [TimeoutError("too slow"), ray.exceptions.GetTimeoutError("too slow")]
+    late = [rank.fail.remote(error) for rank, error in zip(ranks[1:], errors, strict=True)]
+    refs = [refs[1], ray.put(np.zeros(2)), *late, late[0]]
+    ray.wait(refs[:4], num_returns=4)
+    expected = "rank 0: KeyError: 'batch'\nrank 2: TimeoutError: too slow\n"
+    expected += "rank 3: GetTimeoutError: too slow\nrank 4: TimeoutError: too slow"
+    with pytest.raises(WorkerError) as caught:
+        average(refs)
+    assert str(caught.value) == expected
+    assert list(caught.value.failed) == [0, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -239,27 +236,6 @@ def test_results_that_did_not_fit_say_how_large_the_store_must_be(
         average(refs)
 
 
-def test_several_failures_are_all_named(ranks: list[Any]) -> None:
-    refs = [
-        ranks[0].fail.remote(ValueError("no data")),
-        ranks[1].give.remote(np.zeros(2)),
-        ranks[2].fail.remote(RuntimeError("no memory")),
-    ]
-    ray.wait(refs, num_returns=3)
-    expected = "rank 0: ValueError: no data\nrank 2: RuntimeError: no memory"
-    with pytest.raises(WorkerError) as caught:
-        average(refs)
-    assert str(caught.value) == expected
-    assert list(caught.value.failed) == [0, 2]
-
-
-def test_one_failure_under_two_ranks_names_both(ranks: list[Any]) -> None:
-    ref = ranks[0].fail.remote(ValueError("boom"))
-    with pytest.raises(WorkerError) as caught:
-        average([ref, ref])
-    assert list(caught.value.failed) == [0, 1]
-
-
 def test_a_failure_does_not_wait_for_who_still_runs(ranks: list[Any], gate: Any) -> None:
     running = ranks[0].give_after.remote(gate, np.zeros(2))
     with pytest.raises(WorkerError) as caught:
@@ -267,14 +243,6 @@ def test_a_failure_does_not_wait_for_who_still_runs(ranks: list[Any], gate: Any)
     assert list(caught.value.failed) == [1]
     gate.open.remote()
     assert ray.get(running).tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    "error", [ray.exceptions.GetTimeoutError("too slow"), TimeoutError("too slow")], ids=repr
-)
-def test_a_worker_that_timed_out_has_failed(ranks: list[Any], error: Exception) -> None:
-    with pytest.raises(WorkerError, match=r"^rank 1: \w+: too slow$"):
-        average([ranks[0].give.remote(np.zeros(2)), ranks[1].fail.remote(error)])
 
 
 def test_a_dead_worker_is_named(ranks: list[Any]) -> None:
@@ -318,47 +286,39 @@ A = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
 
 
 @pytest.mark.parametrize(
-    ("other", "error", "message"),
+    ("given", "other", "error", "message"),
     [
-        (FlatWeights(A | {"b": np.zeros(4, np.float32)}), ValueError, r"slot 1: expected 'b' "),
-        (FlatWeights({"w": A["w"]}), ValueError, "expected 2 slots, got 1"),
-        (A, TypeError, "expected FlatWeights, got a mapping"),
-        (A["w"], TypeError, "expected FlatWeights, got an array"),
-        (None, TypeError, "NoneType"),
+        (
+            FlatWeights(A),
+            FlatWeights(A | {"b": np.zeros(4, np.float32)}),
+            ValueError,
+            r"slot 1: expected 'b' ",
+        ),
+        (FlatWeights(A), FlatWeights({"w": A["w"]}), ValueError, "expected 2 slots, got 1"),
+        (FlatWeights(A), A, TypeError, "expected FlatWeights, got a mapping"),
+        (FlatWeights(A), A["w"], TypeError, "expected FlatWeights, got an array"),
+        (FlatWeights(A), None, TypeError, "NoneType"),
+        (A, {"w": A["w"], "c": A["b"]}, ValueError, r"missing \['b'\], unknown \['c'\]"),
+        (np.zeros(3), np.zeros(4), ValueError, ""),
+        ([np.zeros(3)], [np.zeros(3, np.float32)], TypeError, ""),
     ],
-    ids=["shape", "slots", "dict", "array", "None"],
+    ids=["shape", "slots", "dict", "array", "None", "keys", "size", "dtype"],
 )
 def test_another_layout_is_refused_by_rank(
-    ranks: list[Any], other: Any, error: type[Exception], message: str
+    ranks: list[Any], given: Any, other: Any, error: type[Exception], message: str
 ) -> None:
-    given = [FlatWeights(A), FlatWeights(A), other]
-    refs = [r.give.remote(v) for r, v in zip(ranks, given, strict=True)]
+    refs = [r.give.remote(v) for r, v in zip(ranks, [given, given, other], strict=True)]
     with pytest.raises(error, match=rf"rank 2\b.*{message}"):
         average(refs)
 
 
-def test_other_keys_shapes_and_dtypes_are_refused_by_rank(ranks: list[Any]) -> None:
-    def refs(*values: Any) -> list[Any]:
-        return [r.give.remote(v) for r, v in zip(ranks, values, strict=False)]
-
-    with pytest.raises(ValueError, match=r"rank 1.*missing \['b'\], unknown \['c'\]"):
-        average(refs(A, {"w": A["w"], "c": A["b"]}))
-    with pytest.raises(ValueError, match="rank 1"):
-        average(refs(np.zeros(3), np.zeros(4)))
-    with pytest.raises(TypeError, match="rank 1"):
-        average(refs([np.zeros(3)], [np.zeros(3, np.float32)]))
-
-
-def test_nonfinite_is_refused_by_rank_and_slot(ranks: list[Any]) -> None:
+def test_nonfinite_is_refused_by_rank_and_slot_or_left_out(ranks: list[Any]) -> None:
     bad = FlatWeights(A)
     bad["b"][2] = np.nan
     refs = [ranks[0].give.remote(FlatWeights(A)), ranks[1].give.remote(bad)]
     with pytest.raises(ValueError, match=r"rank 1, slot 1 'b': holds NaN or infinity"):
         average(refs)
     assert np.isnan(average(refs, nonfinite="propagate").weights["b"][2])
-
-
-def test_skipped_ranks_are_not_among_the_used(ranks: list[Any]) -> None:
     values = [np.array([1.0]), np.array([np.inf]), np.array([4.0])]
     refs = [r.give.remote(v) for r, v in zip(ranks, values, strict=True)]
     round_ = average(refs, [2, 1, 1], nonfinite="skip")
@@ -385,7 +345,7 @@ def test_weights_are_checked_before_results_are_got(ranks: list[Any], weights: l
         average(refs, weights)
 
 
-def test_a_round_that_could_not_be_put_is_not_that_of_an_earlier_session() -> None:
+def test_a_round_is_put_anew_in_another_session_of_ray() -> None:
     def full(weights: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -394,6 +354,13 @@ def test_a_round_that_could_not_be_put_is_not_that_of_an_earlier_session() -> No
     with pytest.raises(KeyboardInterrupt):
         found._ref_in("two", full)
     assert found._ref_in("two", lambda weights: "second") == "second"
+    found = average([ray.put(np.ones(2))])
+    first = found.ref
+    assert found.ref is first
+    found._session = "an earlier session"
+    assert found.current_ref() != first
+    assert found.ref is found.current_ref()
+    assert ray.get(found.ref).tolist() == [1.0, 1.0]
 
 
 def test_trees_are_averaged_and_put_as_they_are_now(ranks: list[Any]) -> None:

@@ -1,7 +1,6 @@
 """`FlatWeights` on their way through Ray's object store."""
 
 import gc
-import pickle
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +14,7 @@ from flatweights import FlatWeights, Layout
 
 pytestmark = pytest.mark.ray
 
-SIZES = {"empty": 0, "inline": 100, "shared": 300_000}
+SIZES = {"none": None, "empty": 0, "inline": 100, "shared": 300_000}
 
 
 @ray.remote
@@ -47,7 +46,9 @@ def holder() -> Any:
     return Holder.remote()  # type: ignore[attr-defined]
 
 
-def make(size: int, seed: int = 0) -> FlatWeights:
+def make(size: int | None, seed: int = 0) -> FlatWeights:
+    if size is None:
+        return FlatWeights({})
     rng = np.random.default_rng(seed)
     return FlatWeights(
         {
@@ -75,31 +76,6 @@ def test_actors_take_and_return_flat_weights(holder: Any, weights: FlatWeights) 
     assert_same(ray.get(holder.echo.remote(ray.put(weights))), weights)
 
 
-def test_an_actor_changes_a_copy(holder: Any) -> None:
-    weights = make(10)
-    changed = ray.get(holder.add.remote(weights, 2.0))
-    assert same_bits(changed["kernel"], weights["kernel"] + np.float32(2))
-    assert same_bits(changed["bias"], weights["bias"])
-
-
-def test_weights_without_parts_travel() -> None:
-    assert ray.get(ray.put(FlatWeights({}))) == {}
-
-
-def test_one_buffer_travels_out_of_band(weights: FlatWeights) -> None:
-    buffers: list[pickle.PickleBuffer] = []
-    ray.cloudpickle.dumps(weights, protocol=5, buffer_callback=buffers.append)
-    assert len(buffers) == 1
-    raw = np.frombuffer(buffers[0], np.uint8)  # type: ignore[call-overload]
-    assert np.shares_memory(raw, weights.buffer)
-    assert raw.nbytes == weights.buffer.nbytes
-
-
-def test_layouts_cost_few_bytes_beside_the_buffer(weights: FlatWeights) -> None:
-    in_band = ray.cloudpickle.dumps(weights, protocol=5, buffer_callback=lambda buffer: None)
-    assert len(in_band) < 1000
-
-
 def test_what_is_got_are_read_only_views_of_one_buffer(weights: FlatWeights) -> None:
     got = ray.get(ray.put(weights))
     assert not got.buffer.flags.writeable
@@ -112,31 +88,6 @@ def test_what_is_got_are_read_only_views_of_one_buffer(weights: FlatWeights) -> 
 def test_two_gets_share_memory_on_one_node() -> None:
     ref = ray.put(make(SIZES["shared"]))
     assert np.shares_memory(ray.get(ref).buffer, ray.get(ref).buffer)
-
-
-def test_assigning_names_copy_and_changes_nothing(weights: FlatWeights) -> None:
-    got = ray.get(ray.put(weights))
-    for assign in (
-        lambda: got.__setitem__("bias", np.zeros(3)),
-        lambda: got.update(bias=np.zeros(3)),
-        lambda: got.__ior__({"bias": np.zeros(3)}),
-    ):
-        with pytest.raises(ValueError, match=r"read-only .*copy\(\)"):
-            assign()  # type: ignore[no-untyped-call]
-    with pytest.raises(ValueError, match="read-only"):
-        got["bias"] += 1
-    assert_same(got, weights)
-
-
-def test_copy_is_writable_and_apart(weights: FlatWeights) -> None:
-    got = ray.get(ray.put(weights))
-    copy = got.copy()
-    assert copy.buffer.flags.writeable
-    copy["bias"] += 1
-    copy["kernel"] = np.zeros(copy["kernel"].shape)
-    assert same_bits(copy["bias"], weights["bias"] + 1)
-    assert not copy["kernel"].any()
-    assert_same(got, weights)
 
 
 def test_comprehension_of_the_guide_works_on_what_is_got(holder: Any) -> None:
