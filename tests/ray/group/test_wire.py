@@ -71,7 +71,7 @@ def test_a_tuple_of_two_is_weights_and_extras() -> None:
     assert with_weights([1, 2], str) == "[1, 2]"
 
 
-def test_a_worker_that_was_never_sent_weights_says_so() -> None:
+def test_differences_from_weights_that_the_other_side_lacks_are_refused() -> None:
     group = GroupWire(WIRE)
     _, group = group.message(weights(1.0))
     update, _ = group.message(weights(2.0))
@@ -79,9 +79,6 @@ def test_a_worker_that_was_never_sent_weights_says_so() -> None:
         received(WorkerWire(), update)
     with pytest.raises(MissedUpdateError, match="no weights have been received"):
         WorkerWire().encode(weights(1.0), "weights", WIRE)
-
-
-def test_a_result_from_older_weights_is_refused() -> None:
     group, worker = in_touch()
     old = worker.encode(weights(1.5), "weights", WIRE)
     group.widen(old)
@@ -99,13 +96,15 @@ def in_touch() -> tuple[GroupWire, WorkerWire]:
     return group, worker
 
 
-def test_another_layout_starts_anew() -> None:
+def test_another_layout_or_dtype_starts_anew() -> None:
     group, worker = in_touch()
     other = FlatWeights({"v": np.ones(3, np.float32)})
     message, group = group.message(other)
     assert isinstance(message, Snapshot)
     assert bits(received(worker, message)) == bits(other)
     assert isinstance(group.message({"v": np.zeros(3, np.float32)})[0], Difference)
+    received(worker, GroupWire("float16").message(weights(1.0))[0])
+    assert worker.encode(weights(1.5), "weights", "float16").values["w"].dtype == np.float16
 
 
 def test_what_was_not_sent_or_not_taken_has_not_happened() -> None:
@@ -121,12 +120,6 @@ def test_what_was_not_sent_or_not_taken_has_not_happened() -> None:
     assert bits(received(worker, message)) == bits(after.snapshot().weights)
     with pytest.raises(MissedUpdateError, match="expected a difference from weights"):
         received(worker, lost)
-
-
-def test_another_wire_dtype_starts_anew() -> None:
-    _, worker = in_touch()
-    received(worker, GroupWire("float16").message(weights(1.0))[0])
-    assert worker.encode(weights(1.5), "weights", "float16").values["w"].dtype == np.float16
 
 
 def test_gradients_need_no_weights_and_may_be_a_vector() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from ray_pool import Lend, only_late, restored
 from ray_workers import PlainWorker
 
@@ -79,34 +78,10 @@ def test_rounds_give_what_float32_gives_with_half_the_bytes(
     assert len(set(bits(group))) == 1
 
 
-def test_the_first_round_without_weights_goes_in_full(make: Make) -> None:
-    group = make(wire_dtype="bfloat16")
-    first, second = group.run(2, "train")
-    assert len(set(bits(group))) == 1
-    assert second.weights["w"].min() > first.weights["w"].min()
-
-
-@pytest.mark.slow
-def test_a_restarted_worker_is_sent_the_weights_in_full(make: Make) -> None:
-    group = make(wire_dtype="bfloat16", max_restarts=1)
-    for _ in group.run(2, "train"):
-        pass
-    ray.kill(group.actors()[1], no_restart=False)
-    found = group.average("train", min_results=2)
-    group.broadcast(found)
-    if group.unhealthy:
-        assert restored(group) == [1]
-    assert group.healthy_actor_ids() == [0, 1, 2]
-    assert len(set(bits(group))) == 1
-    for found in group.run(2, "train"):
-        assert found.used == (0, 1, 2)
-    assert len(set(bits(group))) == 1
-
-
 def test_a_late_worker_comes_back_with_the_bits_of_the_others(make: Make, tmp_path: Path) -> None:
     group = make(wire_dtype="bfloat16")
     for _ in group.run(1, "train"):
-        pass
+        assert len(set(bits(group))) == 1
     hangs: Any = {1: "hang"}
     with only_late():
         found = group.average("act", hangs, str(tmp_path), 1e-4, timeout=0.05, min_results=2)
@@ -158,10 +133,3 @@ def test_the_centre_of_a_rule_is_compared_with_differences(make: Make) -> None:
     assert np.allclose(found["vector"], 0.5 / np.sqrt(70), rtol=1e-6)
     with pytest.raises(ValueError, match="center: expected 2 slots, got 1, without 'n'"):
         group.average("train", rule=CenteredClipping(0.5, center={"w": center["w"]}))
-
-
-def test_wire_dtype_and_vectors_are_checked(make: Make) -> None:
-    with pytest.raises(ValueError, match="wire_dtype: expected"):
-        make(1, wire_dtype="float32")
-    with pytest.raises(TypeError, match="by name"):
-        make(1, wire_dtype="bfloat16").broadcast(np.zeros(6))
