@@ -113,56 +113,37 @@ def test_build_may_set_what_tensorflow_reads_when_imported() -> None:
     assert run_python(BUILD) == "False\n"
 
 
-def test_get_weights_gives_flat_weights(worker: Any, mode: str) -> None:
+def test_weights_leave_by_name_and_as_a_vector(worker: Any, mode: str) -> None:
     weights = ray.get(worker.get_weights.remote())
     assert type(weights) is FlatWeights
     assert list(weights) == NAMES[mode]
-    for got, expected in zip(weights.values(), (KERNEL, BIAS), strict=True):
-        assert same_bits(got, expected)
-
-
-def test_get_flat_gives_one_vector(worker: Any) -> None:
     assert same_bits(ray.get(worker.get_flat.remote()), FLAT)
+    ray.get(worker.set_flat.remote(ANOTHER))
+    for got, expected in zip(weights.values(), (KERNEL, BIAS), strict=True):
+        assert same_bits(got, expected), "it does not follow the model"
 
 
+@pytest.mark.parametrize("share", [False, True], ids=["copied", "shared"])
 @pytest.mark.parametrize("send", [lambda value: value, ray.put], ids=["value", "ref"])
-def test_set_flat_sets_the_model(worker: Any, send: Any) -> None:
-    assert ray.get(worker.set_flat.remote(send(ANOTHER))) is None
-    assert same_bits(ray.get(worker.get_flat.remote()), ANOTHER)
+def test_the_model_is_set_by_name_and_by_a_vector(
+    worker: Any, mode: str, send: Any, share: bool
+) -> None:
+    def flat() -> Any:
+        return ray.get(worker.get_flat.remote())
+
+    assert ray.get(worker.set_flat.remote(send(ANOTHER), share=share)) is None
+    assert same_bits(flat(), ANOTHER)
     expected = ANOTHER[:6].reshape(3, 2) + ANOTHER[6:]
     got = ray.get(worker.predict.remote(np.eye(3, dtype=np.float32)))
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("send", [lambda value: value, ray.put], ids=["value", "ref"])
-def test_set_weights_sets_the_model(worker: Any, mode: str, send: Any) -> None:
     kernel, bias = NAMES[mode]
     weights = FlatWeights({kernel: -KERNEL, bias: -BIAS})
-    assert ray.get(worker.set_weights.remote(send(weights))) is None
-    assert same_bits(ray.get(worker.get_flat.remote()), -FLAT)
-    assert ray.get(worker.set_weights.remote(send({bias: BIAS}))) is None
-    assert same_bits(ray.get(worker.get_flat.remote()), np.concatenate([-FLAT[:6], BIAS]))
-
-
-@pytest.mark.parametrize("send", [lambda value: value, ray.put], ids=["value", "ref"])
-def test_set_flat_takes_weights_by_name(worker: Any, mode: str, send: Any) -> None:
-    kernel, bias = NAMES[mode]
-    ray.get(worker.set_flat.remote(send(FlatWeights({kernel: -KERNEL, bias: -BIAS}))))
-    assert same_bits(ray.get(worker.get_flat.remote()), -FLAT)
-
-
-def test_weights_may_be_shared_instead_of_copied(worker: Any, mode: str) -> None:
-    kernel, bias = NAMES[mode]
-    ray.get(worker.set_flat.remote(ANOTHER, share=True))
-    assert same_bits(ray.get(worker.get_flat.remote()), ANOTHER)
-    ray.get(worker.set_weights.remote({kernel: -KERNEL, bias: -BIAS}, share=True))
-    assert same_bits(ray.get(worker.get_flat.remote()), -FLAT)
-
-
-def test_what_was_got_does_not_follow_the_model(worker: Any) -> None:
-    before = ray.get(worker.get_weights.remote())
-    ray.get(worker.set_flat.remote(ANOTHER))
-    assert np.concatenate([v.ravel() for v in before.values()]).tolist() == FLAT.tolist()
+    assert ray.get(worker.set_weights.remote(send(weights), share=share)) is None
+    assert same_bits(flat(), -FLAT)
+    assert ray.get(worker.set_weights.remote(send({bias: BIAS}), share=share)) is None
+    assert same_bits(flat(), np.concatenate([-FLAT[:6], BIAS]))
+    ray.get(worker.set_flat.remote(send(weights), share=share))
+    assert same_bits(flat(), -FLAT)
 
 
 def test_a_round_averages_and_broadcasts(actors: dict[str, Any]) -> None:

@@ -154,10 +154,6 @@ def test_wrong_weights_change_nothing() -> None:
     by_name: Any = _variables.get_weights(held)
     with pytest.raises(TypeError, match="expected an array, got FlatWeights; set_weights takes"):
         _variables.set_flat(held, by_name)
-
-
-def test_memory_is_not_shared_with_who_does_not_know_how() -> None:
-    held = Arrays(new_arrays())
     with pytest.raises(TypeError, match="share: expected False, got True: Arrays copies"):
         _variables.set_weights(held, new_arrays(), share=True)
     with pytest.raises(TypeError, match="share: expected False"):
