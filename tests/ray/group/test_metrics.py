@@ -169,42 +169,28 @@ def seen() -> Seen:
 
 
 @pytest.mark.slow
-def test_prometheus_reads_rounds_and_ranks(seen: Seen) -> None:
+def test_prometheus_reads_rounds_ranks_bytes_and_times(seen: Seen) -> None:
     assert seen.metric("flatweights_rounds_total") == 3
     assert seen.metric("flatweights_failed_rounds_total") == 1
     assert seen.metric("flatweights_ranks_used") == 2
     assert seen.metric("flatweights_ranks_left_out_total", reason="quarantined") == 1
     assert seen.metric("flatweights_ranks_left_out_total", reason="late") == 1
     assert 'reason="failed"' not in seen.text
-
-
-@pytest.mark.slow
-def test_prometheus_reads_bytes(seen: Seen) -> None:
     assert seen.metric("flatweights_bytes_total", direction="in") == (3 + 3 + 2) * NBYTES
     assert seen.metric("flatweights_bytes_total", direction="out") == (3 + 3 + 3 + 2) * NBYTES
+    for step, times in {"wait": 3, "average": 3, "round": 3, "put": 4, "broadcast": 4}.items():
+        assert seen.metric("flatweights_round_seconds_count", step=step) == times
+        total = seen.metric("flatweights_step_seconds_total", step=step)
+        recorded = sum(record["seconds"][step] for record in seen.records if record)
+        # The weights to begin with were put and sent outside of a round.
+        assert total > recorded if times == 4 else total == pytest.approx(recorded)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("step", "times"), {"wait": 3, "average": 3, "round": 3, "put": 4, "broadcast": 4}.items()
-)
-def test_prometheus_reads_times(seen: Seen, step: str, times: int) -> None:
-    assert seen.metric("flatweights_round_seconds_count", step=step) == times
-    total = seen.metric("flatweights_step_seconds_total", step=step)
-    recorded = sum(record["seconds"][step] for record in seen.records if record)
-    # The weights to begin with were put and sent outside of a round.
-    assert total > recorded if times == 4 else total == pytest.approx(recorded)
-
-
-@pytest.mark.slow
-def test_the_bar_shows_who_is_left_out(seen: Seen) -> None:
+def test_the_bar_and_the_records_show_who_is_left_out(seen: Seen) -> None:
     assert " 3 ranks" in seen.shown
     assert "2 of 3 ranks, without 1" in seen.shown
     assert "2 of 3 ranks, without 2" in seen.shown
-
-
-@pytest.mark.slow
-def test_records_of_rounds(seen: Seen) -> None:
     first, skipped, _, hung = seen.records
     used = [record["used"] for record in (first, skipped, hung)]
     assert used == [[0, 1, 2], [0, 2], [0, 1]]
@@ -336,22 +322,16 @@ def test_a_round_by_hand_has_no_number(group: WorkerGroup) -> None:
     assert found.record()["bytes"] == {"in": 3 * NBYTES, "out": 3 * NBYTES}
     assert set(found.seconds) == {"wait", "average", "put", "broadcast"}
 
-
-def test_what_was_put_by_the_driver_is_timed() -> None:
-    found = average([ray.put(np.arange(3.0))])
-    assert set(found.seconds) == {"wait", "average"}
-    assert found.ref
-    assert set(found.seconds) == {"wait", "average", "put"}
-
-
-def test_reasons_in_a_record_are_one_line(group: WorkerGroup) -> None:
     @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
     def diverge() -> None:
         raise ArithmeticError("diverged\nat step 3")
 
     found = average([ray.put(np.arange(3.0)), diverge.remote()], min_results=1)
-    assert found.record()["failed"] == {"1": "ArithmeticError: diverged"}
+    assert found.record()["failed"] == {"1": "ArithmeticError: diverged"}, "in one line"
     assert found.quarantined == ()
+    assert set(found.seconds) == {"wait", "average"}
+    assert found.ref
+    assert set(found.seconds) == {"wait", "average", "put"}
 
 
 LINE = re.compile(
@@ -369,24 +349,15 @@ def test_the_log_has_a_line_for_each_round(
 ) -> None:
     with caplog.at_level(logging.INFO, "flatweights"):
         list(group.run(1, "train"))
-    ((level, line),) = lines(caplog)
-    assert level == "INFO"
+        list(group.run(1, "act", {1: "nan"}, nonfinite="skip"))
+    (level, line), (level_of_skipped, skipped) = lines(caplog)
+    assert (level, level_of_skipped) == ("INFO", "WARNING")
     found = LINE.fullmatch(line)
     assert found, line
     by = " by shm" if way == "shm" else ""
     assert found.groups() == ("3 of 3 ranks", f"960 kB in, 960 kB out{by}")
-
-
-@pytest.mark.starts_actors
-def test_the_log_warns_of_ranks_that_are_skipped(
-    group: WorkerGroup, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "flatweights"):
-        list(group.run(1, "act", {1: "nan"}, nonfinite="skip"))
-    ((level, line),) = lines(caplog)
-    assert level == "WARNING"
-    found = LINE.fullmatch(line)
-    assert found, line
+    found = LINE.fullmatch(skipped)
+    assert found, skipped
     assert found[1] == "2 of 3 ranks, 1 quarantined (1)"
     assert found[2].endswith("; rank 1: ValueError: rank 1, slot 0 'w': holds NaN or infinity")
 
@@ -508,7 +479,7 @@ def test_rounds_without_a_pause_have_one_thread(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_round_of_nothing_but_weights_has_a_record() -> None:
-    found = Round([1.0], [0])
+    found = Round([1.0], [0], stale=[1, 1])
     assert again(found.record()) == {
         "round": None,
         "used": [0],
@@ -520,7 +491,7 @@ def test_a_round_of_nothing_but_weights_has_a_record() -> None:
         "transports": {},
         "scores": {},
         "staleness": {},
-        "stale": [],
+        "stale": [1, 1],
         "joined": [],
         "left": [],
         "healed": [],
