@@ -75,16 +75,12 @@ def test_a_rule_writes_out_only_if_enough_ranks_are_left(rule: AnyRule) -> None:
 
 
 @pytest.mark.starts_actors
-def test_run_sends_what_the_rule_gives(group: WorkerGroup) -> None:
+def test_rounds_send_what_the_rule_gives_and_start_from_what_is_sent(group: WorkerGroup) -> None:
     expected = weights_of(1.0)
     for found in group.run(3, "train", rule=robust.Median()):
         expected = robust.median([trained(expected, rank) for rank in range(5)])
         assert_same(found.weights, expected)
     assert all(same_bits(w["w"], expected["w"]) for w in group.step("get_weights").values())
-
-
-@pytest.mark.starts_actors
-def test_each_round_clips_around_the_center_that_it_is_given(group: WorkerGroup) -> None:
     for value in (1.0, 100.0):
         start = weights_of(value)
         rule = robust.CenteredClipping(1.0, 1, start)

@@ -117,10 +117,14 @@ def test_calls_of_a_signal_handler_within_a_call_are_refused(
     assert found.weights["w"].tolist() == [1.5] * 5
 
 
-def test_a_call_while_another_thread_is_in_one_is_refused(lend: Lend, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_loop", [False, True], ids=["average", "as_completed"])
+def test_a_call_while_another_thread_is_in_one_is_refused(
+    lend: Lend, tmp_path: Path, is_loop: bool
+) -> None:
     group = lend(Patient, 2)
-    group.broadcast({"w": np.zeros(5), "n": np.int64(0)})
-    results: list[FlatWeights] = []
+    weights = {"w": np.zeros(5), "n": np.int64(0)}
+    group.broadcast(weights)
+    used: list[int] = []
     go, begun = tmp_path / "go", threading.Event()
 
     def first_rank(rank: int) -> list[float]:
@@ -128,7 +132,13 @@ def test_a_call_while_another_thread_is_in_one_is_refused(lend: Lend, tmp_path: 
         return [1.0]
 
     def run() -> None:
-        results.append(group.average("wait", str(go), arguments=first_rank).weights)
+        if is_loop:
+            loop = group.as_completed("wait", str(go), updates=4, arguments=first_rank)
+            used.extend(rank for result in loop for rank in result.used)
+        else:
+            result = group.average("wait", str(go), arguments=first_rank)
+            assert result.weights["w"].tolist() == [1.5] * 5
+            used.extend(result.used)
 
     thread = threading.Thread(target=run, name="the first")
     thread.start()
@@ -141,55 +151,17 @@ def test_a_call_while_another_thread_is_in_one_is_refused(lend: Lend, tmp_path: 
         lambda: next(group.run(1, "train")),
         lambda: group.as_completed("train"),
     ]
+    if not is_loop:  # beside which others may publish
+        calls.append(lambda: group.publish(weights))
     for call in calls:
         with pytest.raises(RuntimeError, match=r"from one thread at a time.* while 'the first' is"):
             call()
     go.touch()
     thread.join()
-    assert results[0]["w"].tolist() == [1.5] * 5
-    assert group.average("train").weights["w"].tolist() == [0.0 + 1.0 * 1.5 + 1.5] * 5
+    assert len(used) == (4 if is_loop else 2)
+    group.publish(weights)
+    assert group.average("train").weights["w"].tolist() == [1.5] * 5
     assert len(group.healthy_actor_ids()) == 2
-
-
-def test_a_call_while_another_thread_waits_in_as_completed_is_refused(
-    lend: Lend, tmp_path: Path
-) -> None:
-    group = lend(Patient, 2)
-    group.broadcast({"w": np.zeros(5), "n": np.int64(0)})
-    go, begun, used = tmp_path / "go", threading.Event(), list[int]()
-
-    def arguments(rank: int) -> list[float]:
-        begun.set()
-        return [1.0]
-
-    def run() -> None:
-        for result in group.as_completed("wait", str(go), updates=4, arguments=arguments):
-            used.extend(result.used)
-
-    thread = threading.Thread(target=run, name="the first")
-    thread.start()
-    begun.wait()
-    for call in (lambda: group.step("ping"), lambda: next(group.as_completed("train"))):
-        with pytest.raises(RuntimeError, match=r"from one thread at a time.* while 'the first' is"):
-            call()
-    go.touch()
-    thread.join()
-    assert len(used) == 4
-    assert group.average("train").used == (0, 1)
-
-
-def test_a_function_that_a_round_calls_may_call_the_group(lend: Lend) -> None:
-    group = lend(Patient, 2)
-    group.broadcast({"w": np.zeros(5), "n": np.int64(0)})
-    seen = []
-
-    def arguments(rank: int) -> list[float]:
-        seen.append(group.step("get_weights")[0]["w"][0])
-        return [1.0]
-
-    for _ in group.run(1, "train", round_arguments=arguments):
-        pass
-    assert seen == [0.0]
 
 
 @pytest.mark.slow
@@ -233,58 +205,42 @@ def test_another_thread_publishes_while_a_loop_waits(lend: Lend) -> None:
     assert group.average("get_weights").weights["w"].max() == 0.0
 
 
-def test_a_publication_by_another_thread_is_refused_within_a_round(
-    lend: Lend, tmp_path: Path
-) -> None:
-    group = lend(Patient, 2)
-    group.broadcast({"w": np.zeros(5), "n": np.int64(0)})
-    go = tmp_path / "go"
-    thread = threading.Thread(target=lambda: group.step("wait", str(go), 1.0))
-    thread.start()
-    while not Path(f"{go}.awaited").exists():
-        time.sleep(0.01)
-    with pytest.raises(RuntimeError, match="from one thread at a time"):
-        group.publish({"w": np.ones(5), "n": np.int64(0)})
-    go.touch()
-    thread.join()
-    group.publish({"w": np.ones(5), "n": np.int64(0)})
-    assert group.average("get_weights").weights["w"].tolist() == [1.0] * 5
+def test_functions_of_arguments_may_call_the_group(lend: Lend) -> None:
+    group = lend(PlainWorker, 4)
+    latest, seen = {"w": np.full(5, 7.0), "n": np.int64(0)}, list[float]()
 
-
-@pytest.mark.slow
-def test_the_function_of_the_arguments_may_call_the_group(lend: Lend) -> None:
-    group = lend(PlainWorker, 3)
-    latest = {"w": np.full(5, 7.0), "n": np.int64(0)}
+    def read(rank: int) -> list[float]:
+        seen.append(group.step("get_weights")[0]["w"][0])
+        return [1.0]
 
     def send(rank: int) -> list[float]:
         if rank == 1:
             group.broadcast(latest)
         return [1.0]
 
-    assert group.average("train", arguments=send).weights["w"].tolist() == [9.0] * 5
+    assert group.average("train", arguments=send).weights["w"].tolist() == [9.5] * 5
+    group.broadcast(latest)
+    for _ in group.run(1, "train", round_arguments=read):
+        pass
+    assert seen == [7.0]
     methods: list[Any] = [group.average, group.step]
     for number, call in enumerate(methods):
 
         def remove(rank: int, number: int = number) -> list[float]:
-            if len(group.actors()) == 3 - number:
-                group.remove(2 - number, kill=False)
+            if len(group.actors()) == 4 - number:
+                group.remove(3 - number, kill=False)
             return [1.0]
 
         call("train", arguments=remove)
-        assert [*group.actors()] == [0, 1][: 2 - number]
+        assert [*group.actors()] == [0, 1, 2][: 3 - number]
 
-
-def test_functions_of_arguments_may_remove_workers_that_a_loop_is_about_to_call(lend: Lend) -> None:
-    group = lend(Patient, 2)
-    group.broadcast({"w": np.zeros(5), "n": np.int64(0)})
-
-    def remove(rank: int) -> list[float]:
+    def remove_the_next(rank: int) -> list[float]:
         if rank == 1:
             group.remove(1, kill=False)
         return [1.0]
 
-    used = [found.used for found in group.as_completed("train", arguments=remove, updates=3)]
-    assert used == [(0,)] * 3
+    loop = group.as_completed("train", arguments=remove_the_next, updates=3)
+    assert [found.used for found in loop] == [(0,)] * 3
 
 
 @pytest.mark.parametrize("name", [pytest.param("weights", marks=pytest.mark.slow), "rule"])
