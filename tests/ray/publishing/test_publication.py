@@ -93,6 +93,12 @@ def test_a_reader_gets_the_newest_alone_and_once(server: PublicationServer) -> N
     del news
     assert read(reading, 5) is None
     assert reading.reader.newest == 5
+    assert not reading.reader.wait(5, 0.0)
+    writer = threading.Thread(target=publish, args=(server, 6))
+    writer.start()
+    assert reading.reader.wait(5, 60.0)
+    writer.join()
+    assert not reading.reader.wait(6, 0.001)
 
 
 def test_what_is_read_stays_as_it_is_while_others_are_published(server: PublicationServer) -> None:
@@ -204,6 +210,13 @@ def test_what_is_written_is_not_published_while_a_view_is_kept(server: Publicati
     del kept
     server.publication.commit(1)
     assert server.publication.newest == 1
+    for version in (0, 1, 2**56):
+        server.publication.begin()
+        with pytest.raises(ValueError, match="expected more than 1"):
+            server.publication.commit(version)
+    server.publication.commit(8)
+    with pytest.raises(RuntimeError, match="begun"):
+        server.publication.commit(9)
 
 
 def test_two_threads_do_not_write_to_one_slot() -> None:
@@ -259,27 +272,6 @@ def test_memory_that_is_not_free_is_refused(make: Callable[[int], object]) -> No
     assert raised.value.errno == errno.ENOMEM
 
 
-def test_versions_only_grow(server: PublicationServer) -> None:
-    publish(server, 7)
-    for version in (0, 6, 7, 2**56):
-        server.publication.begin()
-        with pytest.raises(ValueError, match="expected more than 7"):
-            server.publication.commit(version)
-    server.publication.commit(8)
-    with pytest.raises(RuntimeError, match="begun"):
-        server.publication.commit(9)
-
-
-def test_a_wait_ends_with_the_next_publication(server: PublicationServer) -> None:
-    reading = connect(server)
-    assert not reading.reader.wait(0, 0.0)
-    writer = threading.Thread(target=publish, args=(server, 1))
-    writer.start()
-    assert reading.reader.wait(0, 60.0)
-    writer.join()
-    assert not reading.reader.wait(1, 0.001)
-
-
 def test_threads_that_wait_for_one_reader_are_woken_until_the_last_has_ended(
     server: PublicationServer,
 ) -> None:
@@ -298,19 +290,6 @@ def test_threads_that_wait_for_one_reader_are_woken_until_the_last_has_ended(
     sleeper.join(60)
     assert not sleeper.is_alive()
     assert not is_to_be_woken()
-
-
-def test_a_publication_server_lets_only_its_user_in(
-    server: PublicationServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(connection: socket.socket) -> None:
-        raise ChannelError("the peer belongs to another user")
-
-    monkeypatch.setattr(_publication_server, "check_user", refuse)
-    with pytest.raises((ChannelError, OSError)):
-        connect(server)
-    monkeypatch.undo()
-    connect(server).close()
 
 
 def test_strangers_in_the_queue_do_not_keep_readers_out(server: PublicationServer) -> None:
@@ -351,7 +330,9 @@ def test_a_lack_of_descriptors_counts_as_one_that_may_pass() -> None:
     assert [is_shortage(error) for error in errors] == [True] * 3, errors
 
 
-def test_a_wrong_nonce_or_size_is_refused(server: PublicationServer) -> None:
+def test_wrong_addresses_and_users_are_refused(
+    server: PublicationServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     end = time.monotonic() + 60
     for place in (
         server.address._replace(control=bytes(16)),
@@ -362,6 +343,15 @@ def test_a_wrong_nonce_or_size_is_refused(server: PublicationServer) -> None:
             PublicationConnection(place, end)
     with pytest.raises(OSError, match="refused"):
         PublicationConnection(server.address._replace(socket=b"\0flatweights-nowhere"), end)
+
+    def refuse(connection: socket.socket) -> None:
+        raise ChannelError("the peer belongs to another user")
+
+    monkeypatch.setattr(_publication_server, "check_user", refuse)
+    with pytest.raises((ChannelError, OSError)):
+        connect(server)
+    monkeypatch.undo()
+    connect(server).close()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

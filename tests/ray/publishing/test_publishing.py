@@ -462,6 +462,14 @@ def test_what_goes_wrong_in_the_variables_is_raised_and_passes() -> None:
             assert subscriber.version == version
         assert version == 10
         np.testing.assert_equal(theirs.model, model_of(1.0))
+        theirs.kept = "next"
+        publisher.publish()
+        assert subscriber.update()
+        publisher.publish()
+        with pytest.raises(RuntimeError, match="copy weights that you keep"):
+            subscriber.update()
+        theirs.kept = None
+        assert subscriber.update()
 
 
 @pytest.mark.parametrize("way", ["publish", "update", "read"])
@@ -501,46 +509,6 @@ def test_a_signal_handler_that_interrupts_a_call_is_refused_another(way: str) ->
         assert error.startswith(f"this thread is in a call of the {name} already")
 
 
-def test_variables_that_keep_the_memory_are_told() -> None:
-    theirs = Holder(model_of(0.0))
-    with Publisher("kept", model_of(1.0)) as publisher, Subscriber("kept", theirs) as subscriber:
-        theirs.kept = "next"
-        publisher.publish()
-        assert subscriber.update()
-        publisher.publish()
-        with pytest.raises(RuntimeError, match="copy weights that you keep"):
-            subscriber.update()
-        theirs.kept = None
-        assert subscriber.update()
-
-
-def test_another_layout_is_refused() -> None:
-    with Publisher("layouts", model_of(1.0)) as publisher:
-        publisher.publish()
-        wrong = model_of(0.0)
-        wrong["a"] = wrong["a"].reshape(60, 50)
-        with pytest.raises(ValueError, match=r"variables, .*slot 0: expected .*50, 60.*60, 50"):
-            Subscriber("layouts", wrong)
-        with Subscriber("layouts") as subscriber:
-            with pytest.raises(ValueError, match="out, against the published weights: slot 0"):
-                subscriber.update(out=wrong)
-            with pytest.raises(TypeError, match="neither"):
-                subscriber.update()
-            frozen = model_of(0.0)
-            frozen["n"].flags.writeable = False
-            with pytest.raises(ValueError, match="out, slot 1 'n': expected an array that is wri"):
-                subscriber.update(out=frozen)
-            both = np.zeros(3000, np.float32)
-            overlapping = {"a": both.reshape(50, 60), "n": both[-2:].view(np.int64)}
-            with pytest.raises(ValueError, match="out, slot 1 'n': overlaps another part of out"):
-                subscriber.update(out=overlapping)
-            assert subscriber.version == 0
-            assert subscriber.update(out=model_of(0.0))
-        with pytest.raises(ValueError, match="weights, against the published weights"):
-            publisher.publish(wrong)
-        assert publisher.publish() == 2
-
-
 class Counted(Holder):
     """Weights that count how often their layout is read."""
 
@@ -556,31 +524,46 @@ class Counted(Holder):
         self._layout = layout
 
 
-def test_a_wrong_out_is_refused_even_if_nothing_is_new() -> None:
-    wrong = model_of(0.0)
+def test_another_layout_is_refused_even_if_nothing_is_new() -> None:
+    wrong, right = model_of(0.0), Counted(model_of(0.0))
     wrong["a"] = wrong["a"].reshape(60, 50)
-    right = Counted(model_of(0.0))
-    with Publisher("polls", model_of(1.0)) as publisher, Subscriber("polls") as subscriber:
-        for _ in range(2):
-            with pytest.raises(ValueError, match="out, against the published weights: slot 0"):
-                subscriber.update(out=wrong)
-            with pytest.raises(TypeError, match="neither"):
-                subscriber.update()
-        assert not subscriber.update(out=right)
-        reads = right.reads
-        for _ in range(100):
+    with Publisher("layouts", model_of(1.0)) as publisher:
+        with pytest.raises(ValueError, match=r"variables, .*slot 0: expected .*50, 60.*60, 50"):
+            Subscriber("layouts", wrong)
+        with Subscriber("layouts") as subscriber:
+            for is_new in (False, True):
+                if is_new:
+                    publisher.publish()
+                for _ in range(2):
+                    with pytest.raises(ValueError, match="out, against the published weights: slo"):
+                        subscriber.update(out=wrong)
+                    with pytest.raises(TypeError, match="neither"):
+                        subscriber.update()
+                if not is_new:
+                    assert not subscriber.update(out=right)
+                    reads = right.reads
+                    for _ in range(100):
+                        assert not subscriber.update(out=right)
+                    assert right.reads == reads
+            frozen = model_of(0.0)
+            frozen["n"].flags.writeable = False
+            with pytest.raises(ValueError, match="out, slot 1 'n': expected an array that is wri"):
+                subscriber.update(out=frozen)
+            both = np.zeros(3000, np.float32)
+            overlapping = {"a": both.reshape(50, 60), "n": both[-2:].view(np.int64)}
+            with pytest.raises(ValueError, match="out, slot 1 'n': overlaps another part of out"):
+                subscriber.update(out=overlapping)
+            assert subscriber.version == 0
+            assert subscriber.update(out=right)
+            assert (right.model["a"] == 1).all()
             assert not subscriber.update(out=right)
-        assert right.reads == reads
-        publisher.publish()
-        with pytest.raises(ValueError, match="out, against the published weights: slot 0"):
-            subscriber.update(out=wrong)
-        assert subscriber.version == 0
-        assert subscriber.update(out=right)
-        assert (right.model["a"] == 1).all()
-        assert not subscriber.update(out=right)
+        with pytest.raises(ValueError, match="weights, against the published weights"):
+            publisher.publish(wrong)
+        assert publisher.publish() == 2
 
 
-def test_arrays_that_were_replaced_by_others_of_another_shape_are_named() -> None:
+@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
+def test_arrays_that_change_or_were_replaced_by_others_of_another_shape_are_named() -> None:
     ours, theirs = model_of(1.0), model_of(0.0)
     with Publisher("replaced", ours) as publisher, Subscriber("replaced", theirs) as subscriber:
         publisher.publish()
@@ -602,6 +585,22 @@ def test_arrays_that_were_replaced_by_others_of_another_shape_are_named() -> Non
         assert (theirs["a"] == 2.0).all()
     with pytest.raises(TypeError, match="variables, slot 0 '0': expected a NumPy array, got float"):
         Subscriber("replaced", [1.0], timeout=1)
+    models: list[dict[str, Any]] = [{"w": np.ones(4)}, {"w": np.zeros(4)}]
+    ours, theirs = models
+    with Publisher("in place", ours) as publisher, Subscriber("in place", theirs) as subscriber:
+        publisher.publish()
+        assert subscriber.update()
+        publisher.publish()
+        for weights, call in ((ours, publisher.publish), (theirs, subscriber.update)):
+            weights["w"].dtype = np.int64
+            with pytest.raises(TypeError, match=r"'w': expected float64 \(4,\), got int64 \(4,\)"):
+                call()
+            weights["w"].dtype = np.float64
+            weights["w"].shape = (2, 2)
+            with pytest.raises(ValueError, match=r"'w': expected float64 \(4,\), got .* \(2, 2\)"):
+                call()
+            weights["w"].shape = (4,)
+        assert subscriber.update()
 
 
 @pytest.mark.parametrize(
@@ -633,26 +632,6 @@ def test_arrays_that_were_replaced_by_others_of_another_dtype_are_named(
         publisher.publish()
         assert subscriber.update()
         np.testing.assert_equal(theirs, ours)
-
-
-@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
-def test_arrays_that_change_in_place_are_named() -> None:
-    models: list[dict[str, Any]] = [{"w": np.ones(4)}, {"w": np.zeros(4)}]
-    ours, theirs = models
-    with Publisher("in place", ours) as publisher, Subscriber("in place", theirs) as subscriber:
-        publisher.publish()
-        assert subscriber.update()
-        publisher.publish()
-        for weights, call in ((ours, publisher.publish), (theirs, subscriber.update)):
-            weights["w"].dtype = np.int64
-            with pytest.raises(TypeError, match=r"'w': expected float64 \(4,\), got int64 \(4,\)"):
-                call()
-            weights["w"].dtype = np.float64
-            weights["w"].shape = (2, 2)
-            with pytest.raises(ValueError, match=r"'w': expected float64 \(4,\), got .* \(2, 2\)"):
-                call()
-            weights["w"].shape = (4,)
-        assert subscriber.update()
 
 
 def test_a_subscriber_that_is_closed_while_it_finds_a_new_publisher_reads_no_more(
@@ -756,6 +735,11 @@ def test_wrong_calls_are_refused() -> None:
         Subscriber("wrong", max_age="soon")  # type: ignore[arg-type]
     with pytest.raises(TimeoutError, match="there was none yet"):
         Subscriber("nobody", timeout=0.05)
+    text = f"publisher:0a0a0000:{b'elsewhere'.hex()}:000000000000".encode()
+    internal_kv._internal_kv_put(text, b"", namespace=b"flatweights")
+    message = "there was none yet; a name is local to its Ray job, and job 0a0a0000 has used it"
+    with pytest.raises(TimeoutError, match=message):
+        Subscriber("elsewhere", timeout=0.05)
     with Publisher("wrong", np.zeros(2)) as publisher:
         with pytest.raises(TypeError, match="cannot be pickled"):
             ray.put(publisher)
@@ -771,14 +755,6 @@ def test_wrong_calls_are_refused() -> None:
     why = r"ConnectionError: ConnectionRefusedError: .*; through Ray, no answer within"
     with pytest.raises(TimeoutError, match=rf"process {os.getpid()} on .* was the last: {why}"):
         Subscriber("wrong", timeout=0.05)
-
-
-def test_publishers_of_other_jobs_are_named() -> None:
-    text = f"publisher:0a0a0000:{b'elsewhere'.hex()}:000000000000".encode()
-    internal_kv._internal_kv_put(text, b"", namespace=b"flatweights")
-    message = "there was none yet; a name is local to its Ray job, and job 0a0a0000 has used it"
-    with pytest.raises(TimeoutError, match=message):
-        Subscriber("elsewhere", timeout=0.05)
 
 
 def test_the_end_of_the_time_does_not_hide_why_a_publisher_cannot_be_read(
@@ -977,11 +953,8 @@ def test_a_relay_without_memory_leaves_its_node_to_the_store_and_tries_again(rel
         assert found.transport == "agent"
         assert found.wait(publisher.version - 1, 60)
         found.close()
-
-
-@pytest.mark.parametrize("relays", [1], indirect=True)
-def test_a_relay_that_once_had_no_memory_serves_weights_for_which_it_has(relay: Any) -> None:
-    for size, transport in [(3, "agent"), (5, "store"), (3, "agent")]:
+    in_relay(relay, "PublicationServer", no_server)
+    for size, transport in [(3, "agent"), (5, "store"), (3, "agent")]:  # it has memory for 3
         with Publisher("tree", np.ones(size)) as publisher:
             publisher.publish()
 
@@ -994,7 +967,6 @@ def test_a_relay_that_once_had_no_memory_serves_weights_for_which_it_has(relay: 
                 return False
 
             wait_until(is_reached)
-            in_relay(relay, "PublicationServer", no_server)
 
 
 @pytest.mark.parametrize("relays", [1], indirect=True)
@@ -1192,13 +1164,10 @@ def test_weights_that_are_too_old_are_refused() -> None:
 
             wait_until(has_ended)
         assert subscriber.version == 0
-
-
-def test_of_a_publisher_behind_an_agent_an_error_says_what_is_known() -> None:
-    with Publisher("behind", np.ones(3)) as publisher:
+    with Publisher("age", np.ones(3)) as publisher:
         publisher.publish()
-        with Subscriber("behind", max_age=1e-9) as subscriber:
-            subscriber._state.source.transport = "agent"
+        with Subscriber("age", max_age=1e-9) as subscriber:
+            subscriber._state.source.transport = "agent"  # which says less of its publisher
             with pytest.raises(StaleWeightsError, match=r", has ended or is silent$"):
                 subscriber.read()
 
@@ -1212,25 +1181,9 @@ def test_arrays_without_names_take_the_weights_by_position() -> None:
             assert [array.tolist() for array in arrays] == [[1.0] * 2, [2.0] * 3]
             with pytest.raises(ValueError, match="out, against the published weights: "):
                 subscriber.update(out=[np.zeros(3), np.zeros(2)])
-
-
-def test_read_without_variables_says_its_version() -> None:
-    with Publisher("read", np.ones(3)) as publisher, Subscriber("read") as subscriber:
-        publisher.publish()
-        assert (subscriber.read()[""] == 1).all()
-        assert subscriber.version == 1
-        assert re.fullmatch(r"<Subscriber of 'read', version 1, transport 'shm'>", repr(subscriber))
-
-
-def test_many_subscribers_of_one_publisher() -> None:
-    targets = [np.zeros(100) for _ in range(64)]
-    with Publisher("many", np.ones(100)) as publisher:
-        subscribers = [Subscriber("many", target) for target in targets]
-        publisher.publish()
-        assert all(subscriber.update() for subscriber in subscribers)
-        assert all((target == 1).all() for target in targets)
-        for subscriber in subscribers:
-            subscriber.close()
+        with Subscriber("order") as reader:
+            assert [array.tolist() for array in reader.read().values()] == [[1.0] * 2, [2.0] * 3]
+            assert repr(reader) == "<Subscriber of 'order', version 1, transport 'shm'>"
 
 
 def test_weights_reach_other_nodes_and_a_successor_although_this_node_is_full(

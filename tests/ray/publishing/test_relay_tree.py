@@ -28,10 +28,8 @@ def test_the_children_of_a_lost_relay_get_weights_from_others() -> None:
     assert tree.parent_of("node 1", 11, 0) is None
     assert tree.parent_of("node 3", 3, None) == 2
     assert tree.parent_of("node 3", 3, 2) == 11
-
-
-def test_a_lost_relay_that_asks_again_passes_weights_on_again() -> None:
-    tree: RelayTree[int] = RelayTree(1)
+    # A lost relay that asks again passes weights on again.
+    tree = RelayTree(1)
     assert [tree.parent_of(f"node {k}", k, None) for k in range(2)] == [None, 0]
     assert tree.parent_of("node 1", 1, 0) is None
     assert tree.parent_of("node 1", 1, None) is None
