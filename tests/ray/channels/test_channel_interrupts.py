@@ -184,17 +184,6 @@ def test_a_raw_call_in_a_hot_loop_has_its_turn(group: WorkerGroup) -> None:
     assert rounds[-1] == {0: "pong", 1: "pong"}
 
 
-def test_two_groups_share_actors(group: WorkerGroup) -> None:
-    other = WorkerGroup(list(group.actors().values()))
-    for value in (1.0, 2.0, 3.0):
-        for one in (group, other):
-            start = weights_of(value, SIZE)
-            one.broadcast(start)
-            found = one.average("train")
-            expected = fw.average([trained(start, rank) for rank in range(2)])
-            assert same_bits(found.weights.buffer, expected.buffer)
-
-
 def test_channels_that_are_insisted_on_say_what_is_missing(
     lend: Lend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +231,9 @@ class Nested:
         return are_right
 
 
-def test_a_driver_in_an_actor_has_channels(group: WorkerGroup) -> None:
+def test_drivers_in_an_actor_and_in_this_process_share_actors_by_channels(
+    group: WorkerGroup,
+) -> None:
     nested = ray.remote(num_cpus=0)(Nested).remote()
     ways, value = ray.get(nested.rounds.remote(list(group.actors().values())), timeout=120)
     assert ways == {0: "shm", 1: "shm"}
@@ -250,6 +241,14 @@ def test_a_driver_in_an_actor_has_channels(group: WorkerGroup) -> None:
     assert value == np.asarray(expected["w"])[0]
     ray.kill(nested)
     check_round(group)
+    other = WorkerGroup(list(group.actors().values()))  # another driver here
+    for number in (1.0, 2.0, 3.0):
+        for one in (group, other):
+            start = weights_of(number, SIZE)
+            one.broadcast(start)
+            found = one.average("train")
+            expected = fw.average([trained(start, rank) for rank in range(2)])
+            assert same_bits(found.weights.buffer, expected.buffer)
 
 
 @pytest.mark.slow

@@ -124,6 +124,11 @@ def test_a_segment_that_is_another_is_refused(tmp_path: Path) -> None:
         _core.PeerSegment(file.fileno(), segment.nonce)
     with pytest.raises(OSError, match="memory file"):
         _core.Segment(1 << 62)
+    with pytest.raises(ValueError, match=r"mailbox: expected \d+ bytes, got 5000"):
+        _core.Mailbox.open(segment.descriptor, segment.nonce)
+    for nbytes in (0, 100_000):
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.descriptor, nbytes)
     # In the format of another version of the package: a mark, the size, and the nonce.
     mark = os.pread(segment.descriptor, 8, 0)
     os.pwrite(segment.descriptor, mark[:-1] + b"9", 0)
@@ -132,19 +137,6 @@ def test_a_segment_that_is_another_is_refused(tmp_path: Path) -> None:
     os.pwrite(segment.descriptor, mark + (4999).to_bytes(8, sys.byteorder), 0)
     with pytest.raises(ValueError, match="memory file: expected 4999 bytes, got 5000"):
         _core.PeerSegment(segment.descriptor, segment.nonce)
-
-
-@pytest.mark.parametrize("nbytes", [0, 100_000])
-def test_nobody_changes_the_size_of_a_segment(nbytes: int) -> None:
-    segment = _core.Segment(5000)
-    with pytest.raises(PermissionError):
-        os.ftruncate(segment.descriptor, nbytes)
-
-
-def test_a_mailbox_of_another_size_is_refused() -> None:
-    segment = _core.Segment(100)
-    with pytest.raises(ValueError, match=r"mailbox: expected \d+ bytes, got 100"):
-        _core.Mailbox.open(segment.descriptor, segment.nonce)
 
 
 def test_a_doorbell_without_a_file_leaves_no_descriptor() -> None:
@@ -201,13 +193,6 @@ def test_a_mailbox_takes_one_command_at_a_time() -> None:
     assert mailbox.read_message(True, {}) == (5, [], b"first")
 
 
-def test_views_are_within_their_segment() -> None:
-    segment, mailbox = _core.Segment(100), _core.Mailbox()
-    for offset, nbytes in [(0, 101), (101, 0), (1 << 63, 1 << 63), (50, 51)]:
-        with pytest.raises(ValueError, match="segment 0: expected at most 100 bytes"):
-            view_of(segment, mailbox, offset, nbytes)
-
-
 def test_a_message_that_cannot_be_read_holds_nothing() -> None:
     segment, mailbox = _core.Segment(100), _core.Mailbox()
     segments = {2: (7, _core.PeerSegment(segment.descriptor, segment.nonce))}
@@ -237,6 +222,9 @@ def test_a_message_that_cannot_be_read_holds_nothing() -> None:
     with pytest.raises(ValueError, match=r"expected at most 100 bytes, got 90 \+ 11"):
         mailbox.read_message(True, segments)
     assert [mailbox.holds(True, index) for index in (2, 3)] == [0, 0]
+    for offset, nbytes in [(0, 101), (101, 0), (1 << 63, 1 << 63), (50, 51)]:
+        with pytest.raises(ValueError, match="segment 0: expected at most 100 bytes"):
+            view_of(segment, mailbox, offset, nbytes)
     for content, error in (
         (b"short", "expected a header, got 5 bytes"),
         (join_message(5, b"", [good])[:-1], "expected 1 extents in 23 bytes"),
@@ -299,9 +287,7 @@ def test_a_segment_that_is_held_is_not_written() -> None:
     assert larger is not None
     assert larger[0][:2] == (0, 2), "another file in place of the one that was too small"
     assert are_two(segments)
-
-
-def test_models_of_two_sizes_take_turns_without_new_segments() -> None:
+    # Models of two sizes take turns without new segments.
     segments = Segments(8, lambda index: 0)
     small, large = memoryview(b"s" * 3_000), memoryview(b"l" * 300_000)
     files = [segments.copy_in([buffer]) for _ in range(5) for buffer in (small, large)]
@@ -331,10 +317,6 @@ def test_a_result_that_the_worker_keeps_is_copied(one: Driver) -> None:
     (again,) = one.values("get", 6.0)
     assert (again["w"] == 6.0).all()
     assert (kept["w"] == 5.0).all()
-
-
-def test_a_result_with_extras_that_the_worker_keeps_is_copied(one: Driver) -> None:
-    one.values("get", 1.0)  # from now on results are made in the segment
     ((kept, extras),) = one.values("get_and_keep_with", 5.0, "more")
     one.values("change_kept")
     assert (kept["w"] == 5.0).all()
@@ -387,15 +369,13 @@ def test_weights_that_a_worker_keeps_stay_as_they_were(driver: Driver) -> None:
     assert are_two(driver.channels.segments)
     driver.values("forget")
     assert [driver.is_held(index) for index in range(2)] == [False, False]
-
-
-def test_weights_that_can_still_be_written_are_copied(one: Driver) -> None:
-    nbytes = one.values("get", 1.0)[0].buffer.nbytes
-    one.channels.segments.offer(nbytes)
-    weights = fw.average(one.values("get", 2.0))
-    one.values("set_and_keep", weights)
+    # Weights that can still be written are copied.
+    nbytes = driver.values("get", 1.0)[0].buffer.nbytes
+    driver.channels.segments.offer(nbytes)
+    weights = fw.average(driver.values("get", 2.0))
+    driver.values("set_and_keep", weights)
     weights["w"] += 1.0
-    assert one.values("total") == [2.0 * LARGE]
+    assert driver.values("total") == [2.0 * LARGE] * 2
 
 
 def test_extras_lists_and_dicts_pass(one: Driver) -> None:
@@ -411,19 +391,18 @@ def test_extras_lists_and_dicts_pass(one: Driver) -> None:
     assert found["w"].shape == (LARGE,)
 
 
-def test_what_is_too_large_goes_through_the_call(one: Driver) -> None:
-    assert command_of(one.channels, "echo", "x" * 200_000) is None
-    (answer,) = one.answers("repeat", "x", 200_000)
-    assert answer == (BY_CALL, 1)
-    assert one.workers[0].outcomes(1) == [("value", "x" * 200_000)]
-
-
 @pytest.mark.parametrize(("method", "said"), [("fail", "ArithmeticError"), ("leave", "SystemExit")])
-def test_what_a_method_raises_goes_through_the_call(one: Driver, method: str, said: str) -> None:
+def test_errors_and_what_is_too_large_go_through_the_call(
+    one: Driver, method: str, said: str
+) -> None:
     (answer,) = one.answers(method)
     assert answer == (BY_CALL, 1)
     assert said in one.workers[0].outcomes(1)[0][1]
     assert one.values("echo", 7) == [7], "and the channel goes on"
+    assert command_of(one.channels, "echo", "x" * 200_000) is None
+    ((kind, number),) = one.answers("repeat", "x", 200_000)
+    assert kind == BY_CALL
+    assert one.workers[0].outcomes(number - 1)[-1] == ("value", "x" * 200_000)
 
 
 def test_a_command_that_cannot_be_read_is_refused(one: Driver) -> None:
@@ -435,30 +414,21 @@ def test_a_command_that_cannot_be_read_is_refused(one: Driver) -> None:
     assert one.answers("echo", 2)[0] == (VALUE, 2)
 
 
-def test_an_idle_channel_costs_nothing(one: Driver) -> None:
+def test_calls_of_an_idle_a_busy_and_a_dismissed_worker_return(one: Driver) -> None:
     one.values("echo", 1)
     (worker,) = one.workers
     assert worker.outcomes(1) == [("value", None)], "it has returned to Ray"
     before = worker.calls
     one.values("echo", 2)
     assert worker.calls == before + 1
-
-
-def test_the_call_returns_though_commands_keep_coming(one: Driver) -> None:
-    (worker,) = one.workers
+    worker.channel.dismiss()
+    assert worker.outcomes(1) == [("value", None)], "at once"
     end = time.monotonic() + 60
-    while worker.calls < 3:
+    before = worker.calls
+    while worker.calls < before + 3:  # though commands keep coming
         assert time.monotonic() < end
         one.values("echo", 1)
     assert worker.outcomes(2) == [("value", None)] * 2
-
-
-def test_a_worker_is_dismissed_at_once(one: Driver) -> None:
-    (worker,) = one.workers
-    one.values("echo", 1)
-    worker.channel.dismiss()
-    assert worker.outcomes(1) == [("value", None)]
-    assert one.values("echo", 3) == [3]
 
 
 def test_a_command_after_a_dismissal_waits_for_a_later_call(one: Driver) -> None:
@@ -506,6 +476,11 @@ def test_a_command_that_is_withdrawn_is_not_run(one: Driver) -> None:
     assert channel.is_answered
     assert not one.is_held(0)
     assert one.values("echo", 4) == [4]
+    attach_anew(one)
+    channel = worker.channel  # if it is given up, it takes its command back
+    channel.post(one.command("set_and_keep", weights_of(1.0)), one.channels.segments)
+    one.channels.give_up(channel)
+    assert channel.is_closed
 
 
 def test_weights_of_the_layout_that_came_last_are_a_buffer_alone(one: Driver) -> None:
@@ -545,24 +520,6 @@ def test_a_death_is_known_at_once_and_gives_back_what_was_held(driver: Driver) -
     assert driver.wait([second])
     extents = driver.channels.segments.copy_in([memoryview(bytes(8 * LARGE))])
     assert [extent.segment for extent in extents or ()] == [0], "it is free"
-
-
-def test_a_stopped_worker_is_late_and_writes_only_its_own(driver: Driver) -> None:
-    driver.values("get", 1.0)
-    first, second = driver.workers
-    first.signal(signal.SIGSTOP)
-    driver.post("get", 2.0)
-    assert driver.wait([second])
-    assert not driver.wait([first], seconds=0.05)
-    value = value_of(second.channel.take())
-    for step in (3.0, 4.0):
-        second.post(driver.command("get", step), driver.channels)
-        assert driver.wait([second])
-        assert (value_of(second.channel.take())["w"] == step).all()
-    assert (value["w"] == 2.0).all()
-    first.signal(signal.SIGCONT)
-    assert driver.wait([first])
-    assert (value_of(first.channel.take())["w"] == 2.0).all()
 
 
 def test_a_worker_may_still_be_about_to_say_who_it_is_when_another_is_met() -> None:
@@ -708,13 +665,6 @@ def test_a_channel_that_is_given_up_is_kept_while_its_worker_reads_segments(one:
     theirs, ours = descriptors()
     assert theirs == before[0]
     assert ours <= before[1] + 1, "a segment more, as the first was held"
-
-
-def test_a_channel_that_is_given_up_takes_its_command_back(one: Driver) -> None:
-    channel = one.workers[0].channel
-    channel.post(one.command("set_and_keep", weights_of(1.0)), one.channels.segments)
-    one.channels.give_up(channel)
-    assert channel.is_closed
 
 
 def test_a_channel_whose_post_was_interrupted_works_or_is_given_up(one: Driver) -> None:
