@@ -1,5 +1,6 @@
 """Calls of some of the ranks, with arguments by rank and by round; groups as context managers."""
 
+import functools
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,26 +55,20 @@ def test_arguments_by_rank_follow_those_of_all(group: WorkerGroup) -> None:
     (found,) = group.run(1, "add", arguments=lambda rank: [rank])
     twice = [added(0.5, rank, rank) for rank in range(4)]
     assert_same(found.weights, fw.average(twice))
-
-
-def test_large_arguments_by_rank_arrive(group: WorkerGroup) -> None:
     told = group.step("told", arguments=lambda rank: [np.full(50_000, rank)])
     for rank, ((array,), _) in told.items():
         assert array.tolist() == [rank] * 50_000
 
 
-def test_only_the_ranks_that_are_asked_are_called(group: WorkerGroup) -> None:
+def test_only_ranks_that_are_asked_are_called_and_others_get_the_weights_later(
+    group: WorkerGroup,
+) -> None:
     found = group.average("add", arguments=lambda rank: [rank], ranks=[3, 1])
     assert (found.used, found.failed, found.late) == ((1, 3), {}, ())
     assert_same(found.weights, fw.average([added(1), added(3)]))
     assert sorted(group.step("told", ranks=(2,))) == [2]
     for rank, weights in group.step("get_weights").items():
         assert_same(weights, added(rank if rank in (1, 3) else 0))
-
-
-def test_ranks_that_were_not_called_get_the_weights_before_their_next_call(
-    group: WorkerGroup,
-) -> None:
     found = group.average("add", 1.0, broadcast=weights_of(5.0), ranks=[0, 2])
     assert_same(found.weights, weights_of(6.0))
     assert_same(group.average("add", 2.0, ranks=[1, 2]).weights, weights_of(7.5))
@@ -168,8 +163,46 @@ def test_wrong_ranks_and_arguments_are_refused_before_a_call(group: WorkerGroup)
     for function in ([1], lambda number: number):
         with pytest.raises(TypeError, match="round_arguments: expected a function"):
             list(group.run(1, "add", round_arguments=function))
-    with pytest.raises(ValueError, match="min_results: expected 1 to 2, the number of ranks"):
-        group.average("add", 1.0, ranks=[0, 1], min_results=3)
+    for weights in group.step("get_weights").values():
+        assert_same(weights, weights_of(1.0))
+
+
+def test_wrong_options_are_refused_before_a_call(group: WorkerGroup) -> None:
+    untyped: Any = group
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"weights": [1, 2]}, ValueError, "expected 4 weights, one per source, got 2"),
+        ({"weights": [0, 0, 0, 0]}, ValueError, "positive weight"),
+        ({"weights": [1, -1, 1, 1]}, ValueError, "weight 1: expected a finite weight"),
+        ({"min_results": 5}, ValueError, "min_results: expected 1 to 4"),
+        ({"min_results": 0}, ValueError, "min_results: expected 1 to 4"),
+        ({"min_results": 3, "ranks": [0, 1]}, ValueError, "expected 1 to 2, the number of ranks"),
+        ({"min_results": 1.5}, TypeError, r"min_results: expected an integer, got 1\.5"),
+        ({"nonfinite": "ignore"}, ValueError, "nonfinite: expected"),
+        ({"method": None}, TypeError, "method: expected a name, got None"),
+        ({"method": 3}, TypeError, "method: expected a name, got 3"),
+    ]
+    for options, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            untyped.average(**{"method": "train", "broadcast": weights_of(9.0)} | options)
+        with pytest.raises(kind, match=text):
+            list(untyped.run(1, **{"method": "train"} | options))
+    with pytest.raises(TypeError, match="method: expected a name, got None"):
+        untyped.step(None)
+    with pytest.raises(TypeError, match=r"rounds: expected an integer, got 2\.5"):
+        untyped.run(2.5, "add")
+    average: Any = fw.ray.average
+    for timeout in (float("nan"), -1, "2"):
+        calls: list[Callable[..., Any]] = [
+            functools.partial(untyped.step, "train"),
+            functools.partial(untyped.average, "train"),
+            functools.partial(untyped.broadcast, weights_of(7.0)),
+            untyped.restore,
+            functools.partial(untyped.run, 1, "train"),
+            functools.partial(average, [ray.put(np.zeros(2))]),
+        ]
+        for call in calls:
+            with pytest.raises((TypeError, ValueError), match="timeout: expected seconds"):
+                call(timeout=timeout)
     for weights in group.step("get_weights").values():
         assert_same(weights, weights_of(1.0))
 

@@ -1,7 +1,6 @@
 """The promises of a group under all faults: names of ranks, one version, no call twice."""
 
 import gc
-import itertools
 import os
 import pickle
 import re
@@ -38,10 +37,6 @@ from flatweights.ray.support._errors import has_left_weights, reason_in_a_line, 
 pytestmark = [pytest.mark.ray, pytest.mark.starts_actors]  # mostly over channels
 
 LARGE = 80_000  # elements; in 16 bits, too, beyond what travels by value
-
-HOW = ("broadcast", "step", "average")
-SUBSETS = {("plain", "a call of others", "average"), ("wire", "a publication", "broadcast")}
-"""The cases of subsets that differ most."""
 
 
 class TwoArgumentsError(Exception):
@@ -177,27 +172,6 @@ def begin_twice(group: WorkerGroup, elements: int) -> None:
     group.broadcast(start_of(1.25, elements))
 
 
-@pytest.mark.slow
-def test_weights_that_all_refused_are_sent_to_nobody(wired: WorkerGroup) -> None:
-    group = wired
-    begin_twice(group, LARGE)
-    before = bits(group)
-    without_rank_0(group)  # as if it had died
-    with pytest.raises(WorkerError, match="rank 1: ValueError: too large"):
-        group.broadcast(start_of(100.0, LARGE))
-    refused = "RefusedWeightsError: ValueError: too large"
-    with pytest.raises(
-        WorkerError, match=f"rank 0: {refused}\nrank 1: {refused}\nrank 2: {refused}$"
-    ):
-        group.average("train", broadcast=start_of(100.0, LARGE))
-    assert bits(group) == before
-    found = group.average("get_weights")
-    assert found.used == (0, 1, 2)
-    assert np.all(found.weights["w"] == 1.25)
-    group.broadcast(start_of(2.0, LARGE))
-    assert len({*bits(group)}) == 1
-
-
 class Checking:
     """Variables that check all weights before they set any, as TensorFlowVariables."""
 
@@ -241,27 +215,6 @@ def by_channel(value: float) -> Any:
     return Packed(weights.buffer, weights.layout)
 
 
-@pytest.mark.parametrize("has_earlier", [True, False])
-def test_a_worker_does_not_run_on_weights_from_a_channel_that_it_has_set_in_part(
-    has_earlier: bool,
-) -> None:
-    worker = TornWorker()
-    earlier = ("group", 1) if has_earlier else None
-    if earlier is not None:
-        worker.call_version(head(earlier, earlier), by_channel(1.0), None)
-    worker.variables.fails = True
-    with pytest.raises(OSError, match="half-way") as why:
-        worker.call_version(head(("group", 2), ("group", 2)), by_channel(2.0), None)
-    assert not has_left_weights(why.value)
-    with pytest.raises(StaleWorkerError, match="may have set only some"):
-        worker.call_version(head(("group", 3), earlier), None, "get_weights")
-    worker.variables.fails = False
-    last = ("group", 4)
-    worker.call_version(head(last, last), by_channel(4.0), None)
-    found = worker.call_version(head(("group", 5), last), None, "get_weights")
-    assert found["w"].tolist() == [4.0, 4.0]
-
-
 @pytest.mark.parametrize("method", [None, "get_weights"])
 def test_a_worker_does_not_hold_weights_that_it_could_not_set(method: str | None) -> None:
     worker = TornWorker()
@@ -292,30 +245,6 @@ def test_refused_weights_that_changed_nothing_cost_no_training() -> None:
                 worker.call_version(head(("group", number), stamp), {"x": np.ones(1)}, method)
             arrived = pickle.loads(ray.cloudpickle.dumps(why.value))
             assert has_left_weights(arrived) == is_unchanged
-
-
-@pytest.mark.parametrize(
-    ("size", "missed", "how"),
-    [
-        pytest.param(*case, marks=() if case in SUBSETS else pytest.mark.slow)
-        for case in itertools.product(("wire", "plain"), ("a call of others", "a publication"), HOW)
-    ],
-)
-def test_a_subset_changes_the_latest_weights_of_ranks_that_missed_these_too(
-    three: WorkerGroup, wired: WorkerGroup, size: str, missed: str, how: str
-) -> None:
-    group, elements = (wired, LARGE) if size == "wire" else (three, 5)
-    begin_twice(group, elements)
-    latest = start_of(1.5, elements) | {"n": np.int64(7)}
-    if missed == "a publication":
-        group.publish(latest)
-    else:
-        group.step("ping", broadcast=latest, ranks=[0, 1])
-    send(group, how, {"w": start_of(2.0, elements)["w"]})
-    assert group.healthy_actor_ids() == [0, 1, 2]
-    for weights in group.step("get_weights").values():
-        assert weights["n"] == 7
-        assert set(weights["w"]) == {2.0}
 
 
 @pytest.mark.parametrize(
@@ -417,6 +346,7 @@ BROKEN: dict[str, Callable[[], Any]] = {
     "task": lambda: lost.remote(),
     "owner": ref_without_owner,
     "class": NotHere,
+    "session": ray.ObjectRef.from_random,  # another one
 }
 
 
@@ -439,13 +369,17 @@ def send(
 @pytest.mark.parametrize(
     ("how", "what"),
     [(how, "task") for how in ("broadcast", "step", "average")]
+    + [("broadcast", "session"), ("average", "session")]
     + [pytest.param("average", "owner", marks=pytest.mark.slow), ("average", "class")],
 )
 def test_weights_that_reached_nobody_are_not_the_latest(
     group: WorkerGroup, how: str, what: str
 ) -> None:
     group.step("forget_calls")
-    with pytest.raises(WorkerError, match=r"rank [012]: .*(lost|OwnerDiedError)"):
+    error: Any = WorkerError, r"rank [012]: .*(lost|OwnerDiedError)"
+    if what == "session":
+        error = ValueError, "owner is unknown"
+    with pytest.raises(error[0], match=error[1]):
         send(group, how, BROKEN[what]())
     assert group.healthy_actor_ids() == [0, 1, 2]
     without_rank_0(group)
@@ -464,16 +398,6 @@ def test_ranks_whose_call_did_not_begin_get_its_weights_with_the_next(
     assert group.healthy_actor_ids() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("how", ["broadcast", "average"])
-def test_weights_that_cannot_be_sent_are_not_the_latest(group: WorkerGroup, how: str) -> None:
-    of_another_session = ray.ObjectRef.from_random()
-    with pytest.raises(ValueError, match="owner is unknown"):
-        send(group, how, of_another_session)
-    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
-    without_rank_0(group)
-    assert group.restore(timeout=60) == [0]
-
-
 def test_weights_that_some_rank_took_before_its_method_raised_are_the_latest(
     group: WorkerGroup,
 ) -> None:
@@ -484,35 +408,28 @@ def test_weights_that_some_rank_took_before_its_method_raised_are_the_latest(
     assert bits(group)[0] == start_of(2.0).buffer.tobytes()
 
 
-def test_a_round_is_put_anew_in_another_session_of_ray(group: WorkerGroup) -> None:
-    found = group.average("train")
-    first = found.ref
-    assert found.ref is first
-    found._session = "an earlier session"
-    assert found.current_ref() != first
-    assert found.ref is found.current_ref()
-    assert same_bits(ray.get(found.ref).buffer, found.weights.buffer)
-
-
-NOT_PUT = [
-    (ray.exceptions.ObjectStoreFullError, StoreTooSmallError),
-    (KeyboardInterrupt, KeyboardInterrupt),
-]
-
-
-@pytest.mark.parametrize(("error", "expected"), NOT_PUT)
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ray.exceptions.ObjectStoreFullError, StoreTooSmallError),
+        (KeyboardInterrupt, KeyboardInterrupt),
+    ],
+)
 def test_weights_that_could_not_be_put_are_not_the_latest(
     wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch, error: Any, expected: Any
 ) -> None:
     heal(wired)
     wired.broadcast(start_of(1.0, LARGE))
-    wired.broadcast(start_of(1.5, LARGE))
+    wired.step("forget_calls", broadcast=start_of(1.5, LARGE))
     with monkeypatch.context() as patched:
         patched.setattr(ray, "put", raising(error))
         with pytest.raises(expected) as caught:
             wired.broadcast(start_of(3.0, LARGE))
+        with pytest.raises(expected):
+            wired.average("train", broadcast=start_of(3.0, LARGE))
     if expected is StoreTooSmallError:
         assert re.search(r"need at least \(3 \+ 2\) \* [\d,]+ = [\d,]+ bytes", str(caught.value))
+    assert wired.step("how_often") == {0: 0, 1: 0, 2: 0}
     without_rank_0(wired)
     assert wired.restore(timeout=60) == [0]
     assert np.all(wired.average("get_weights").weights["w"] == 1.5)
@@ -565,46 +482,16 @@ def test_a_call_that_brings_weights_gives_what_two_calls_give(
     assert averages[0]["w"][0] > start["w"][0]
 
 
-@pytest.mark.parametrize(("error", "expected"), NOT_PUT)
-def test_a_call_whose_weights_could_not_be_put_runs_nowhere(
-    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch, error: Any, expected: Any
-) -> None:
-    heal(wired)
-    wired.step("forget_calls", broadcast=start_of(1.0, LARGE))
-    with monkeypatch.context() as patched:
-        patched.setattr(ray, "put", raising(error))
-        with pytest.raises(expected):
-            wired.average("train", broadcast=start_of(3.0, LARGE))
-    assert wired.step("how_often") == {0: 0, 1: 0, 2: 0}
-    assert np.all(wired.average("get_weights").weights["w"] == 1.0)
-
-
 # No call runs twice, and none beside newer weights.
 
 
-def test_a_worker_refuses_a_call_that_comes_again_or_too_late() -> None:
-    worker = PlainWorker()
-    first, second, third = (("group", number) for number in range(3))
-    worker.call_version(head(first, first), weights_of(1.0), None)
-    worker.call_version(head(second, first), None, "train")
-    with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 1"):
-        worker.call_version(head(second, first), None, "train")
-    # As on a restarted actor: restored first, then the fatal call again.
-    again = PlainWorker()
-    again.call_version(head(third, first), weights_of(1.0), None)
-    with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 2"):
-        again.call_version(head(second, first), None, "train")
-    with pytest.raises(StaleWorkerError):
-        again.call_version(head(first, first), weights_of(5.0), None)
-    assert (worker.calls, again.calls) == (1, 0)
-    again.call_version(head(("another group", 0), first), None, "train")
-
-
-def test_a_worker_takes_the_weights_that_a_call_brings_and_no_others() -> None:
+def test_a_worker_runs_no_call_twice_and_none_on_other_weights() -> None:
     worker = Told()
-    stamps = [("group", number) for number in range(6)]
+    stamps = [("group", number) for number in range(7)]
     result = worker.call_version(head(stamps[1], stamps[0]), start_of(2.0), "train")
     assert same_bits(result.buffer, trained(start_of(2.0), 0).buffer)
+    with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 1"):
+        worker.call_version(head(stamps[1], stamps[0]), None, "train")
     with pytest.raises(RefusedWeightsError, match=r"^ValueError: too large$"):
         worker.call_version(head(stamps[3], stamps[2]), start_of(100.0), "train")
     with pytest.raises(StaleWorkerError, match="expected weights of version 2, got 0"):
@@ -612,7 +499,21 @@ def test_a_worker_takes_the_weights_that_a_call_brings_and_no_others() -> None:
     with pytest.raises(StaleWorkerError, match="call 3 came again or too late, after call 4"):
         worker.call_version(head(stamps[3], stamps[2]), start_of(5.0), "train")
     assert same_bits(worker.get_weights().buffer, result.buffer)
-    assert worker.calls == 1
+    worker.call_version(head(stamps[5], stamps[0]), start_of(2.0), None)
+    another = ("another", 1), ("another", 0)
+    with pytest.raises(StaleWorkerError, match="expected weights of version 0, got 0 of another"):
+        worker.call_version(head(*another), None, "train")
+    worker.call_version(head(("another", 2), None), None, "ping")
+    # As after a broadcast that only a late worker took.
+    with pytest.raises(StaleWorkerError, match="expected no weights of the group, got version 0"):
+        worker.call_version(head(stamps[6], None), None, "train")
+    # As on a restarted actor: restored first, then the fatal call again.
+    again = PlainWorker()
+    again.call_version(head(stamps[2], stamps[0]), weights_of(1.0), None)
+    for weights in (None, weights_of(5.0)):
+        with pytest.raises(StaleWorkerError, match="call 1 came again or too late, after call 2"):
+            again.call_version(head(stamps[1], stamps[0]), weights, "train")
+    assert (worker.calls, again.calls) == (1, 0)
 
 
 def test_after_an_interrupt_weights_are_sent_once_the_call_has_ended(
@@ -649,18 +550,6 @@ def test_run_brings_back_workers_whose_refusals_nobody_has_read(group: WorkerGro
             group.average("train")  # it raises at the first one that it reads
         (found,) = group.run(1, "train")
         assert (found.used, found.failed) == ((0, 1, 2), {})
-
-
-def test_a_worker_says_whose_weights_it_has() -> None:
-    worker = PlainWorker()
-    worker.call_version(head(("one", 1), ("one", 0)), weights_of(1.0), None)
-    with pytest.raises(StaleWorkerError, match="expected weights of version 0, got 0 of another"):
-        worker.call_version(head(("another", 1), ("another", 0)), None, "train")
-    worker.call_version(head(("another", 2), None), None, "train")
-    # As after a broadcast that only a late worker took.
-    with pytest.raises(StaleWorkerError, match="expected no weights of the group, got version 0"):
-        worker.call_version(head(("one", 2), None), None, "train")
-    assert worker.calls == 1
 
 
 @pytest.mark.skipif(
@@ -709,12 +598,16 @@ __main__.TwoArgumentsError: a shard is missing:
         ("no traceback", "no traceback"),
     ],
 )
-def test_an_error_that_does_not_unpickle_is_shown_with_all_of_its_text(
-    text: str, expected: str
-) -> None:
+def test_errors_of_users_are_shown_with_all_of_their_text(text: str, expected: str) -> None:
     error = ray.exceptions.UnserializableException(text)
     assert reason_of(error) == expected
     assert reason_in_a_line(error) == expected.splitlines()[0]
+
+    class Ends(BaseException):
+        pass
+
+    error = ray.exceptions.RayTaskError("train", "many\nlines", Ends("mine"))
+    assert str(WorkerError({1: error})) == "rank 1: Ends: mine", "it is no exception"
 
 
 def test_a_method_that_is_async_or_yields_is_refused(lend: Lend) -> None:
@@ -739,24 +632,6 @@ def test_run_gives_all_other_arguments_to_the_method(group: WorkerGroup) -> None
     assert found.extras[0] == {"head": 1, "new_weights": 2}
 
 
-@pytest.mark.parametrize("timeout", [float("nan"), -1, "2"])
-def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(
-    group: WorkerGroup, timeout: Any
-) -> None:
-    calls: list[Callable[[], Any]] = [
-        lambda: group.step("train", timeout=timeout),
-        lambda: group.average("train", timeout=timeout),
-        lambda: group.broadcast(start_of(7.0), timeout=timeout),
-        lambda: group.restore(timeout=timeout),
-        lambda: group.run(1, "train", timeout=timeout),
-        lambda: average([ray.put(np.zeros(2))], timeout=timeout),
-    ]
-    for call in calls:
-        with pytest.raises((TypeError, ValueError), match="timeout: expected seconds"):
-            call()
-    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
-
-
 @pytest.mark.parametrize("timeout", [1e16, 10**400])
 def test_a_timeout_may_be_longer_than_clocks_count(group: WorkerGroup, timeout: Any) -> None:
     group.broadcast(start_of(2.0), timeout=timeout)
@@ -767,14 +642,6 @@ def test_a_timeout_may_be_longer_than_clocks_count(group: WorkerGroup, timeout: 
     (found,) = group.run(1, "train", timeout=timeout)
     assert found.used == (0, 1, 2)
     assert average([ray.put(np.ones(2))], timeout=timeout).weights.tolist() == [1.0, 1.0]
-
-
-def test_an_error_that_is_no_exception_is_shown_by_itself() -> None:
-    class Ends(BaseException):
-        pass
-
-    error = ray.exceptions.RayTaskError("train", "many\nlines", Ends("mine"))
-    assert str(WorkerError({1: error})) == "rank 1: Ends: mine"
 
 
 def test_texts_of_errors_are_cut_where_they_are_shown(
@@ -871,28 +738,6 @@ def test_nan_is_sent_as_it_is_and_found_in_the_next_average(group: WorkerGroup) 
         group.average()
     group.publish(start_of(1.0))
     assert group.average("train").used == (0, 1, 2)
-
-
-def test_numbers_that_are_no_integers_are_refused(group: WorkerGroup) -> None:
-    with pytest.raises(TypeError, match=r"min_results: expected an integer, got 1\.5"):
-        group.average("train", min_results=1.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"rounds: expected an integer, got 2\.5"):
-        group.run(2.5, "train")  # type: ignore[arg-type]
-    assert set(bits(group)) == {start_of(1.0).buffer.tobytes()}
-
-
-def test_one_actor_is_one_rank(group: WorkerGroup) -> None:
-    actors = group.actors()
-    with pytest.raises(ValueError, match="rank 2: expected another actor than that of rank 0"):
-        WorkerGroup([actors[0], actors[1], actors[0]])
-
-
-def test_create_takes_a_class_that_is_an_actor_already() -> None:
-    group = WorkerGroup.create(ray.remote(num_cpus=0)(PlainWorker), 1, 7)
-    assert group.broadcast(weights_of(1.0)) == [0]
-    group.shutdown()
-    with pytest.raises(TypeError, match="worker: expected a subclass of FlatWorker"):
-        WorkerGroup.create(ray.remote(dict), 1)
 
 
 # Workers get the weights of the round itself.

@@ -85,6 +85,9 @@ def test_create_passes_options_and_arguments_on() -> None:
     assert sizes == {0: 10, 1: 11}
     assert list(group.actors()) == [0, 1]
     group.shutdown()
+    group = WorkerGroup.create(ray.remote(num_cpus=0)(PlainWorker), 1, 7)  # an actor already
+    assert group.broadcast(weights_of(1.0)) == [0]
+    group.shutdown()
 
 
 class Restartable(PlainWorker):
@@ -147,12 +150,7 @@ def test_large_arguments_are_passed_by_reference_to_actors_that_ray_restarts(
         for passed in passed_by(spec):
             are_references = [isinstance(one, ray.ObjectRef) for one in passed]
             assert are_references == [restarts, False, restarts], (decorated, options)
-
-
-def test_so_are_small_arguments_that_are_large_together(
-    passed_by: Callable[[ActorSpec], list[tuple[Any, ...]]],
-) -> None:
-    """Ray takes some 10 MB by value, and loses the rest."""
+    # So are small ones that are large together: Ray takes 10 MB by value, and loses the rest.
     part = np.ones(10_000)  # 80 kB
     remote, options = ray.remote(PlainWorker), {"max_restarts": -1}
     for count, other in ((10, 10), (40, 40), (0, 80), (80, 0)):
@@ -166,14 +164,8 @@ def test_so_are_small_arguments_that_are_large_together(
             assert by_value.pop() == rank
             assert len(by_value) == min(count + other, (4 << 20) // part.nbytes)
             assert len(passed) == count + other + 1
-
-
-def test_references_travel_as_they_are_however_many_there_are(
-    passed_by: Callable[[ActorSpec], list[tuple[Any, ...]]],
-) -> None:
-    refs = [ray.put(0)] * 20_000
-    spec = ActorSpec(ray.remote(PlainWorker), refs, None, {"max_restarts": -1})
-    assert passed_by(spec) == [tuple(refs)] * 2
+    refs = [ray.put(0)] * 20_000  # which travel as they are
+    assert passed_by(ActorSpec(remote, refs, None, options)) == [tuple(refs)] * 2
 
 
 def test_what_arguments_refer_to_is_kept_no_longer_than_they_are(
@@ -198,6 +190,8 @@ def test_create_refuses_what_is_no_worker() -> None:
         TypeError, match="worker: expected a subclass of FlatWorker, got <class 'dict'>"
     ):
         WorkerGroup.create(dict, 2)
+    with pytest.raises(TypeError, match="worker: expected a subclass of FlatWorker"):
+        WorkerGroup.create(ray.remote(dict), 1)
     with pytest.raises(ValueError, match="n: expected at least 1, got 0"):
         WorkerGroup.create(PlainWorker, 0)
     with pytest.raises(ValueError, match="max_inflight: expected at least 1, got 0"):
@@ -291,19 +285,12 @@ def senders() -> dict[str, Callable[[FlatWeights], Any]]:
     }
 
 
-@pytest.mark.starts_actors
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_takes_any_kind_of_weights(group: WorkerGroup, size: int) -> None:
+def test_broadcast_and_calls_take_any_kind_of_weights(group: WorkerGroup, size: int) -> None:
     for k, (name, send) in enumerate(senders().items()):
         start = weights_of(float(k), size)
         assert group.broadcast(send(start)) == [0, 1, 2], name
         assert_all_have(group, start)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_call_brings_any_kind_of_weights(group: WorkerGroup, size: int) -> None:
-    for k, send in enumerate(senders().values()):
-        start = weights_of(float(k), size)
         found = group.average("train", 0.5, broadcast=send(start))
         assert_same(found.weights, mean_of(start, range(3), step=0.5))
         for rank, weights in group.step("train", broadcast=send(start)).items():
@@ -328,55 +315,37 @@ def test_a_loop_that_brings_each_average_with_the_next_call(group: WorkerGroup) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
-def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int, tmp_path: Path) -> None:
-    group = make(2, size)
-    mine = weights_of(1.0, size)
-    group.broadcast(mine)
-    mine["w"] += 1
-    with pytest.raises(WorkerError):
-        group.average("act", {0: "die before"})
-    assert restored(group) == [0]
-    assert_same(group.step("get_weights")[0], weights_of(1.0, size))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["inline", "shared"])
-def test_what_was_sent_does_not_follow_the_steps_of_an_optimizer(make: Make, size: int) -> None:
-    """Its weights are read-only, and each step changes them."""
+def test_what_was_sent_does_not_follow_the_caller(make: Make, size: int) -> None:
     group = make(2, size)
     group.broadcast(weights_of(0.0, size))  # in Ray's store: there are no channels yet
     group.step("ping")
-    optimizer = FedAvgM(weights_of(1.0, size))
-    group.broadcast(optimizer.weights)
-    optimizer.step(weights_of(2.0, size))
-    with pytest.raises(WorkerError):
-        group.average("act", {0: "die before"})
-    assert restored(group) == [0]
-    assert_same(group.step("get_weights")[0], weights_of(1.0, size))
+    mine, optimizer = weights_of(1.0, size), FedAvgM(weights_of(1.0, size))
+    # Read-only arrays, which are not copied, in a dict in which they are replaced.
+    first, second = ({k: v.copy() for k, v in weights_of(x, size).items()} for x in (1.0, 2.0))
+    for array in (*first.values(), *second.values()):
+        array.flags.writeable = False
+
+    def change_mine() -> None:
+        mine["w"] += 1
+
+    changes: list[tuple[Any, Callable[[], object]]] = [
+        (mine, change_mine),
+        (optimizer.weights, lambda: optimizer.step(weights_of(2.0, size))),  # they are read-only
+        (first, lambda: first.update(w=second["w"])),
+    ]
+    for weights, change in changes:
+        group.broadcast(weights)
+        change()
+        with pytest.raises(WorkerError):
+            group.average("act", {0: "die before"})
+        assert restored(group) == [0]
+        assert_same(group.step("get_weights")[0], weights_of(1.0, size))
     twice = Round(optimizer.weights, [0])
     for value in (3.0, 4.0):
         optimizer.step(weights_of(value, size))
         group.broadcast(twice)
         for found in group.step("get_weights").values():
             assert_same(found, optimizer.weights)
-
-
-@pytest.mark.slow
-def test_what_was_sent_does_not_follow_a_dict_in_which_arrays_are_replaced(make: Make) -> None:
-    """The arrays cannot change themselves, so that they are not copied."""
-    group = make(2)
-    group.broadcast(weights_of(0.0, SMALL))  # in Ray's store: there are no channels yet
-    group.step("ping")
-    first, second = ({k: v.copy() for k, v in weights_of(x, SMALL).items()} for x in (1.0, 2.0))
-    for array in (*first.values(), *second.values()):
-        array.flags.writeable = False
-    expected = dict(first)
-    group.broadcast(first)
-    first["w"] = second["w"]
-    with pytest.raises(WorkerError):
-        group.average("act", {0: "die before"})
-    assert restored(group) == [0]
-    assert_same(dict(group.step("get_weights")[0]), expected)
 
 
 @pytest.mark.parametrize("kind", [dict, FlatWeights])
@@ -433,27 +402,6 @@ def test_average_is_in_the_ranks_of_the_group(group: WorkerGroup, max_inflight: 
         group.average("get_weights", weights=lambda result: result["samples"])
 
 
-@pytest.mark.slow
-def test_weights_and_ranks_belong_together_when_some_are_gone(make: Make) -> None:
-    group = make(4, max_inflight=2)
-    start = weights_of(1.0)
-    group.broadcast(start)
-    kill(group, 1)
-    found = group.average("train_counted", weights=[1, 2, 3, 4], min_results=3)
-    assert found.used == (0, 2, 3)
-    assert list(found.failed) == [1]
-    assert list(found.extras) == [0, 2, 3]
-    assert_same(found.weights, mean_of(start, (0, 2, 3), [1, 3, 4]))
-    group.broadcast(start)
-    again = group.average("train", weights=[1, 2, 3, 4])  # all that are healthy
-    assert again.used == (0, 2, 3)
-    assert list(again.failed) == [1], "why there is a rank less"
-    assert_same(again.weights, found.weights)
-    assert group.healthy_actor_ids() == [0, 2, 3]
-    assert group.num_healthy_actors() == 3
-    assert [group.is_actor_healthy(rank) for rank in range(4)] == [True, False, True, True]
-
-
 def kill(group: WorkerGroup, *ranks: int, no_restart: bool = True) -> None:
     actors = group.actors()
     for rank in ranks:
@@ -467,28 +415,6 @@ def kill(group: WorkerGroup, *ranks: int, no_restart: bool = True) -> None:
 def ask_for_ever(actor: Any) -> None:
     while True:
         ray.get(actor.ping.remote(), timeout=300)
-
-
-@pytest.mark.starts_actors
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"weights": [1, 2]}, "expected 3 weights, one per source, got 2"),
-        ({"weights": [0, 0, 0]}, "positive weight"),
-        ({"weights": [1, -1, 1]}, "weight 1: expected a finite weight"),
-        ({"min_results": 4}, "min_results: expected 1 to 3"),
-        ({"min_results": 0}, "min_results: expected 1 to 3"),
-        ({"timeout": -1}, "timeout: expected seconds"),
-        ({"nonfinite": "ignore"}, "nonfinite: expected"),
-    ],
-    ids=str,
-)
-def test_average_refuses_before_anybody_works(
-    group: WorkerGroup, options: Mapping[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        group.average("train", **options)
-    assert group.step("how_often") == {0: 0, 1: 0, 2: 0}
 
 
 def test_a_method_that_raises_leaves_its_actor_healthy(group: WorkerGroup) -> None:
@@ -521,10 +447,13 @@ def test_another_layout_or_nan_leaves_actors_healthy(group: WorkerGroup) -> None
     assert group.healthy_actor_ids() == [0, 1, 2]
 
 
-def test_a_worker_that_dies_is_left_out(make: Make, way: str) -> None:
+def test_a_worker_that_dies_is_left_out(
+    make: Make, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
     group = make(3, LARGE)
     start = weights_of(1.0, LARGE)
     group.broadcast(start)
+    caplog.set_level(logging.WARNING, "flatweights")
     found = group.average("act", {1: "die during"}, min_results=2)
     assert found.used == (0, 2)
     assert isinstance(found.failed[1], ray.exceptions.RayActorError)
@@ -538,6 +467,11 @@ def test_a_worker_that_dies_is_left_out(make: Make, way: str) -> None:
     assert again.used == (0, 1, 2)
     assert again.failed == {}
     assert_same(again.weights, mean_of(found.weights, range(3)))
+    of_rank = [
+        text for text in map(logging.LogRecord.getMessage, caplog.records) if "rank 1" in text
+    ]
+    assert of_rank[0].startswith("rank 1 is left out: ")
+    assert of_rank[-1] == "rank 1 is back"
 
 
 @pytest.mark.slow
@@ -707,26 +641,11 @@ def test_all_dead_is_an_error_that_names_all(make: Make) -> None:
         lambda: group.average(),
         lambda: group.broadcast(weights_of(1.0)),
         lambda: list(group.run(1, "train")),
+        lambda: next(group.as_completed("train")),
     ]
     for call in calls:
         with pytest.raises(WorkerError, match=r"rank 0: ActorDiedError(.|\n)*rank 1: Actor"):
             call()
-
-
-@pytest.mark.slow
-def test_the_log_says_who_is_left_out_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    group = make(2)
-    group.broadcast(weights_of(1.0))
-    process = psutil.Process(group.step("pid")[1])
-    kill(group, 1, no_restart=False)
-    process.wait(60)
-    with caplog.at_level(logging.WARNING, "flatweights"):
-        group.average("train", min_results=1)
-        restored(group)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2
-    assert messages[0].startswith("rank 1 is left out: ")
-    assert messages[1] == "rank 1 is back"
 
 
 def test_run_trains_averages_and_sends(group: WorkerGroup) -> None:
@@ -740,6 +659,11 @@ def test_run_trains_averages_and_sends(group: WorkerGroup) -> None:
         assert set(found.seconds) == {"wait", "average", "put", "broadcast", "round"}
         rounds += 1
     assert rounds == 3
+    start = weights_of(1.0)
+    group.broadcast(start)
+    (found,) = group.run(1, "get_flat")
+    assert same_bits(found.weights, np.concatenate([part.ravel() for part in start.values()]))
+    assert_all_have(group, start)
 
 
 def test_run_after_a_broken_round_and_a_broadcast_begins_with_what_workers_have(
@@ -780,30 +704,6 @@ def test_after_a_broken_round_a_late_rank_takes_no_time_from_others(
     next(group.run(1, "train", timeout=60))
     assert len(ends) == 1 + is_waited_for
     assert ends == sorted({*ends}), "the time to send begins once the late ranks were waited for"
-
-
-@pytest.mark.starts_actors
-@pytest.mark.parametrize("method", [None, 3])
-def test_a_method_without_a_name_is_refused(group: WorkerGroup, method: Any) -> None:
-    calls: list[Callable[[], Any]] = [
-        lambda: group.step(method),
-        lambda: group.average(method, broadcast=weights_of(9.0)),
-        lambda: group.run(1, method),
-    ]
-    group.broadcast(start := weights_of(1.0))
-    for call in calls:
-        with pytest.raises(TypeError, match=f"method: expected a name, got {method}"):
-            call()
-    assert_all_have(group, start)
-
-
-@pytest.mark.starts_actors
-def test_a_vector_goes_round_too(group: WorkerGroup) -> None:
-    start = weights_of(1.0)
-    group.broadcast(start)
-    (found,) = group.run(1, "get_flat")
-    assert same_bits(found.weights, np.concatenate([part.ravel() for part in start.values()]))
-    assert_all_have(group, start)
 
 
 def segments_of_this_process() -> int:
