@@ -393,22 +393,17 @@ def test_a_subset_that_follows_a_vector_is_refused_although_no_names_are_known(
     group.publish(own(3))
     group.publish({"n": np.int64(9)})
     assert_same(in_all(group)[1], FlatWeights({**own(3), "n": np.int64(9)}))
-
-
-@pytest.mark.parametrize("method", ["ping", "get_weights"])
-def test_a_subset_that_comes_with_a_call_that_only_reads_drops_no_initial_weights(
-    fresh: Fresh, method: str
-) -> None:
+    # A call that only reads drops no initial weights.
     subset = {"n": np.int64(9)}
-    group = fresh(initial=np.arange(6.0))
-    with pytest.raises(ValueError, match="expected all 6 numbers, got 1: a subset can follow"):
-        group.step(method, broadcast=subset)
-    assert group.average("train").weights["n"] == 5
-    for initial, start in ((own(5), own(5)), ("lowest", own(0))):
-        group = fresh(initial=initial)
-        group.step(method, broadcast=subset)
-        for weights in group.step("get_weights").values():
-            assert_same(weights, FlatWeights({**start, **subset}))
+    for method in ("ping", "get_weights"):
+        group = fresh(initial=np.arange(6.0))
+        with pytest.raises(ValueError, match="expected all 6 numbers, got 1: a subset can follow"):
+            group.step(method, broadcast=subset)
+        assert group.average("train").weights["n"] == 5
+        for initial, start in ((own(5), own(5)), ("lowest", own(0))):
+            group = fresh(initial=initial)
+            group.step(method, broadcast=subset)
+            assert_same(in_all(group)[2], FlatWeights({**start, **subset}))
 
 
 def test_a_restarted_worker_refuses_a_subset(monkeypatch: pytest.MonkeyPatch) -> None:
