@@ -149,44 +149,16 @@ def test_each_result_is_a_round_of_the_weights_that_it_names(group: WorkerGroup)
     assert found.number == 60
     assert f", {before + 60} rounds" in repr(group)
     assert found.record()["staleness"].keys() == {str(found.used[0])}
-
-
-@pytest.fixture
-def fair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops wait for the oldest call, however slow load makes a worker."""
-    monkeypatch.setattr(_loop, "_MOMENT", 60.0)
-
-
-def test_a_buffer_is_the_average_of_the_next_results(group: WorkerGroup) -> None:
-    publications = Publications(group)
     for found in group.as_completed("work", updates=20, buffer=3):
         assert len(found.used) == 3
         publications.check(found)
         publications.publish()
 
 
-def test_no_result_gets_too_stale_while_its_round_waits_for_others(
-    group: WorkerGroup, tmp_path: Path
-) -> None:
-    publications, calls = Publications(group), Counter[int]()
-
-    def arguments(rank: int) -> list[Any]:
-        calls[rank] += 1
-        if rank == 0 and calls[0] == 2:  # the first result of rank 0 waits for one of rank 1
-            publications.publish()
-            publications.publish()
-            (tmp_path / "go on").touch()
-        return [1, str(tmp_path)]
-
-    loop = group.as_completed(
-        "work_once", buffer=2, max_staleness=1, ranks=[0, 1], arguments=arguments
-    )
-    found = next(loop)
-    assert found.staleness == {0: 0, 1: 0}
-    assert sorted(found.stale) == [0, 1]
-    assert found.record()["stale"] == [*found.stale]
-    publications.check(found)
-    loop.close()
+@pytest.fixture
+def fair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops wait for the oldest call, however slow load makes a worker."""
+    monkeypatch.setattr(_loop, "_MOMENT", 60.0)
 
 
 def test_a_worker_in_a_call_of_an_earlier_loop_may_be_late(
@@ -203,8 +175,24 @@ def test_a_worker_in_a_call_of_an_earlier_loop_may_be_late(
     assert group.restore(timeout=None) == [1]
 
 
-def test_extras_vectors_and_weights_are_as_in_average(group: WorkerGroup) -> None:
+def test_arguments_extras_vectors_and_weights_are_as_in_average(group: WorkerGroup) -> None:
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "buffer: expected 1 to 3", {"buffer": 4}),
+        (ValueError, "updates: expected at least 0", {"updates": -1}),
+        (ValueError, "max_staleness: expected at least 0", {"max_staleness": -1}),
+        (ValueError, "ranks: expected some of 0 to 2", {"ranks": [3]}),
+        (ValueError, "timeout", {"timeout": -1.0}),
+        (TypeError, "max_staleness", {"max_staleness": "1"}),
+    ]
+    for error, match, options in wrong:
+        refuses(error, match, group.as_completed, "work", **options)
+    assert sum(group.step("how_often").values()) == 0
     publications = Publications(group)
+    used = Counter[int]()
+    for found in group.as_completed("work", updates=9, ranks=[2, 0]):
+        used.update(found.used)
+    assert used.keys() == {0, 2}
+    assert group.step("how_often")[1] == 0
     for found in group.as_completed("work_with_extras", updates=6):
         assert found.extras == {rank: rank for rank in found.used}
         publications.check(found)
@@ -215,17 +203,11 @@ def test_extras_vectors_and_weights_are_as_in_average(group: WorkerGroup) -> Non
     models = [result_of(weights_of(1.0, SIZE), rank) for rank in last.used]
     given = [[1.0, 2.0, 0.5][rank] for rank in last.used]
     assert_same(last.weights, fw.average(models, given))
-
-
-def test_arguments_by_rank(group: WorkerGroup) -> None:
-    publications = Publications(group)
-    rounds = group.as_completed(
-        "act", {}, "", arguments=lambda rank: (float(10 * rank),), updates=9
-    )
+    rounds = group.as_completed("act", {}, "", arguments=lambda rank: (10.0 * rank,), updates=9)
     for found in rounds:
         (rank,) = found.used
         assert found.weights["w"][0] == 1.0 + 10 * rank * (rank + 1)
-        publications.group.publish(weights_of(1.0, SIZE))
+        group.publish(weights_of(1.0, SIZE))
 
 
 @pytest.mark.parametrize("leave", ["break", "error", "close"])
@@ -364,6 +346,13 @@ def test_nan_is_raised_or_left_out(group: WorkerGroup) -> None:
         quarantined.update(found.quarantined)
         assert {*found.quarantined} <= found.failed.keys()
     assert quarantined.keys() == {1}
+    for found in group.as_completed("spoil", 1, updates=2, buffer=2, nonfinite="skip"):
+        assert found.quarantined in ((), (1,)), "listed once, however often it comes"
+    with pytest.raises(WorkerError) as info:
+        next(group.as_completed("nap_or_spoil", 1, timeout=1.0, ranks=[0, 1], nonfinite="skip"))
+    assert isinstance(info.value.failed[0], TimeoutError)
+    assert isinstance(info.value.failed[1], ValueError)
+    assert group.restore() == [0]
 
 
 @pytest.mark.parametrize(("ranks", "buffer"), [(None, 1), (None, 2), ([2], 1), ([0, 2], 2)])
@@ -379,56 +368,12 @@ def test_nan_of_all_workers_is_an_error(
     assert len(found.used) == buffer
 
 
-def test_nan_of_one_worker_is_listed_once_however_often_it_comes(group: WorkerGroup) -> None:
-    for found in group.as_completed("spoil", 1, updates=2, buffer=2, nonfinite="skip"):
-        assert found.quarantined in ((), (1,))
-    with pytest.raises(WorkerError) as info:
-        next(group.as_completed("nap_or_spoil", 1, timeout=1.0, ranks=[0, 1], nonfinite="skip"))
-    assert isinstance(info.value.failed[0], TimeoutError)
-    assert isinstance(info.value.failed[1], ValueError)
-    assert group.restore() == [0]
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "options"),
-    [
-        (ValueError, "buffer: expected 1 to 3", {"buffer": 4}),
-        (ValueError, "updates: expected at least 0", {"updates": -1}),
-        (ValueError, "max_staleness: expected at least 0", {"max_staleness": -1}),
-        (ValueError, "ranks: expected some of 0 to 2", {"ranks": [3]}),
-        (ValueError, "timeout", {"timeout": -1.0}),
-        (TypeError, "max_staleness", {"max_staleness": "1"}),
-    ],
-)
-def test_wrong_arguments_raise_before_a_call(
-    group: WorkerGroup, error: type[Exception], match: str, options: dict[str, Any]
-) -> None:
-    with pytest.raises(error, match=match):
-        group.as_completed("work", **options)
-    assert sum(group.step("how_often").values()) == 0
-
-
-def test_ranks_are_those_that_are_called(group: WorkerGroup) -> None:
-    Publications(group)
-    used = {
-        rank for found in group.as_completed("work", updates=9, ranks=[2, 0]) for rank in found.used
-    }
-    assert used == {0, 2}
-    assert group.step("how_often")[1] == 0
-
-
 Make = Callable[..., WorkerGroup]
 
 
 @pytest.fixture
 def make(way: str, lend: Lend) -> Make:
     return lambda n=3, **options: lend(Versioned, n, SIZE, **{"max_restarts": -1} | options)
-
-
-def test_the_first_calls_bring_the_same_weights(make: Make) -> None:
-    group = make(2)
-    models = [found.weights["w"][0] for found in group.as_completed("work", updates=4)]
-    assert all(value == models[0] for value in models)  # 1e30, to which the rank adds nothing
 
 
 def test_a_worker_that_dies_is_named_once_and_comes_back(make: Make) -> None:
@@ -454,6 +399,8 @@ def test_a_worker_that_dies_is_named_once_and_comes_back(make: Make) -> None:
 def test_rounds_have_fewer_results_once_there_are_fewer_workers(make: Make) -> None:
     group = make(3, max_restarts=0)
     publications = Publications(group)
+    of_one = group.as_completed("work", ranks=[2])
+    next(of_one)
     rounds = group.as_completed("work", buffer=3)
     assert sorted(next(rounds).used) == [0, 1, 2]
     group.remove(2)
@@ -461,33 +408,13 @@ def test_rounds_have_fewer_results_once_there_are_fewer_workers(make: Make) -> N
         publications.check(found)
         publications.publish()
         assert sorted(found.used) == [0, 1]
+    refuses(WorkerError, "no worker of the loop is left", next, of_one)
     ray.kill(group.actors()[0])
     found = next(found for found in rounds if found.failed)
     assert found.failed.keys() == {0}
     for found in itertools.islice(rounds, 4):
         publications.check(found)
         assert found.used == (1,)
-
-
-def test_a_loop_whose_ranks_were_removed_says_so(make: Make) -> None:
-    group = make(2)
-    rounds = group.as_completed("work", ranks=[1])
-    next(rounds)
-    group.remove(1)
-    refuses(WorkerError, "no worker of the loop is left", next, rounds)
-
-
-@pytest.mark.slow
-def test_all_dead_or_late_is_an_error(make: Make, tmp_path: Path) -> None:
-    group = make(2, max_restarts=0)
-    Publications(group)
-    rounds = group.as_completed("work")
-    next(rounds)
-    for actor in group.actors().values():
-        ray.kill(actor)
-    with pytest.raises(WorkerError, match=r"rank 0: (\n|.)*rank 1: "):
-        for _ in rounds:
-            pass
 
 
 def test_a_wire_brings_weights_in_full(make: Make) -> None:

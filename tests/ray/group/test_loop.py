@@ -86,21 +86,6 @@ def test_a_slow_worker_that_gets_faster_is_waited_for_again() -> None:
     assert passed[-1] < passed[0] / 4
 
 
-def test_a_result_of_a_rank_that_the_round_has_waits() -> None:
-    loop = Loop[Record](None)
-    answers = [call_of(loop, 0), call_of(loop, 0), call_of(loop, 1)]
-    for answer in answers:
-        loop.there.append(loop.out.pop(answer))
-    first = loop.next_result(())
-    assert first is not None
-    assert (first.rank, first.answer) == (0, answers[0])
-    second = loop.next_result({0})
-    assert second is not None
-    assert second.rank == 1
-    assert loop.next_result({0, 1}) is None
-    assert [one.answer for one in loop.there] == [answers[1]]
-
-
 @pytest.mark.parametrize("most", [None, 0, 2])
 def test_results_are_stale_by_publications(most: int | None) -> None:
     loop = Loop[Record](most)
