@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,6 @@ from flatweights.ray.peers._store import RayResult
 from flatweights.ray.peers._wait import wait_any
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
-
-
-def test_restore_waits_for_what_a_late_rank_owes(lend: Lend, tmp_path: Path) -> None:
-    group = lend(PlainWorker, 2)
-    group.broadcast(weights_of(1.0))
-    hang: tuple[Any, ...] = ("act", {1: "hang"}, str(tmp_path))
-    with only_late():
-        assert group.average(*hang, timeout=0.05, min_results=1).late == (1,)
-    assert group.restore(timeout=0.1) == []
-    threading.Timer(0.2, (tmp_path / "go on").touch).start()
-    assert group.restore(timeout=60) == [1]
-    assert_same(group.step("get_weights")[1], weights_of(1.0))
 
 
 def test_restore_waits_for_restarts_and_not_for_the_dead(lend: Lend) -> None:
@@ -136,33 +123,6 @@ def test_a_late_rank_that_dies_is_brought_back_by_weights(
         time.sleep(0.01)
     for weights in group.step("get_weights").values():
         assert_same(weights, weights_of(2.0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "call", ["run", *(pytest.param(c, marks=pytest.mark.slow) for c in ("restore", "as_completed"))]
-)
-def test_workers_that_died_before_the_first_weights_get_the_initial_ones(
-    lend: Lend, call: str
-) -> None:
-    group = lend(PlainWorker, 1, max_restarts=-1)
-    actor = group.actors()[0]
-    os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
-    group._worker_set.ranks[0].why = TimeoutError("late")
-    end = time.monotonic() + 120
-    while True:
-        assert time.monotonic() < end, group.unhealthy
-        with contextlib.suppress(WorkerError):
-            if call == "restore":
-                group.restore(timeout=60)
-                found = group.average("train")
-            elif call == "run":
-                (found,) = group.run(1, "train")
-            else:
-                (found,) = group.as_completed("train", updates=1)
-            break
-        time.sleep(0.01)
-    assert found.used == (0,)
 
 
 @pytest.mark.slow
