@@ -73,17 +73,13 @@ def test_position_needs_the_same_dtypes_names_and_a_full_set() -> None:
         match_slots(given, model_layout())
 
 
-def test_extra_weights_are_ignored_with_a_warning() -> None:
-    given = {**weights_named(SHAPES), "adam/momentum": np.zeros(3), "adam/velocity": np.zeros(3)}
-    with pytest.warns(UserWarning, match=r"ignores 2 weights .*adam/momentum.*adam/velocity"):
-        assert match_slots(given, model_layout()) == dict(enumerate(SHAPES))
-
-
-def test_the_warning_points_at_the_caller() -> None:
+def test_extra_weights_are_ignored_with_a_warning_that_points_at_the_caller() -> None:
     model = build_eager({"w": np.zeros(2, np.float32)})
-    with pytest.warns(UserWarning, match="ignores 1 weights") as caught:
-        model.weights.set_weights({"w": np.ones(2), "m": np.ones(2)})
+    match = r"ignores 2 weights .*adam/m.*adam/v"
+    with pytest.warns(UserWarning, match=match) as caught:
+        model.weights.set_weights({"w": np.ones(2), "adam/m": np.ones(2), "adam/v": np.ones(2)})
     assert caught[0].filename == __file__
+    assert model.weights.get_flat().tolist() == [1, 1]
 
 
 def test_strict_refuses_subsets_and_extras() -> None:
@@ -98,20 +94,7 @@ def test_rename_maps_names_of_the_input_to_names_of_the_model() -> None:
     given = {"k": np.zeros((4, 4)), "dense/bias": np.zeros(4)}
     found = match_slots(given, model_layout(), rename={"k": "dense_1/kernel"})
     assert found == {2: "k", 1: "dense/bias"}
-
-
-def test_rename_refuses_absent_names_and_collisions() -> None:
-    given = {"k": np.zeros((4, 4)), "dense/kernel": np.zeros((4, 4))}
     with pytest.raises(ValueError, match=r"rename: expected names in the weights, got \['q'\]"):
         match_slots(given, model_layout(), rename={"q": "dense/kernel"})
-    with pytest.raises(ValueError, match=r"several for \['dense/kernel'\]"):
-        match_slots(given, model_layout(), rename={"k": "dense/kernel"})
-
-
-def test_a_match_by_name_with_another_shape_is_refused() -> None:
-    model = build_eager({"a": np.zeros((2, 3), np.float32), "b": np.zeros(6, np.float32)})
-    with pytest.raises(
-        ValueError, match=r"slot 0 'a': expected float32 \(2, 3\), got float32 \(6,\)"
-    ):
-        model.weights.set_weights({"a": np.ones(6, np.float32), "b": np.ones(6, np.float32)})
-    assert not model.weights.get_flat().any()
+    with pytest.raises(ValueError, match=r"several for \['dense/bias'\]"):
+        match_slots(given, model_layout(), rename={"k": "dense/bias"})
