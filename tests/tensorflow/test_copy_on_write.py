@@ -150,25 +150,18 @@ def test_a_fed_array_of_which_a_variable_is_a_slice_does_not_change(write: Any) 
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_updates_of_tensorflow_do_not_reach_what_was_set_or_got(write: Any) -> None:
+def test_what_was_set_or_got_and_the_variable_do_not_reach_each_other(write: Any) -> None:
     v = tf.Variable(tf.zeros(SIZE), name="v")
     weights = TensorFlowVariables(v)
     source = np.arange(SIZE, dtype=np.float32)
     write(weights, source)
-    flat, named = weights.get_flat(), weights.get_weights()["v"]
+    arrays = (source, weights.get_flat(), weights.get_weights()["v"])
     v.assign_add(tf.ones(SIZE))
     v.scatter_update(tf.IndexedSlices(-1.0, 3))
-    for array in (source, flat, named):
+    for array in arrays:
         np.testing.assert_array_equal(array, np.arange(SIZE))
-
-
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_was_set_or_got_does_not_reach_the_variable(write: Any) -> None:
-    v = tf.Variable(tf.zeros(SIZE), name="v")
-    weights = TensorFlowVariables(v)
-    source = np.arange(SIZE, dtype=np.float32)
     write(weights, source)
-    for array in (source, weights.get_flat(), weights.get_weights()["v"]):
+    for array in (*arrays, weights.get_flat(), weights.get_weights()["v"]):
         array[:] = -1
     np.testing.assert_array_equal(v.numpy(), np.arange(SIZE))
 
@@ -228,33 +221,23 @@ def by_slice(v: Any) -> None:
 
 @pytest.mark.parametrize("switch", [by_gather, by_lookup, by_scatter, by_slice])
 def test_variables_that_are_copied_on_reading_are_moved_as_others(switch: Any) -> None:
-    v = tf.Variable(tf.range(float(SIZE)), name="v")
+    v, other = tf.Variable(tf.range(float(SIZE)), name="v"), tf.Variable(tf.zeros(SIZE))
     weights = TensorFlowVariables(v)
     switch(v)
     for k, (name, write) in enumerate(WRITES.items(), start=1):
         held = v.read_value()
+        other.assign(v)
         before = held.numpy()
         np.testing.assert_array_equal(weights.get_flat(), before, err_msg=name)
         write(weights, np.arange(k, k + SIZE, dtype=np.float32))
         expected = np.arange(k, k + SIZE)
         np.testing.assert_array_equal(v.numpy(), expected, err_msg=name)
         np.testing.assert_array_equal(held.numpy(), before, err_msg=name)
+        np.testing.assert_array_equal(other.numpy(), before, err_msg=name)
         v.scatter_nd_add([[1], [4]], [10.0, 20.0])
         expected[[1, 4]] += [10, 20]
         np.testing.assert_array_equal(v.numpy(), expected, err_msg=name)
         np.testing.assert_array_equal(weights.get_weights()["v"], expected, err_msg=name)
-
-
-def test_a_variable_assigned_from_one_that_is_copied_on_reading_keeps_its_value() -> None:
-    v, other = tf.Variable(tf.zeros(SIZE), name="v"), tf.Variable(tf.zeros(SIZE))
-    by_gather(v)
-    weights = TensorFlowVariables(v)
-    for k, write in enumerate(WRITES.values(), start=1):
-        other.assign(v)
-        before = other.numpy()
-        write(weights, np.full(SIZE, k, np.float32))
-        np.testing.assert_array_equal(other.numpy(), before)
-        assert (v.numpy() == k).all()
 
 
 @bound_alone
@@ -345,35 +328,18 @@ NARROW_AND_WIDE = [np.float16, ml_dtypes.bfloat16, np.float64]
 
 
 @pytest.mark.parametrize("dtype", NARROW_AND_WIDE, ids=lambda dtype: np.dtype(dtype).name)
-def test_conversions_on_getting_are_those_of_numpy(dtype: Any, rng: np.random.Generator) -> None:
-    values = float32_values(rng)
-    weights = TensorFlowVariables(tf.Variable(values))
+def test_conversions_are_those_of_numpy(dtype: Any, rng: np.random.Generator) -> None:
+    wide = float32_values(rng)
+    bits = random_bits(dtype, 5000, rng)
+    v, w = tf.Variable(wide), tf.Variable(np.zeros(wide.shape, dtype))
     with np.errstate(all="ignore"):
-        expected = values.astype(dtype)
-    assert_same_bits(weights.get_flat(dtype=dtype), expected)
-
-
-@pytest.mark.parametrize("dtype", NARROW_AND_WIDE, ids=lambda dtype: np.dtype(dtype).name)
-def test_conversions_on_setting_are_those_of_numpy(dtype: Any, rng: np.random.Generator) -> None:
-    values = random_bits(dtype, 5000, rng)
-    v = tf.Variable(tf.zeros(values.shape))
-    weights = TensorFlowVariables(v)
-    weights.set_flat(values)
-    with np.errstate(all="ignore"):
-        expected = values.astype(np.float32)
-    assert_same_bits(v.numpy(), expected)
-
-
-@pytest.mark.parametrize("dtype", NARROW_AND_WIDE, ids=lambda dtype: np.dtype(dtype).name)
-def test_models_of_other_dtypes_are_set_from_float32_as_numpy_casts(
-    dtype: Any, rng: np.random.Generator
-) -> None:
-    values = float32_values(rng)
-    v = tf.Variable(np.zeros(values.shape, dtype))
-    TensorFlowVariables(v).set_flat(values)
-    with np.errstate(all="ignore"):
-        expected = values.astype(dtype)
-    assert_same_bits(v.numpy(), expected)
+        expected, back = wide.astype(dtype), bits.astype(np.float32)
+    assert_same_bits(TensorFlowVariables(v).get_flat(dtype=dtype), expected)
+    TensorFlowVariables(w).set_flat(wide)
+    assert_same_bits(w.numpy(), expected)
+    u = tf.Variable(tf.zeros(bits.shape))
+    TensorFlowVariables(u).set_flat(bits)
+    assert_same_bits(u.numpy(), back)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64, np.uint64, np.bool_])
@@ -397,34 +363,21 @@ def model_of(dtype: Any, rng: np.random.Generator) -> Any:
 
 
 @pytest.mark.parametrize("dtype", AVERAGED, ids=lambda dtype: np.dtype(dtype).name)
-def test_add_flat_is_axpy_to_the_bit(dtype: Any, rng: np.random.Generator) -> None:
-    variables, flat, delta = model_of(dtype, rng)
-    TensorFlowVariables(variables).add_flat(delta, -0.37)
-    assert bytes_of(variables) != flat.tobytes()
-    fw.axpy_(flat, -0.37, delta)
-    assert bytes_of(variables) == flat.tobytes()
-
-
-@pytest.mark.parametrize("dtype", AVERAGED, ids=lambda dtype: np.dtype(dtype).name)
-def test_lerp_flat_is_lerp_to_the_bit(dtype: Any, rng: np.random.Generator) -> None:
-    variables, flat, target = model_of(dtype, rng)
-    TensorFlowVariables(variables).lerp_flat(target, 0.37)
-    assert bytes_of(variables) != flat.tobytes()
-    fw.lerp_(flat, target, 0.37)
-    assert bytes_of(variables) == flat.tobytes()
-
-
-def test_a_delta_of_another_dtype_is_cast_to_that_of_the_variables(
-    rng: np.random.Generator,
+def test_add_flat_is_axpy_and_lerp_flat_is_lerp_to_the_bit(
+    dtype: Any, rng: np.random.Generator
 ) -> None:
-    variables, flat, _ = model_of(np.float32, rng)
-    delta = rng.normal(size=flat.size)
+    variables, flat, delta = model_of(dtype, rng)
     weights = TensorFlowVariables(variables)
-    weights.add_flat(delta, 0.5)
-    fw.axpy_(flat, 0.5, delta.astype(np.float32))
-    weights.lerp_flat(delta, 0.25)
-    fw.lerp_(flat, delta.astype(np.float32), 0.25)
-    assert bytes_of(variables) == flat.tobytes()
+    other = rng.normal(size=flat.size).astype(np.result_type(dtype, np.float64))
+    for given in (delta, other):  # of another dtype: it is cast to that of the variables
+        before = flat.tobytes()
+        weights.add_flat(given, -0.37)
+        fw.axpy_(flat, -0.37, given.astype(dtype))
+        assert bytes_of(variables) == flat.tobytes() != before
+        weights.lerp_flat(given, 0.37)
+        before = flat.tobytes()
+        fw.lerp_(flat, given.astype(dtype), 0.37)
+        assert bytes_of(variables) == flat.tobytes() != before
 
 
 def mixed_model() -> Any:
@@ -435,19 +388,6 @@ def mixed_model() -> Any:
         tf.Variable([True, False], name="flags"),
         tf.Variable(np.float64(3), name="double"),
     ]
-
-
-def test_integers_and_booleans_are_not_computed_with() -> None:
-    variables = mixed_model()
-    weights = TensorFlowVariables(variables)
-    weights.add_flat([1, 1, 5, 1, 1, 1, 1], 2.0)
-    w, seed, half, flags, double = (v.numpy().tolist() for v in variables)
-    assert (w, half, double) == ([3, 4], [2.5], 5)
-    assert (seed, flags) == (2**40, [True, False])
-    weights.lerp_flat([5, 6, np.nan, 0.5, np.nan, np.nan, 9], 0.5)
-    w, seed, half, flags, double = (v.numpy().tolist() for v in variables)
-    assert (w, half, double) == ([4, 5], [1.5], 7)
-    assert (seed, flags) == (2**40, [True, False])
 
 
 def test_a_model_of_integers_alone_keeps_its_values() -> None:

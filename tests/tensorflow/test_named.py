@@ -72,7 +72,7 @@ def test_weights_cross_modes() -> None:
         (
             {"unknown": np.zeros(5)},
             AssertionError,
-            r"got 'unknown'. Possible causes(.|\n)*place each network definition in its own tf\.Graph",
+            r"got 'unknown'. Possible causes(.|\n)*each network definition in its own tf\.Graph",
         ),
     ],
 )
