@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,33 +67,22 @@ OTHERS = {name: call for name, call in CALLS.items() if name not in SETS}
 
 
 @only_bound
-def test_variables_of_an_initialized_session_are_bound_at_once(path: Any) -> None:
+def test_variables_are_bound_as_soon_as_they_are_initialized(path: Any) -> None:
     v = variable("v", [1, 2])
-    weights = bound(v, initialized())
-    assert weights.get_flat().tolist() == [1, 2]
-    weights.set_flat([3, 4])
-    assert weights.sess.run(v).tolist() == [3, 4]
-
-
-@only_bound
-def test_variables_are_bound_at_their_first_use_else(path: Any) -> None:
-    v = variable("v", [1, 2])
-    weights = TensorFlowVariables(v)
-    assert list(weights.unbound) == ["v"]
-    weights.set_session(initialized())
-    assert weights.get_flat().tolist() == [1, 2]
-    assert weights.unbound == {}
-
-
-@only_bound
-def test_variables_that_are_initialized_later_are_bound_then(path: Any) -> None:
-    v = variable("v", [1, 2])
-    session = tf1.Session()
-    weights = TensorFlowVariables(v, session)
-    assert "not initialized" in weights.unbound["v"]
-    session.run(v.initializer)
-    assert weights.get_flat().tolist() == [1, 2]
-    assert weights.unbound == {}
+    at_once = bound(v, initialized())
+    later = TensorFlowVariables(v)
+    assert list(later.unbound) == ["v"]
+    later.set_session(initialized())
+    last = TensorFlowVariables(v, tf1.Session())
+    assert "not initialized" in last.unbound["v"]
+    last.sess.run(v.initializer)
+    for weights in (at_once, later, last):
+        for _ in range(2):
+            assert weights.get_flat().tolist() == [1, 2]
+            assert weights.unbound == {}
+            weights.set_flat([3, 4])
+            assert weights.sess.run(v).tolist() == [3, 4]
+            weights.sess.run(v.initializer)
 
 
 @only_bound
@@ -110,15 +98,6 @@ def test_ref_type_variables_are_listed_and_moved_beside_bound_ones(path: Any) ->
     assert weights.get_flat().tolist() == [5, 6, 7]
     weights.set_weights({"old": [8, 9]})
     assert weights.get_weights()["old"].tolist() == [8, 9]
-
-
-def test_initializing_again_is_seen() -> None:
-    v = variable("v", [1, 2])
-    weights = TensorFlowVariables(v, initialized())
-    for _ in range(3):
-        weights.set_flat([3, 4])
-        weights.sess.run(v.initializer)
-        assert weights.get_flat().tolist() == [1, 2]
 
 
 OPTIMIZERS = {
@@ -151,18 +130,6 @@ def test_steps_are_seen_and_go_on_from_what_was_set(optimizer: Any) -> None:
         np.testing.assert_array_equal(weights.sess.run(flats)[0], twin.run(flats)[0])
 
 
-def test_a_restored_checkpoint_is_seen_and_has_what_was_set(tmp_path: Path) -> None:
-    v = variable("v", [1, 2])
-    saver = tf1.train.Saver([v])
-    weights = TensorFlowVariables(v, initialized())
-    weights.set_flat([3, 4])
-    saved = saver.save(weights.sess, str(tmp_path / "model"))
-    weights.set_flat([5, 6])
-    saver.restore(weights.sess, saved)
-    assert weights.get_flat().tolist() == [3, 4]
-    assert weights.sess.run(v).tolist() == [3, 4]
-
-
 @pytest.mark.parametrize("call", some_slow(CALLS, "set_flat", "set_weights", "lerp_flat"))
 def test_values_of_an_earlier_run_do_not_change(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
@@ -191,50 +158,32 @@ def test_another_shape_is_an_error_that_changes_nothing(path: Any, call: Any) ->
     assert weights.get_flat()[4:6].tolist() == [6, 7]
 
 
-@pytest.mark.parametrize("call", some_slow(OTHERS, "get_flat", "add_flat"))
-def test_what_is_not_initialized_is_named(call: Any) -> None:
+@pytest.mark.parametrize("call", some_slow(OTHERS, "get_flat", "get_weights", "lerp_flat"))
+def test_what_is_not_initialized_or_destroyed_is_named(call: Any) -> None:
     a, b = variable("a", [1, 2]), variable("b", [3])
+    destroy = destruction(a)
     session = tf1.Session()
     session.run(b.initializer)
     weights = TensorFlowVariables([a, b], session)
-    with pytest.raises(RuntimeError, match=r"got uninitialized: 'a'; first run tf"):
-        call(weights)
-    assert session.run(b).tolist() == [3]
-
-
-@pytest.mark.parametrize("call", some_slow(SETS, "set_flat", "set_weights"))
-def test_setting_initializes(call: Any) -> None:
-    a, b = variable("a", [1, 2]), variable("b", [3])
-    session = tf1.Session()
-    weights = TensorFlowVariables([a, b], session)
-    call(weights)
-    assert [value.tolist() for value in session.run([a, b])] == [[9, 9], [9]]
-    assert weights.get_flat().tolist() == [9, 9, 9]
-
-
-@pytest.mark.parametrize("call", some_slow(OTHERS, "get_weights", "lerp_flat"))
-def test_a_destroyed_variable_is_no_old_value(call: Any) -> None:
-    a, b = variable("a", [1, 2]), variable("b", [3])
-    destroy = destruction(a)
-    weights = TensorFlowVariables([a, b], initialized())
-    weights.sess.run(destroy)
-    with pytest.raises(RuntimeError, match="got uninitialized: 'a'"):
-        call(weights)
-    assert weights.sess.run(b).tolist() == [3]
-    weights.sess.run(a.initializer)
-    assert weights.get_flat().tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize("call", some_slow(SETS, "set_flat", "set_weights"))
-def test_setting_makes_a_destroyed_variable_anew(call: Any) -> None:
-    a, b = variable("a", [1, 2]), variable("b", [3])
-    destroy = destruction(a)
-    weights = TensorFlowVariables([a, b], initialized())
     for _ in range(2):
-        weights.sess.run(destroy)
+        with pytest.raises(RuntimeError, match=r"got uninitialized: 'a'; first run tf"):
+            call(weights)
+        assert session.run(b).tolist() == [3]
+        session.run(a.initializer)
+        assert weights.get_flat().tolist() == [1, 2, 3]
+        session.run(destroy)
+
+
+@pytest.mark.parametrize("call", some_slow(SETS, "set_flat", "set_weights"))
+def test_setting_initializes_and_makes_a_destroyed_variable_anew(call: Any) -> None:
+    a, b = variable("a", [1, 2]), variable("b", [3])
+    destroy = destruction(a)
+    weights = TensorFlowVariables([a, b], tf1.Session())
+    for _ in range(3):
         call(weights)
         assert [value.tolist() for value in weights.sess.run([a, b])] == [[9, 9], [9]]
         assert weights.get_flat().tolist() == [9, 9, 9]
+        weights.sess.run(destroy)
 
 
 def test_each_session_has_its_own_values() -> None:
@@ -251,17 +200,6 @@ def test_each_session_has_its_own_values() -> None:
         weights.set_session(first)
         assert weights.get_flat().tolist() == [k, 3]
         assert second.run(v).tolist() == [k, 4]
-
-
-@pytest.mark.parametrize("call", some_slow(CALLS, "get_weights", "set_flat", "add_flat"))
-def test_a_closed_session_is_an_error_and_the_next_has_its_own_values(call: Any) -> None:
-    weights = TensorFlowVariables([variable("a", [1, 2]), variable("b", [3])], initialized())
-    weights.set_flat([7, 8, 9])
-    weights.sess.close()
-    with pytest.raises(RuntimeError, match="session is closed"):
-        call(weights)
-    weights.set_session(initialized())
-    assert weights.get_flat().tolist() == [1, 2, 3]
 
 
 Session: Any = tf1.Session
@@ -296,6 +234,28 @@ TRAINING = {
 
 
 @pytest.mark.parametrize(
+    "call", some_slow(CALLS | TRAINING, "get_weights", "set_flat", "add_flat", *TRAINING)
+)
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_closed_session_is_an_error_and_the_next_has_its_own_values(
+    call: Any, is_reset: bool
+) -> None:
+    weights = TensorFlowVariables([variable("a", [1, 2]), variable("b", [3])], initialized())
+    weights.set_flat([7, 8, 9])
+    if is_reset:
+        tf1.Session.reset("")  # closes all sessions of the process, and none of them says so
+    else:
+        weights.sess.close()
+    with pytest.raises(RuntimeError, match="session is closed: call set_session"):
+        call(weights)
+    weights.set_session(None)
+    with pytest.raises(RuntimeError, match="session is not set"):
+        call(weights)
+    weights.set_session(initialized())
+    assert weights.get_flat().tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
     "call", some_slow(CALLS | TRAINING, "get_flat", "set_weights", "lerp_flat", *TRAINING)
 )
 @pytest.mark.parametrize(
@@ -322,26 +282,6 @@ def test_a_session_that_is_closed_during_a_call_is_the_error_of_a_closed_session
             break  # the call made fewer accesses
     assert messages
     assert all("losed" in message for message in messages), messages
-
-
-def test_without_a_session_nothing_of_the_last_one_is_seen() -> None:
-    weights = TensorFlowVariables(variable("v", [1, 2]), initialized())
-    weights.get_flat()
-    weights.set_session(None)
-    with pytest.raises(RuntimeError, match="session is not set"):
-        weights.get_flat()
-
-
-@pytest.mark.parametrize("call", some_slow(CALLS, "get_flat", "set_weights"))
-def test_a_session_that_is_reset_is_an_error(call: Any) -> None:
-    a, b = variable("a", [1, 2]), variable("b", [3])
-    weights = TensorFlowVariables([a, b], initialized())
-    weights.get_flat()
-    tf1.Session.reset("")
-    with pytest.raises((RuntimeError, tf.errors.OpError), match=r"[Cc]losed|[Cc]ancelled"):
-        call(weights)
-    weights.set_session(initialized())
-    assert weights.get_flat().tolist() == [1, 2, 3]
 
 
 def test_a_monitored_session_is_used_within_its_context() -> None:
@@ -469,27 +409,24 @@ def operations_of(graph: Any, kind: Any) -> Any:
 
 
 @only_bound
-def test_a_graph_has_one_binding_operation_for_each_variable(path: Any, graph: Any) -> None:
-    a, b, old = variable("a", 1), variable("b", 2), variable("old", 3, use_resource=False)
-    TensorFlowVariables([a, b, old])
-    found = operations_of(graph, "FlatweightsBindVariable")
-    assert [op.inputs[0].op for op in found] == [a.handle.op, b.handle.op]
-
-
-@only_bound
-def test_binding_is_outside_of_the_callers_scopes(path: Any, graph: Any) -> None:
+def test_each_variable_has_a_binding_operation_outside_of_the_callers_scopes(
+    path: Any, graph: Any
+) -> None:
     a = variable("a", 1)
     with tf.device("/CPU:1"):
         b = variable("b", 2)
+    old = variable("old", 3, use_resource=False)
     blocker = tf1.placeholder(tf.float32, [], name="never_fed")
     with tf1.name_scope("scope"), tf.control_dependencies([blocker]), tf.device("/CPU:1"):
-        weights = TensorFlowVariables([a, b])
-    for op in operations_of(graph, "FlatweightsBindVariable"):
+        weights = TensorFlowVariables([a, b, old])
+    found = operations_of(graph, "FlatweightsBindVariable")
+    assert [op.inputs[0].op for op in found] == [a.handle.op, b.handle.op]
+    for op in found:
         assert (op.device, op.control_inputs, "scope" in op.name) == ("", [], False)
     session = initialized(config=tf1.ConfigProto(device_count={"CPU": 2}))
     weights.set_session(session)
-    assert weights.get_flat().tolist() == [1, 2]
-    assert weights.unbound == {}
+    assert weights.get_flat().tolist() == [1, 2, 3]
+    assert list(weights.unbound) == ["old"]
 
 
 def placements(session: Any, fetches: Any) -> Any:
@@ -535,22 +472,16 @@ def test_a_session_with_a_target_is_served_by_operations(graph: Any) -> None:
     weights = TensorFlowVariables([a, b], session)
     assert set(weights.unbound) == {"a", "b"}
     assert operations_of(graph, "FlatweightsBindVariable") == []
-    weights.set_flat([4, 5, 6])
-    weights.add_flat([1, 1, 1])
-    assert [value.tolist() for value in session.run([a, b])] == [[5, 6], [7]]
-    assert weights.get_flat().tolist() == [5, 6, 7]
-
-
-def test_a_session_on_a_server_in_this_process_may_be_set_later() -> None:
-    server = tf.distribute.Server.create_local_server()
-    v = variable("v", [1, 2])
-    weights = TensorFlowVariables(v, initialized())
-    weights.set_flat([3, 4])
-    session = initialized(server.target)
-    weights.set_session(session)
-    assert weights.get_flat().tolist() == [1, 2]
-    weights.set_flat([5, 6])
-    assert session.run(v).tolist() == weights.get_flat().tolist() == [5, 6]
+    others = TensorFlowVariables([a, b], initialized())
+    others.set_flat([7, 8, 9])
+    others.set_session(session)  # beside another one, which has bound its variables
+    for each in (weights, others):
+        assert each.get_flat().tolist() == [1, 2, 3]
+        each.set_flat([4, 5, 6])
+        each.add_flat([1, 1, 1])
+        assert [value.tolist() for value in session.run([a, b])] == [[5, 6], [7]]
+        assert each.get_flat().tolist() == [5, 6, 7]
+        session.run(tf1.global_variables_initializer())
 
 
 def test_threads_share_a_session() -> None:
