@@ -231,62 +231,28 @@ def test_state_in_containers_and_in_optimizers_within_optimizers_is_found_once()
     np.testing.assert_array_equal(here.get_flat(), there.get_flat())
 
 
-def test_without_the_optimizer_training_goes_on_elsewhere() -> None:
-    # Otherwise the test above would prove nothing.
-    name = "keras.Adam"
-    first, second = ((model_of(name), TRAINED[name]()) for _ in range(2))
-    for model, optimizer in (first, second):
-        build(model, optimizer)
-    step(*first)
-    here, there = TensorFlowVariables(first[0]), TensorFlowVariables(second[0])
-    there.set_weights(here.get_weights(), strict=True)
-    step(*first)
-    step(*second)
-    assert not np.array_equal(here.get_flat(), there.get_flat())
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["keras.Adam", pytest.param("tf_keras.Adam", marks=pytest.mark.slow), "tf_keras.legacy.Adam"],
-)
-def test_an_evaluation_network_takes_the_weights_of_a_training(name: Any) -> None:
-    model, optimizer = model_of(name), TRAINED[name]()
-    build(model, optimizer)
-    training = TensorFlowVariables(model, input_variables=[optimizer])
-    evaluation = TensorFlowVariables(model_of(name))
-    assert list(training.variables)[: len(model.variables)] == list(evaluation.variables)
-    with pytest.warns(UserWarning, match=r"ignores \d+ weights .*iter"):
-        evaluation.set_weights(training.get_weights())
-    for key, array in evaluation.get_weights().items():
-        np.testing.assert_array_equal(array, training.get_weights()[key])
-
-
-def test_slots_in_input_variables_have_the_names_of_their_owners() -> None:
-    model, optimizer = model_of("keras"), TRAINED["keras.SGD"]()
-    optimizer.build(model.trainable_variables)
-    names = list(TensorFlowVariables(model, input_variables=[optimizer]).variables)
-    assert "block/dense/kernel/momentums" in names
-    assert "dense/kernel/momentums" in names
-
-
-def test_optimizers_come_before_or_after_their_models() -> None:
-    model, optimizer = model_of("keras"), TRAINED["keras.SGD"]()
-    optimizer.build(model.trainable_variables)
-    before = TensorFlowVariables({"o": optimizer, "m": model})
-    after = TensorFlowVariables({"m": model, "o": optimizer})
-    assert set(before.variables) == set(after.variables)
-    assert "o/m/block/dense/kernel/momentums" in before.variables
-
-
-def test_two_optimizers_of_one_model_keep_apart() -> None:
+def test_slots_have_the_names_of_their_owners_wherever_the_optimizers_are() -> None:
     model = model_of("keras")
     fast, slow = TRAINED["keras.SGD"](), TRAINED["keras.SGD"]()
     for optimizer in (fast, slow):
         optimizer.build(model.trainable_variables)
+    names = list(TensorFlowVariables(model, input_variables=[fast]).variables)
+    assert {"block/dense/kernel/momentums", "dense/kernel/momentums"} < {*names}
+    before = TensorFlowVariables({"o": fast, "m": model})
+    after = TensorFlowVariables({"m": model, "o": fast})
+    assert set(before.variables) == set(after.variables)
+    assert "o/m/block/dense/kernel/momentums" in before.variables
     names = list(TensorFlowVariables({"m": model, "fast": fast, "slow": slow}).variables)
     assert len(names) == len(set(names))
-    assert "fast/m/dense/bias/momentums" in names
-    assert "slow/m/dense/bias/momentums" in names
+    assert {"fast/m/dense/bias/momentums", "slow/m/dense/bias/momentums"} < {*names}
+    first, second = keras.layers.Dense(1), keras.layers.Dense(1)
+    first.build((1, 2))
+    second.build((1, 2))
+    both = keras.optimizers.SGD(0.1, momentum=0.9)
+    both.build([*first.variables, *second.variables])
+    names = list(TensorFlowVariables([first, both, second]).variables)
+    assert names[:2] == ["0/kernel", "0/bias"]
+    assert "1/2/bias/momentums" in names
 
 
 def test_the_optimizer_of_a_compiled_model_is_not_part_of_the_model() -> None:
@@ -307,31 +273,26 @@ def sgd_with_adam_for(pattern: str) -> Any:
     return keras.optimizers.MultiOptimizer(chosen)
 
 
-def test_an_optimizer_for_each_layer() -> None:
+@pytest.mark.parametrize(
+    ("pattern", "is_scaled", "kernels"),
+    [
+        (".*kernel", False, "velocities"),
+        ("nothing", False, "momentums"),  # so that one of the two optimizers has no slots
+        ("nothing", True, "momentums"),
+    ],
+)
+def test_an_optimizer_that_consists_of_two(pattern: str, is_scaled: bool, kernels: str) -> None:
     layouts = []
     for _ in range(2):
-        model, optimizer = model_of("keras"), sgd_with_adam_for(".*kernel")
-        with pytest.raises(ValueError, match="MultiOptimizer is not built"):
-            TensorFlowVariables([model, optimizer])
-        optimizer.build(model.trainable_variables)
-        weights = TensorFlowVariables({"m": model, "o": optimizer})
-        assert {"o/m/dense/kernel/velocities", "o/m/dense/bias/momentums"} <= set(weights.variables)
-        layouts.append(weights.layout)
-    assert layouts[0] == layouts[1]
-
-
-@pytest.mark.parametrize("is_scaled", [False, True])
-def test_an_optimizer_of_layers_that_are_frozen_has_no_slots(is_scaled: bool) -> None:
-    layouts = []
-    for _ in range(2):
-        model, optimizer = model_of("keras"), sgd_with_adam_for("nothing")
+        model, optimizer = model_of("keras"), sgd_with_adam_for(pattern)
         if is_scaled:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-        with pytest.raises(ValueError, match="is not built"):
+        with pytest.raises(ValueError, match=f"{type(optimizer).__name__}.* is not built"):
             TensorFlowVariables([model, optimizer])
         optimizer.build(model.trainable_variables)
         weights = TensorFlowVariables({"m": model, "o": optimizer})
-        assert {"o/m/dense/kernel/momentums"} <= set(weights.variables)
+        slots = {f"o/m/dense/kernel/{kernels}", "o/m/dense/bias/momentums"}
+        assert slots <= set(weights.variables)
         assert {id(one.value) for one in optimizer.variables} <= {
             id(getattr(one, "value", one)) for one in weights.variables.values()
         }
@@ -458,20 +419,6 @@ def test_training_goes_on_in_another_graph(name: Any, use_resource: Any) -> None
     np.testing.assert_array_equal(here.get_flat(), there.get_flat())
 
 
-def test_a_tf1_optimizer_of_eager_variables() -> None:
-    w = tf.Variable([1.0, 2.0], name="w")
-    optimizer = tf1.train.AdamOptimizer(0.1)
-    optimizer.minimize(lambda: tf.reduce_sum(w * w))
-    weights = TensorFlowVariables([w, optimizer])
-    assert {id(v) for v in weights.variables.values()} == {
-        id(v) for v in (w, *optimizer.variables())
-    }
-    flat = weights.get_flat()
-    np.testing.assert_array_equal(
-        flat, np.concatenate([value(v).ravel() for v in weights.variables.values()])
-    )
-
-
 @pytest.mark.parametrize("names", [("dense_8", "dense_9"), ("dense_9", "dense_10")])
 def test_slots_of_a_tf1_optimizer_keep_their_places_whatever_was_built_before(names: Any) -> None:
     """Keras numbers names by process, and sorted by name ``dense_10`` comes before ``dense_9``."""
@@ -484,33 +431,27 @@ def test_slots_of_a_tf1_optimizer_keep_their_places_whatever_was_built_before(na
     moments = weights.get_weights()
     assert moments["o/second/m"] == pytest.approx(2 * moments["o/first/m"])
     assert moments["o/second/v"] == pytest.approx(4 * moments["o/first/v"])
+    found = {id(v) for v in weights.variables.values()}
+    assert found == {id(v) for v in (first, second, *optimizer.variables())}
 
 
-@pytest.mark.parametrize("kind", [keras.optimizers.Adam, tf_keras.optimizers.Adam])
-def test_weights_with_slots_set_a_model_without_an_optimizer(kind: Any) -> None:
-    of = tf_keras if kind.__module__.startswith("tf_keras") else keras
-    trained, evaluated = (
-        of.Sequential([of.Input((3,)), of.layers.Dense(2), of.layers.Dense(1)]) for _ in range(2)
-    )
-    optimizer = kind(0.1)
-    optimizer.build(trained.trainable_variables)
-    sent = TensorFlowVariables([trained, optimizer]).get_weights()
-    assert "optimizer/dense_1/bias/velocities" in sent
-    with pytest.warns(UserWarning, match=r"ignores .*'optimizer/iteration'"):
-        TensorFlowVariables(evaluated).set_weights(sent)
-    for theirs, ours in zip(trained.variables, evaluated.variables, strict=True):
-        np.testing.assert_array_equal(np.asarray(theirs), np.asarray(ours))
-
-
-def test_several_models_beside_an_optimizer_keep_their_positions() -> None:
-    first, second = keras.layers.Dense(1), keras.layers.Dense(1)
-    first.build((1, 2))
-    second.build((1, 2))
-    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    optimizer.build([*first.variables, *second.variables])
-    names = list(TensorFlowVariables([first, optimizer, second]).variables)
-    assert names[:2] == ["0/kernel", "0/bias"]
-    assert "1/2/bias/momentums" in names
+@pytest.mark.parametrize(
+    "name",
+    ["keras.Adam", pytest.param("tf_keras.Adam", marks=pytest.mark.slow), "tf_keras.legacy.Adam"],
+)
+def test_weights_with_slots_set_a_model_without_an_optimizer(name: str) -> None:
+    model, optimizer = model_of(name), TRAINED[name]()
+    build(model, optimizer)
+    evaluated = model_of(name)
+    evaluation = TensorFlowVariables(evaluated)
+    beside = TensorFlowVariables(model, input_variables=[optimizer])
+    assert list(beside.variables)[: len(model.variables)] == list(evaluation.variables)
+    for training in (TensorFlowVariables([model, optimizer]), beside):
+        evaluation.set_flat(np.zeros(evaluation.get_flat_size()))
+        with pytest.warns(UserWarning, match=r"ignores \d+ weights .*iter"):
+            evaluation.set_weights(training.get_weights())
+        for theirs, ours in zip(model.variables, evaluated.variables, strict=True):
+            np.testing.assert_array_equal(value(theirs), value(ours))
 
 
 class Counting(tf.Module):  # type: ignore[misc]

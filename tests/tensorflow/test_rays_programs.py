@@ -111,23 +111,6 @@ def test_what_was_got_is_changed_in_place_and_set() -> None:
         np.testing.assert_array_equal(third.get_flat(), flat)
 
 
-def test_get_weights_gives_writable_arrays_that_alias_nothing() -> None:
-    net = Network()
-    first, second = net.weights.get_weights(), net.weights.get_weights()
-    kept = {name: np.array(array) for name, array in second.items()}
-    for array in first.values():
-        assert isinstance(array, np.ndarray)
-        assert array.flags.writeable
-        array += 1
-    for name, array in second.items():
-        np.testing.assert_array_equal(array, kept[name])
-    for name, array in net.weights.get_weights().items():
-        np.testing.assert_array_equal(array, kept[name])
-    flat = net.weights.get_flat()
-    flat += 1
-    assert not np.array_equal(net.weights.get_flat(), flat)
-
-
 @pytest.mark.parametrize(("use_loss", "count"), [(True, 3), (False, 1)])
 def test_integers_among_input_variables_with_and_without_a_loss(use_loss: Any, count: Any) -> None:
     net = Network(use_loss=use_loss, more=True)
@@ -145,15 +128,11 @@ def test_no_output_but_variables(output: Any) -> None:
         sess = tf1.Session()
         sess.run(w.initializer)
         assert list(TensorFlowVariables(output, sess, [w]).variables) == ["w"]
-    assert list(TensorFlowVariables(output, None, [tf.Variable(1.0, name="v")]).variables) == ["v"]
-
-
-def test_a_list_of_outputs_and_of_operations() -> None:
-    with tf.Graph().as_default():
-        a, b = linear("aw", "ab")[0], linear("bw", "bb")[0]
-        names = ["aw", "ab", "bw", "bb"]
-        assert list(TensorFlowVariables([a, b]).variables) == names
-        assert list(TensorFlowVariables([b.op, a.op]).variables) == names
+    model = KINDS["keras_sequential"]().output
+    weights = TensorFlowVariables(output, None, model.variables)
+    assert weights.get_flat_size() == sum(np.prod(v.shape) for v in model.variables)
+    weights.set_flat(np.arange(weights.get_flat_size()))
+    np.testing.assert_array_equal(model.variables[1].numpy(), [12, 13, 14])
 
 
 def test_networks_in_graphs_of_their_own_are_independent_and_exchange() -> None:
@@ -167,32 +146,6 @@ def test_networks_in_graphs_of_their_own_are_independent_and_exchange() -> None:
     two.weights.set_weights(ones)
     assert two.weights.get_weights() == ones
     assert one.weights.get_weights() == twos
-
-
-def test_control_dependencies_lead_to_the_slots_of_an_optimizer() -> None:
-    with tf.Graph().as_default():
-        loss, _, _ = linear()
-        step = tf1.train.MomentumOptimizer(0.9, 0.9).minimize(loss)
-        sess = tf1.Session()
-        weights = TensorFlowVariables(step, sess)
-        sess.run(tf1.global_variables_initializer())
-        assert len(weights.variables) == 4
-        assert not weights.get_weights()["Variable/Momentum"].any()
-
-
-def test_an_eager_model_by_its_variables() -> None:
-    model = KINDS["keras_sequential"]().output
-    weights = TensorFlowVariables(None, None, model.variables)
-    assert weights.get_flat_size() == sum(np.prod(v.shape) for v in model.variables)
-    weights.set_flat(np.arange(weights.get_flat_size()))
-    np.testing.assert_array_equal(model.variables[1].numpy(), [12, 13, 14])
-    weights.set_weights({k: np.asarray(v) * 2 for k, v in weights.get_weights().items()})
-    np.testing.assert_array_equal(model.variables[1].numpy(), [24, 26, 28])
-
-
-def test_nothing_matches_as_ray_says_it() -> None:
-    with pytest.raises(AssertionError, match=r"place each network definition in its own tf\.Graph"):
-        Network().weights.set_weights({"unknown": np.zeros(3)})
 
 
 # ---- calls by the thousand ----

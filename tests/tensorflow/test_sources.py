@@ -1,5 +1,6 @@
 """All kinds of objects with variables: each variable is found once, read and set."""
 
+import contextlib
 import importlib
 import shelve
 import sys
@@ -91,33 +92,25 @@ FROZEN = {
 }
 
 
-def test_what_keras_does_not_train_is_there_unless_it_is_not_wanted() -> None:
-    model = keras.Sequential([keras.Input((4,)), Block(3), keras.layers.Dense(3, name="head")])
+@pytest.mark.parametrize(("of", "block"), [(keras, Block), (tf_keras, OldBlock)])
+def test_what_keras_does_not_train_is_there_unless_it_is_not_wanted(of: Any, block: Any) -> None:
+    model = of.Sequential([of.Input((4,)), block(3), of.layers.Dense(3, name="head")])
     everything = list(TensorFlowVariables(model).variables)
-    trained = list(TensorFlowVariables(model, trainable_only=True).variables)
-    assert set(everything) - set(trained) == FROZEN
-    assert trained == [name for name in everything if name not in FROZEN], "in the same order"
+    trained = TensorFlowVariables(model, trainable_only=True)
+    assert [id(v) for v in trained.variables.values()] == [id(v) for v in model.trainable_variables]
+    if of is keras:
+        assert set(everything) - {*trained.variables} == FROZEN
+        expected = [name for name in everything if name not in FROZEN]
+        assert list(trained.variables) == expected, "in the same order"
     model.layers[0].trainable = False
-    assert list(TensorFlowVariables(model).variables) == everything
+    assert set(TensorFlowVariables(model).variables) == set(everything)
+    assert of is tf_keras or list(TensorFlowVariables(model).variables) == everything
     only = TensorFlowVariables(model, trainable_only=True)
     assert list(only.variables) == ["head/kernel", "head/bias"]
     assert [id(v) for v in only.variables.values()] == [id(v) for v in model.trainable_variables]
 
 
-def test_what_tf_keras_does_not_train_is_there_unless_it_is_not_wanted() -> None:
-    model = tf_keras.Sequential(
-        [tf_keras.Input((4,)), OldBlock(3), tf_keras.layers.Dense(3, name="head")]
-    )
-    everything = set(TensorFlowVariables(model).variables)
-    trained = TensorFlowVariables(model, trainable_only=True)
-    assert [id(v) for v in trained.variables.values()] == [id(v) for v in model.trainable_variables]
-    model.layers[0].trainable = False
-    assert set(TensorFlowVariables(model).variables) == everything
-    only = TensorFlowVariables(model, trainable_only=True)
-    assert list(only.variables) == ["head/kernel", "head/bias"]
-
-
-def test_optimizers_modules_and_objects_without_what_is_not_trained() -> None:
+def test_optimizers_modules_objects_and_graphs_without_what_is_not_trained() -> None:
     model = KINDS["keras_model_and_optimizer"]().output
     trained = TensorFlowVariables(model, trainable_only=True)
     assert [id(v) for v in trained.variables.values()] == [
@@ -132,9 +125,6 @@ def test_optimizers_modules_and_objects_without_what_is_not_trained() -> None:
     assert list(TensorFlowVariables([Leaf(), frozen], trainable_only=True).variables) == ["0/w"]
     with pytest.raises(ValueError, match="to have trainable variables, found none"):
         TensorFlowVariables(frozen, trainable_only=True)
-
-
-def test_frozen_variables_of_a_graph() -> None:
     with tf.Graph().as_default():
         a = tf1.get_variable("a", [2])
         b = tf1.get_variable("b", [2], trainable=False)
@@ -218,12 +208,6 @@ def test_what_is_not_built_says_what_to_call(name: Any) -> None:
         TensorFlowVariables(UNBUILT[name]())  # type: ignore[no-untyped-call]
 
 
-def test_what_is_made_at_the_first_call_is_there_after_it() -> None:
-    for model in (KerasModel(), OldModel()):
-        model(numbers(1, 3))
-        assert list(TensorFlowVariables(model).variables) == ["dense/kernel", "dense/bias"]
-
-
 def test_states_of_recurrent_layers_are_restored_and_not_trained() -> None:
     model = tf_keras.Sequential([tf_keras.layers.GRU(2, stateful=True, unroll=True)])
     model.build((1, 3, 4))
@@ -239,7 +223,7 @@ def test_states_of_recurrent_layers_are_restored_and_not_trained() -> None:
     np.testing.assert_array_equal(model(x), first)
 
 
-def test_a_variable_that_is_made_later_says_what_to_call() -> None:
+def test_a_variable_that_is_made_later_says_what_to_call_and_is_there_then() -> None:
     class Lazy(keras.layers.Layer):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -258,6 +242,10 @@ def test_a_variable_that_is_made_later_says_what_to_call() -> None:
         later = keras.Variable("zeros", shape=(2,), name="later")
         with pytest.raises(ValueError, match="variable 'later' has no value yet: build the model"):
             TensorFlowVariables(later)
+
+    for model in (KerasModel(), OldModel()):
+        model(numbers(1, 3))
+        assert list(TensorFlowVariables(model).variables) == ["dense/kernel", "dense/bias"]
 
 
 @pytest.mark.parametrize(
@@ -425,14 +413,11 @@ def test_objects_and_lists_may_be_nested_more_deeply_than_calls() -> None:
     for holder in holders(types.SimpleNamespace(node=node, nest=nest)):
         found = {id(v) for v in TensorFlowVariables(holder).variables.values()}
         assert {id(w), id(b)} <= found
-
-
-def test_too_many_levels_are_told() -> None:
-    nest: Any = tf.Variable(1.0)
+    too_deep: Any = w
     for _ in range(3_000):
-        nest = [nest]
+        too_deep = [too_deep]
     with pytest.raises(ValueError, match="expected fewer levels of containers"):
-        TensorFlowVariables(nest)
+        TensorFlowVariables(too_deep)
 
 
 def test_the_state_of_seeds_is_state() -> None:
@@ -444,37 +429,22 @@ def test_the_state_of_seeds_is_state() -> None:
     assert list(TensorFlowVariables(holder).variables) == ["seed/state_var", "w"]
 
 
-def test_layers_that_look_things_up_have_tables_that_are_no_variables() -> None:
-    for module in (keras, tf_keras):
-        words = module.layers.TextVectorization(vocabulary=["a", "b"], output_sequence_length=3)
-        layers = [module.Input((1,), dtype="string"), words, module.layers.Embedding(4, 2)]
-        model = module.Sequential(layers)
-        assert list(TensorFlowVariables(model).variables) == ["embedding/embeddings"]
-    norm = keras.layers.Normalization()
-    norm.adapt(numbers(5, 2))
-    found = TensorFlowVariables(norm).variables.values()
-    assert [id(v) for v in found] == [id(v) for v in norm.variables]
-
-
 @pytest.mark.parametrize("module", [keras, tf_keras])
-def test_layers_that_are_adapted_say_that_what_is_set_has_no_effect(module: Any) -> None:
+@pytest.mark.parametrize("context", [contextlib.nullcontext, lambda: tf.Graph().as_default()])
+def test_layers_that_are_adapted_say_that_what_is_set_has_no_effect(
+    module: Any, context: Any
+) -> None:
     norm = module.layers.Normalization()
     norm.adapt(numbers(5, 2))
     weights = TensorFlowVariables(module.Sequential([module.Input((2,)), norm]))
     values = weights.get_weights()
-    weights.set_weights(values)  # the same, as of a process that has adapted it alike
-    with pytest.warns(RuntimeWarning, match=r"'normalization/mean': .* has no effect") as caught:
-        weights.set_flat(weights.get_flat() + 1.0)
-    assert caught[0].filename == __file__
-    weights.set_weights({"normalization/mean": np.zeros(2)})  # it has been said
-
-
-def test_adapted_layers_are_checked_within_the_context_of_a_graph() -> None:
-    norm = keras.layers.Normalization()
-    norm.adapt(numbers(5, 2))
-    weights = TensorFlowVariables(norm)
-    with tf.Graph().as_default(), pytest.warns(RuntimeWarning, match="has no effect"):
-        weights.set_flat(weights.get_flat() + 1.0)
+    with context():
+        weights.set_weights(values)  # the same, as of a process that has adapted it alike
+        match = r"'normalization/mean': .* has no effect"
+        with pytest.warns(RuntimeWarning, match=match) as caught:
+            weights.set_flat(weights.get_flat() + 1.0)
+        assert caught[0].filename == __file__
+        weights.set_weights({"normalization/mean": np.zeros(2)})  # it has been said
 
 
 def test_adapted_values_that_the_compute_dtype_does_not_hold() -> None:
@@ -489,7 +459,7 @@ def test_adapted_values_that_the_compute_dtype_does_not_hold() -> None:
 # NumPy warns of how tf_keras adapts.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("module", [keras, tf_keras])
-def test_lookups_and_bins_of_adapted_layers(module: Any) -> None:
+def test_lookups_bins_and_tables_of_adapted_layers(module: Any) -> None:
     words = module.layers.StringLookup(
         vocabulary=["a", "b"], idf_weights=[0.5, 0.25], output_mode="tf_idf"
     )
@@ -497,6 +467,10 @@ def test_lookups_and_bins_of_adapted_layers(module: Any) -> None:
     bins = module.layers.Discretization(num_bins=3)
     bins.adapt(numbers(5, 1))
     numeric = module.Sequential([module.Input((1,)), bins, module.layers.Dense(1)])
+    lookup = module.layers.TextVectorization(vocabulary=["a", "b"], output_sequence_length=3)
+    layers = [module.Input((1,), dtype="string"), lookup, module.layers.Embedding(4, 2)]
+    tables = TensorFlowVariables(module.Sequential(layers))  # which are no variables
+    assert list(tables.variables) == ["embedding/embeddings"]
     own = ["string_lookup/idf_weights"] if module is keras else []
     names = ["dense/kernel", "dense/bias"]
     weights = TensorFlowVariables(text)
@@ -552,7 +526,7 @@ def test_a_loaded_saved_model_of_a_compiled_tf_keras_model_has_its_optimizer(
     assert np.any(slot.numpy() > 0)
 
 
-def test_keys_without_a_text_of_their_own_are_numbered() -> None:
+def test_keys_are_named_by_their_value_or_numbered() -> None:
     class Key:
         pass
 
@@ -573,8 +547,6 @@ def test_keys_without_a_text_of_their_own_are_numbered() -> None:
     for output, names in cases:
         assert list(TensorFlowVariables(output).variables) == names
 
-
-def test_keys_with_a_text_of_their_own_are_named_by_their_value() -> None:
     class Text(str):
         __slots__ = ()
 
@@ -602,11 +574,11 @@ def test_keys_with_a_text_of_their_own_are_named_by_their_value() -> None:
         (Text("x"), (Count(1), Part(0.5))),
         *plain[5:],
     ]
-    names, expected = (
+    found, expected = (
         list(TensorFlowVariables({key: tf.Variable(0.0) for key in keys}).variables)
         for keys in (own, plain)
     )
-    assert names == expected
+    assert found == expected
     assert expected[:4] == ["x", "1", "0.5", "b'y'"]
 
 
@@ -666,18 +638,22 @@ def check_round_trip(weights: Any, session: Any) -> None:
 
 
 @pytest.mark.parametrize("use_resource", [True, False])
-def test_get_variable_with_scopes_and_reuse(graph: Any, use_resource: Any) -> None:
+def test_get_variable_with_scopes_templates_and_reuse(graph: Any, use_resource: Any) -> None:
     def tower(x: Any) -> Any:
         with tf1.variable_scope("tower", reuse=tf1.AUTO_REUSE):
             with tf1.variable_scope("inner"):
                 w = tf1.get_variable("w", [3, 2], use_resource=use_resource)
             return tf.matmul(x, w) + tf1.get_variable("b", [2], use_resource=use_resource)
 
+    def layer(x: Any) -> Any:
+        return x * tf1.get_variable("scale", [], use_resource=use_resource)
+
     x = tf1.placeholder(tf.float32, [None, 3])
-    first, second = tower(x), tower(x * 2)
+    template = tf1.make_template("layer", layer)
+    first, second = tower(x), template(template(tower(x * 2)))
     session = initialized()
     weights = TensorFlowVariables([first, second], session)
-    assert list(weights.variables) == ["tower/inner/w", "tower/b"]
+    assert list(weights.variables) == ["tower/inner/w", "tower/b", "layer/scale"]
     check_round_trip(weights, session)
 
 
@@ -697,18 +673,6 @@ def test_partitioned_variables_are_moved_in_parts(graph: Any, use_resource: Any)
     np.testing.assert_array_equal(
         session.run(whole.as_tensor()), np.arange(10, dtype=np.float32).reshape(5, 2)
     )
-
-
-def test_templates_share_their_variables(graph: Any) -> None:
-    def layer(x: Any) -> Any:
-        return x * tf1.get_variable("scale", [])
-
-    template = tf1.make_template("layer", layer)
-    y = template(template(tf1.placeholder(tf.float32, [])))
-    session = initialized()
-    weights = TensorFlowVariables(y, session)
-    assert list(weights.variables) == ["layer/scale"]
-    check_round_trip(weights, session)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -733,24 +697,28 @@ def test_bodies_of_conditions_and_loops(graph: Any, version: Any) -> None:
         tf1.enable_control_flow_v2()
 
 
-def test_variables_inside_of_functions_that_the_graph_calls(graph: Any) -> None:
-    a = tf1.get_variable("a", [])
+def test_functions_control_dependencies_and_many_operations_lead_to_variables(graph: Any) -> None:
+    counter = tf1.get_variable("counter", [], tf.int64, initializer=tf1.zeros_initializer())
+    a, b = tf1.get_variable("a", []), tf1.get_variable("b", [])
 
     @tf.function  # type: ignore[untyped-decorator]
     def double(x: Any) -> Any:
         return x * a
 
-    assert list(TensorFlowVariables(double(2.0)).variables) == ["a"]
-
-
-def test_control_dependencies_lead_to_variables(graph: Any) -> None:
-    counter = tf1.get_variable("counter", [], tf.int64, initializer=tf1.zeros_initializer())
+    deep = b * 2.0
+    for _ in range(1_100):  # deeper than Python's recursion
+        deep = tf.raw_ops.Identity(input=deep)
     with tf.control_dependencies([tf1.assign_add(counter, 1)]):
         train = tf.no_op()
     session = initialized()
-    weights = TensorFlowVariables(train, session)
-    assert list(weights.variables) == ["counter"]
-    check_round_trip(weights, session)
+    for output, names in (
+        (train, ["counter"]),
+        (double(2.0), ["a"]),
+        (deep, ["b"]),
+    ):
+        weights = TensorFlowVariables(output, session)
+        assert list(weights.variables) == names
+        check_round_trip(weights, session)
 
 
 def test_a_training_operation_leads_to_slots_as_well(graph: Any) -> None:
@@ -792,14 +760,6 @@ def test_a_monitored_session_with_a_finalized_graph(graph: Any, tmp_path: Path) 
         assert session.run(loss) == 13
         session.run(train)
         assert weights.get_weights()["global_step"] == 8
-
-
-def test_a_network_of_many_operations_is_searched(graph: Any) -> None:
-    w = tf1.get_variable("w", [])
-    x = w * 2.0
-    for _ in range(1_100):  # deeper than Python's recursion
-        x = tf.raw_ops.Identity(input=x)
-    assert list(TensorFlowVariables(x).variables) == ["w"]
 
 
 def test_namespaces_and_packages_that_are_called_like_pythons_own_are_searched(
