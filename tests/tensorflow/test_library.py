@@ -410,42 +410,23 @@ def test_library_that_is_for_something_else_is_not_found(
         assert _load._folder_of_library(wanted) is None
 
 
-@pytest.mark.parametrize("record", [None, b"", b"[]", b"null", b"\xff", b"{"])
-def test_library_without_a_proper_record_is_not_found(
-    record: Any, new_process: Any, package: Any
+def test_library_without_a_proper_record_or_not_as_it_was_compiled_is_not_found(
+    new_process: Any, package: Any
 ) -> None:
     wanted = _compile.identity(package)
-    put_library(package, wanted)
-    (package / "_tf.json").unlink()
-    if record is not None:
-        (package / "_tf.json").write_bytes(record)
+    record = put_library(package, wanted).with_suffix(".json")
+    for text in (b"", b"[]", b"null", b"\xff", b"{"):
+        record.write_bytes(text)
+        assert _load._folder_of_library(wanted) is None
+    record.unlink()
     assert _load._folder_of_library(wanted) is None
-
-
-@pytest.mark.slow  # its parts are tested in this process
-def test_libraries_for_something_else_are_compiled_again(
-    forks: Forks, package: Any, cache: Any, built: Any, copier: Any
-) -> None:
-    wanted = _compile.identity(package)
-    put_library(package, wanted | {"tensorflow": "2.0.0"})
-    cached = put_library(cache / built.first.library.parent.name, wanted | {"sources": "0"})
-    (used,), said = use(forks, package, cache, CXX=copier.path)
-    assert (used.library, len(said)) == (cached, 1)
-    assert json.loads(cached.with_suffix(".json").read_text()).items() > wanted.items()
-    assert (package / "_tf.so").read_text() == "garbage"
-
-
-@pytest.mark.parametrize("content", ["", "garb", "garbagf", "garbage more"])
-def test_a_cached_library_that_is_not_as_it_was_compiled_is_not_found(
-    content: Any, new_process: Any, package: Any
-) -> None:
-    wanted = _compile.identity(package)
     folder = _load._cached(wanted)
     library = put_library(folder, wanted)
     put_library(folder, wanted | _compile._bytes_of(library))
     assert _load._folder_of_library(wanted) == folder
-    library.write_text(content)
-    assert _load._folder_of_library(wanted) is None
+    for content in ("", "garb", "garbagf", "garbage more"):
+        library.write_text(content)
+        assert _load._folder_of_library(wanted) is None
 
 
 def test_other_sources_and_other_tensorflows_have_their_own_places(
@@ -527,6 +508,12 @@ def test_failure_is_remembered_and_told_by_each_process(
     assert len(failing.calls) == len(caplog.messages) == 1
     assert not list(cache.glob("*/compiling-*"))
     assert not list(cache.glob("*/_tf.*"))
+    (failed,) = _load._cached(_compile.identity(_load.PACKAGED)).glob("failed.json")
+    for k, record in enumerate((b"", b"[]", b"{}", b"\xff", b"null"), start=2):
+        failed.write_bytes(record)  # it cannot be read, so it is tried again
+        with pytest.raises(LibraryError):
+            _load._load()
+        assert len(failing.calls) == k
 
 
 LINKER = "/usr/bin/ld: final link failed: No space left on device"
@@ -602,44 +589,28 @@ def test_the_cause_of_a_failure_is_told(
     assert "cannot be compiled" in status()
 
 
-@pytest.mark.parametrize("record", [b"", b"[]", b"{}", b"\xff", b"null"])
-def test_failure_that_cannot_be_read_is_tried_again(
-    record: Any, new_process: Any, failing: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", str(failing.path))
-    for _ in range(2):
-        with pytest.raises(LibraryError):
-            _load._load()
-        (failed,) = _load._cached(_compile.identity(_load.PACKAGED)).glob("failed.json")
-        failed.write_bytes(record)
-    assert len(failing.calls) == 2
-
-
-def test_another_compiler_is_tried_after_a_failure(
-    new_process: Any, failing: Any, copier: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", str(failing.path))
-    check_operations_serve("error: too old")
-    monkeypatch.setenv("CXX", str(copier.path))
-    new_process()
-    assert status() == "bound variables, once the first use has compiled the op library"
-    assert _load._compile_into_cache(_compile.identity(_load.PACKAGED)).is_dir()
-    assert (len(failing.calls), len(copier.calls)) == (1, 1)
-
-
-def test_build_tries_again_after_a_failure_and_then_forgets_it(
-    new_process: Any, failing: Any, copier: Any, monkeypatch: pytest.MonkeyPatch
+def test_build_or_another_compiler_tries_again_after_a_failure_and_then_forgets_it(
+    new_process: Any, failing: Any, copier: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", str(failing.path))
     for calls in (1, 2):
         with pytest.raises(LibraryError, match="error: too old"):
             build_library()
         assert len(failing.calls) == calls
+    monkeypatch.setenv("CXX", str(copier.path))
+    new_process()
+    assert status() == "bound variables, once the first use has compiled the op library"
+    assert _load._compile_into_cache(_compile.identity(_load.PACKAGED)).is_dir()
+    assert (len(failing.calls), len(copier.calls)) == (2, 1)
+    shutil.rmtree(cache)
+    monkeypatch.setenv("CXX", str(failing.path))
+    with pytest.raises(LibraryError, match="error: too old"):
+        build_library()
     shutil.copy(copier.path, failing.path)  # mended
     built = build_library()
     assert {file.name for file in built.parent.iterdir()} == {"_tf.so", "_tf.json", "lock"}
     assert build_library() == built
-    assert len(copier.calls) == 1
+    assert len(copier.calls) == 2
     assert status() == f"bound variables, by {built}"
 
 
@@ -666,7 +637,7 @@ def test_threads_at_once_compile_once_and_warn_once(
 # The setting
 
 
-def test_bound_raises_where_it_cannot_be_had(
+def test_bound_raises_where_it_cannot_be_had_and_an_unknown_setting_is_named(
     new_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent")
@@ -676,6 +647,10 @@ def test_bound_raises_where_it_cannot_be_had(
             RuntimeError, match=r"FLATWEIGHTS_TENSORFLOW=bound, but its op library .* was not found"
         ):
             TensorFlowVariables([tf.Variable(1.0)])
+    monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "nonsense")
+    with pytest.raises(ValueError, match=r"FLATWEIGHTS_TENSORFLOW: .*, got 'nonsense'"):
+        TensorFlowVariables([tf.Variable(1.0)])
+    assert "got 'nonsense'" in status()
 
 
 def test_ops_neither_compiles_nor_warns(
@@ -691,17 +666,12 @@ def test_ops_neither_compiles_nor_warns(
     assert not cache.exists()
 
 
-def test_unknown_setting_is_named(new_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLATWEIGHTS_TENSORFLOW", "nonsense")
-    with pytest.raises(ValueError, match=r"FLATWEIGHTS_TENSORFLOW: .*, got 'nonsense'"):
-        TensorFlowVariables([tf.Variable(1.0)])
-    assert "got 'nonsense'" in status()
-
-
 # The cache
 
 
-def test_cache_is_looked_for_in_this_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_is_looked_for_in_an_order_and_made_for_this_user_alone_only_to_write(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("FLATWEIGHTS_CACHE_DIR", raising=False)
@@ -710,9 +680,6 @@ def test_cache_is_looked_for_in_this_order(monkeypatch: pytest.MonkeyPatch, tmp_
     assert _cache.cache_folder() == tmp_path / "xdg" / "flatweights"
     monkeypatch.setenv("FLATWEIGHTS_CACHE_DIR", str(tmp_path / "own"))
     assert _cache.cache_folder() == tmp_path / "own"
-
-
-def test_folders_are_made_for_this_user_alone_and_only_to_write(tmp_path: Path) -> None:
     assert private_folder(tmp_path / "a" / "b", make=False) == tmp_path / "a" / "b"
     assert not (tmp_path / "a").exists()
     before = os.umask(0)
@@ -725,8 +692,13 @@ def test_folders_are_made_for_this_user_alone_and_only_to_write(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("bits", [0o770, 0o707, 0o1777])
-def test_cache_that_others_can_write_to_is_refused(
-    bits: Any, new_process: Any, cache: Any, failing: Any, monkeypatch: pytest.MonkeyPatch
+def test_cache_and_library_that_others_can_write_to_are_refused(
+    bits: Any,
+    new_process: Any,
+    package: Any,
+    cache: Any,
+    failing: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CXX", str(failing.path))
     cache.mkdir()
@@ -737,14 +709,11 @@ def test_cache_that_others_can_write_to_is_refused(
         build_library()
     assert failing.calls == []
     assert not list(cache.iterdir())
-
-
-def test_library_in_a_folder_that_others_can_write_to_is_refused(
-    new_process: Any, cache: Any, package: Any
-) -> None:
+    new_process()
+    cache.chmod(0o700)
     wanted = _compile.identity(package)
     library = put_library(_load._cached(wanted), wanted)
-    library.parent.chmod(0o777)
+    library.parent.chmod(bits)
     check_operations_serve(f"{library.parent} can be written to by another user")
 
 
