@@ -100,7 +100,11 @@ def in_thread(work: Any) -> None:
 @pytest.mark.parametrize("values", [random_values, mixed_values])
 def test_shared_weights_are_the_models(build: Any, values: Any) -> None:
     model = build(values(0))
-    wanted = values(1)
+    some = dict(list(values(1).items())[::2])
+    model.weights.set_weights({name: frozen(value) for name, value in some.items()}, share=True)
+    for name, value in model.read().items():
+        np.testing.assert_array_equal(value, (values(0) | some)[name], strict=True)
+    wanted = values(2)
     model.weights.set_weights(frozen_weights(wanted), share=True)
     for name, value in model.read().items():
         np.testing.assert_array_equal(value, wanted[name], strict=True)
@@ -117,29 +121,15 @@ def test_a_shared_vector_is_the_models(build: Any, shift: Any) -> None:
     assert same_bits(read, flat)
 
 
-def test_a_subset_is_shared_and_the_rest_stays(build: Any) -> None:
-    values, others = random_values(0), random_values(1)
-    model = build(values)
-    model.weights.set_weights({"bias": frozen(others["bias"])}, share=True)
-    for name, value in model.read().items():
-        np.testing.assert_array_equal(value, (others if name == "bias" else values)[name])
-
-
-def test_what_has_another_dtype_is_converted(build: Any) -> None:
-    model = build(mixed_values())
-    flat = frozen(model.weights.get_flat() * 0 + 1)
-    assert flat.dtype == np.float64
-    model.weights.set_flat(flat, share=True)
-    for value in model.read().values():
-        np.testing.assert_array_equal(value, np.ones_like(value))
-
-
 @pytest.mark.parametrize("source", [np.float64, np.float16, np.int32])
-def test_a_dict_of_another_dtype_is_converted(build: Any, source: Any) -> None:
+def test_what_has_another_dtype_is_converted(build: Any, source: Any) -> None:
     model = build(random_values())
     wanted = {name: frozen(np.full(v.shape, 3, source)) for name, v in model.read().items()}
     model.weights.set_weights(wanted, share=True)
     assert set(model.weights.get_flat()) == {3}
+    model.weights.set_flat(frozen(np.full(model.weights.get_flat_size(), 5, source)), share=True)
+    for value in model.read().values():
+        np.testing.assert_array_equal(value, np.full_like(value, 5))
     integers = build({"step": np.int64(0), "count": np.zeros(3, np.int32)})
     wanted = {"step": frozen(source(2)), "count": frozen(source([4, 5, 6]))}
     integers.weights.set_weights(wanted, share=True)
@@ -175,14 +165,17 @@ def test_aligned_slots_of_a_vector_are_aliased_and_others_copied(path: Any) -> N
 @pytest.mark.parametrize(
     ("shift", "dtype"), [(4, "float32"), (32, "float32"), (60, "float32"), (0, "float64")]
 )
-def test_a_vector_that_is_shifted_or_of_another_dtype_is_not_aliased(
+def test_a_vector_that_is_shifted_or_of_another_dtype_is_neither_aliased_nor_kept(
     path: Any, shift: int, dtype: str
 ) -> None:
     variables = [tf.Variable(tf.zeros(16)), tf.Variable(tf.zeros(16))]
     flat = frozen(np.arange(32, dtype=dtype), shift)
+    alive = weakref.ref(flat.base)
     TensorFlowVariables(variables).set_flat(flat, share=True)
     assert not any(aliases(v, flat) for v in variables)
-    assert np.concatenate([v.numpy() for v in variables]).tolist() == flat.tolist()
+    del flat
+    assert is_gone(alive)
+    assert np.concatenate([v.numpy() for v in variables]).tolist() == list(range(32))
 
 
 @only_bound
@@ -279,16 +272,6 @@ def test_one_variable_is_enough_to_keep_the_memory_alive(path: Any) -> None:
 
 
 @only_bound
-def test_what_copies_everything_keeps_nothing(path: Any) -> None:
-    v = tf.Variable(tf.zeros(32))
-    flat = frozen(np.ones(32, np.float32), shift=4)
-    alive = weakref.ref(flat.base)
-    TensorFlowVariables(v).set_flat(flat, share=True)
-    del flat
-    assert is_gone(alive)
-
-
-@only_bound
 @pytest.mark.parametrize("read", [lambda v: v.value(), lambda v: v[1:]], ids=["value", "slice"])
 def test_what_was_read_keeps_the_memory_alive(path: Any, read: Any) -> None:
     v = tf.Variable(tf.zeros((2, 16)))
@@ -319,22 +302,6 @@ def test_a_slice_that_a_function_used_keeps_nothing(path: Any) -> None:
         del flat
         assert step().numpy() == 16
         assert is_gone(alive)
-
-
-@only_bound
-def test_the_memory_is_let_go_while_the_main_thread_waits(path: Any) -> None:
-    seen = []
-
-    def work() -> None:
-        v = tf.Variable(tf.zeros(32))
-        flat, alive = watched()
-        TensorFlowVariables(v).set_flat(flat, share=True)
-        del flat
-        v.assign(tf.zeros(32))
-        seen.append(is_gone(alive))
-
-    in_thread(work)
-    assert seen == [True]
 
 
 @only_bound
@@ -376,8 +343,12 @@ def test_the_memory_is_let_go_when_the_variable_changes(
     flat, alive = watched()
     weights.set_flat(flat, share=True)
     del flat
-    thread(lambda: RELEASES[release](v, weights))
-    assert is_gone(alive)
+
+    def work() -> None:
+        RELEASES[release](v, weights)
+        assert is_gone(alive), "also while the main thread waits"
+
+    thread(work)
     assert same_bits(weights.get_flat(), v.numpy())
 
 
@@ -677,48 +648,42 @@ OFTEN = (
 )
 
 
-@mostly_bound
-@pytest.mark.parametrize("update", some_slow(UPDATES, *OFTEN))
-def test_tensorflow_copies_before_it_writes(update: Any) -> None:
-    values = np.linspace(1, 2, 128, dtype=np.float32)
-    flat = frozen(values)
-    shared, plain = two_variables(), two_variables()
-    TensorFlowVariables(shared).set_flat(flat, share=True)
-    TensorFlowVariables(plain).set_flat(values)
-    update(shared)
-    update(plain)
-    assert same_bits(flat, values)
-    for a, b in zip(shared, plain, strict=True):
-        assert same_bits(a.numpy(), b.numpy())
-    assert not same_bits(TensorFlowVariables(shared).get_flat(), values)
+OF_THIS_PACKAGE = {
+    "set_flat": lambda w: w.set_flat(np.full(128, 9, np.float32)),
+    "set_flat, converted": lambda w: w.set_flat(np.full(128, 9.0)),
+    "set_weights": lambda w: w.set_weights(ones(w.layout)),
+    "subset": lambda w: w.set_weights({w.layout.names[0]: np.ones((4, 16))}),
+    "add_flat": lambda w: w.add_flat(np.ones(128, np.float32), 2.0),
+    "add_flat, converted": lambda w: w.add_flat(np.ones(128), 2.0),
+    "lerp_flat": lambda w: w.lerp_flat(np.ones(128, np.float32), 0.5),
+}
 
 
 @mostly_bound
 @pytest.mark.parametrize(
-    "update",
-    {
-        "set_flat": lambda w: w.set_flat(np.full(128, 9, np.float32)),
-        "set_flat, converted": lambda w: w.set_flat(np.full(128, 9.0)),
-        "set_weights": lambda w: w.set_weights(ones(w.layout)),
-        "subset": lambda w: w.set_weights({w.layout.names[0]: np.ones((4, 16))}),
-        "add_flat": lambda w: w.add_flat(np.ones(128, np.float32), 2.0),
-        "add_flat, converted": lambda w: w.add_flat(np.ones(128), 2.0),
-        "lerp_flat": lambda w: w.lerp_flat(np.ones(128, np.float32), 0.5),
-    }.items(),
-    ids=lambda item: item[0],
+    ("is_ours", "update"),
+    [
+        *(
+            pytest.param(False, *p.values, id=p.id, marks=p.marks)
+            for p in some_slow(UPDATES, *OFTEN)
+        ),
+        *(pytest.param(True, update, id=name) for name, update in OF_THIS_PACKAGE.items()),
+    ],
 )
-def test_this_package_copies_before_it_writes(update: Any) -> None:
+def test_tensorflow_and_this_package_copy_before_they_write(is_ours: bool, update: Any) -> None:
     values = np.linspace(1, 2, 128, dtype=np.float32)
     flat = frozen(values)
-    shared, plain = (TensorFlowVariables(two_variables()) for _ in range(2))
-    shared.set_flat(flat, share=True)
-    plain.set_flat(values)
-    for _ in range(2):
-        update[1](shared)
-        update[1](plain)
+    shared, plain = two_variables(), two_variables()
+    sharing, others = TensorFlowVariables(shared), TensorFlowVariables(plain)
+    sharing.set_flat(flat, share=True)
+    others.set_flat(values)
+    for _ in range(2 if is_ours else 1):
+        update(sharing if is_ours else shared)
+        update(others if is_ours else plain)
         assert same_bits(flat, values)
-        assert same_bits(shared.get_flat(), plain.get_flat())
-    assert not same_bits(shared.get_flat(), values)
+        for a, b in zip(shared, plain, strict=True):
+            assert same_bits(a.numpy(), b.numpy())
+        assert not same_bits(sharing.get_flat(), values)
 
 
 @mostly_bound
@@ -952,7 +917,7 @@ def test_refused_weights_and_vectors_change_nothing(build: Any) -> None:
 
 
 @only_bound
-def test_two_models_share_one_buffer(path: Any) -> None:
+def test_one_buffer_is_shared_by_two_models_and_twice_in_one(path: Any) -> None:
     shared = frozen_weights(random_values(1))
     before = shared.buffer.tobytes()
     models = [build_eager(random_values(0)), build_eager(random_values(0))]
@@ -965,9 +930,6 @@ def test_two_models_share_one_buffer(path: Any) -> None:
     assert same_bits(kernels[0].numpy(), shared["kernel"] + 1)
     assert shared.buffer.tobytes() == before
 
-
-@only_bound
-def test_one_buffer_is_shared_twice_in_one_model(path: Any) -> None:
     a, b = (tf.Variable(tf.zeros(16), name=n) for n in "ab")
     weights = TensorFlowVariables([a, b])
     one, alive = watched(16)
