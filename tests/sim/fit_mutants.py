@@ -2,15 +2,10 @@
 
 FIT = {
     # The table of states.
-    "a member that told others more batches goes on with fewer": (
-        "_fit_states.py",
-        "donor.epoch == now.epoch and donor.batches - now.done >= now.ahead",
-        "donor.epoch == now.epoch",
-    ),
     "a member that is healed in another epoch goes on in its own": (
         "_fit_states.py",
-        "donor.epoch == now.epoch and donor.batches - now.done >= now.ahead",
-        "donor.batches - now.done >= now.ahead",
+        "now.steps is not None and donor.epoch == now.epoch",
+        "now.steps is not None",
     ),
     "members that are ahead have the state": (
         "_fit_states.py",

@@ -158,11 +158,6 @@ class Edge(NamedTuple):
     actions: tuple[Action, ...] = ()
 
 
-def _is_further(now: FitState, donor: Healed) -> bool:
-    # If they ended the epoch later than this member has told others, one may have ended it already.
-    return donor.epoch == now.epoch and donor.batches - now.done >= now.ahead
-
-
 # By the state that has the event's numbers already, and the event.
 CONDITIONS: dict[str, Callable[[FitState, Any], bool]] = {
     "": lambda now, event: True,
@@ -178,8 +173,8 @@ CONDITIONS: dict[str, Callable[[FitState, Any], bool]] = {
     "the others meet again": lambda now, event: now.others_wait,
     "healed, in an earlier epoch": lambda now, met: met.is_healed and met.epoch < now.epoch,
     "healed, in a later epoch": lambda now, met: met.is_healed and met.epoch > now.epoch,
-    "at the same batch of the epoch, or at a later one": lambda now, donor: (
-        now.steps is not None and _is_further(now, donor)
+    "in its epoch, whose steps are counted": lambda now, donor: (
+        now.steps is not None and donor.epoch == now.epoch
     ),
     "between steps, at the same batch of the epoch": lambda now, donor: (
         not donor.in_step and donor[:2] == (now.epoch, now.done + now.ahead)
@@ -207,7 +202,7 @@ RULES = (
     Edge((_P.MEETING,), Met, "healed, in a later epoch", _P.EARLY, (_A.KEEP,)),
     Edge((_P.MEETING,), Met, "", _P.TOGETHER),
     Edge((_P.TOGETHER,), OutOfSync, "", _P.OUT_OF_SYNC),
-    Edge((_P.TOGETHER,), Healed, "at the same batch of the epoch, or at a later one", None),
+    Edge((_P.TOGETHER,), Healed, "in its epoch, whose steps are counted", None),
     Edge((_P.TOGETHER,), Healed, "between steps, at the same batch of the epoch", None),
     Edge((_P.TOGETHER,), Healed, "", _P.OUT_OF_SYNC),
     Edge((_P.TOGETHER,), BatchEnds, "it is the last for them", None, (_A.END_EPOCH,)),
