@@ -7,6 +7,7 @@
 - Callbacks that decide have seen the same epochs as those of the others.
 - Members that wait for late ones at the end leave together.
 - A member whose own callback ends the training begins no other epoch.
+- A member that lacks the state, and is told that the others are elsewhere, next meets them.
 """
 
 from __future__ import annotations
@@ -14,14 +15,38 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from tests.sim.oracle import Oracle, Record, Sent
+from tests.sim.oracle import Noted, Oracle, Record, Sent
+from tests.sim.world import Process, World
 
-from flatweights.ray.core._requests import Response
+from flatweights.ray.channels._protocol import REQUEST
+from flatweights.ray.core._requests import OutOfSyncError, Response
 from flatweights.ray.results._round import Round
 
 
 class FitOracle(Oracle):
     """The notes, and the checks."""
+
+    def __init__(self, world: World, plan: dict[str, Any], state_layout: Any) -> None:
+        super().__init__(world, plan, state_layout)
+        self._elsewhere: set[bytes] = set()  # tokens of members whose others are elsewhere
+
+    def asked(
+        self, process: Process, token: bytes, body: bytes, kind: int = REQUEST, call: Any = None
+    ) -> None:
+        super().asked(process, token, body, kind, call)
+        sent = self.members[token].open
+        if sent is None or sent.request.state is None:
+            return
+        if token in self._elsewhere and sent.request.name != "place":
+            self._fail(f"{process.name} asks {sent.request}, and the others are elsewhere")
+        self._elsewhere.discard(token)
+
+    def _check_other_answer(
+        self, record: Record, error: Exception | None, member: Noted, sent: Sent
+    ) -> None:
+        super()._check_other_answer(record, error, member, sent)
+        if isinstance(error, OutOfSyncError) and sent.request.state is not None:
+            self._elsewhere.add(member.token)
 
     def _check_average(
         self, record: Record, number: int, result: Round, parts: dict[int, Sent], buffer: Any
