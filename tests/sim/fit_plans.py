@@ -21,6 +21,16 @@ MIXES = (
     "short",
     "repeats",
     "store",
+    "heal",
+    "absent",
+    "kills",
+    "stops",
+    "absent",
+    "later",
+    "elastic",
+    "short",
+    "repeats",
+    "store",
 )
 """Kinds of plan: what goes wrong most often."""
 
@@ -48,7 +58,7 @@ def plan_of(seed: int, mix: str) -> Plan:
     """
     rng = random.Random(f"{seed} {mix} fit")
     size = rng.choice((2, 2, 3, 3, 4))
-    plan = plans.plan_of(seed, "heal" if mix == "absent" else mix) | {
+    plan = plans.plan_of(seed, "heal" if mix in ("absent", "later") else mix) | {
         "mix": mix,
         "protocol": "fit",
         "program": "fit",
@@ -83,6 +93,10 @@ def plan_of(seed: int, mix: str) -> Plan:
         plan |= {"timeout": rng.choice((0.02, 0.3)), "work": 0.1, "slow": 0.0, "min_results": 1}
         plan |= {"epochs": 4, "trace": 0.0}
         plan["lives"] = [_absent(rng, calls) for _ in range(size)]
+    elif mix == "later":
+        plan |= {"epochs": 5, "steps": rng.choice((1, 2)), "restores": rng.choice((2, 3, 4, 5, 5))}
+        plan |= {"work": 0.1, "trace": 0.0}
+        plan["lives"] = [_replaced(rng, calls) for _ in range(size)]
     else:
         plan["lives"] = [plans.lives_of(rng, mix, calls) for _ in range(size)]
     ways = ("shm", "store") if mix == "store" else ("shm",)
@@ -106,6 +120,15 @@ def _absent(rng: random.Random, calls: int) -> list[dict[str, Any]]:
         for _ in range(rng.choice((0, 1, 2, 3)))
     }
     return [{"delay": 0.0, "faults": faults, "is_twice": False}]
+
+
+def _replaced(rng: random.Random, calls: int) -> list[dict[str, Any]]:
+    """Return the processes of a rank, of which the first one may die early."""
+    lives: list[dict[str, Any]] = [{"delay": 0.0, "faults": {}, "is_twice": False}]
+    if rng.random() < 0.5:
+        lives[0]["faults"][rng.randrange(20, 6 * calls)] = {"kind": "kill"}
+        lives.append({"delay": 0.0, "faults": {}, "is_twice": False})
+    return lives
 
 
 _NEUTRAL: tuple[tuple[str, Any], ...] = (
