@@ -80,7 +80,7 @@ class Weights(Callback, HasCounts):
 
 
 class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
-    """Keras' callback, in any model."""
+    """Keras' callback, in any model; as before Keras 3.8, it forgets its best value once."""
 
     def __init__(self, plan: Plan, model: Model) -> None:
         patience = plan["patience"] or _NEVER
@@ -88,6 +88,10 @@ class Stopping(keras.callbacks.EarlyStopping):  # type: ignore[misc]
         super().__init__("loss", patience=patience, mode="min", restore_best_weights=best)
         self._model = model
         self.on_train_begin()
+
+    def _set_monitor_op(self) -> None:
+        super()._set_monitor_op()
+        self.best = None
 
 
 class Moments(Named):
