@@ -52,6 +52,7 @@ def plan_of(seed: int, mix: str) -> Plan:
       that member's own callback ends the training; ``halts``: a rank, an epoch and a batch, after
       which it does so, and whether it stands before the package's callbacks; ``restores``: the
       epoch with which a callback of a replacement makes it begin;
+    - ``logs``: whether there is an `AverageLogs`: if not, losses are those of data that all have;
     - ``replaces``: whether dead members are replaced, so that the end waits for them;
     - ``before``: what members exchange in each step before its gradients, without the state: rows
       of tables, or moments of a layer; None, if nothing.
@@ -110,6 +111,13 @@ def plan_of(seed: int, mix: str) -> Plan:
     if not plan["gradients"]:
         plan["before"] = None
         plan["keeps_best"] &= not plan["every"]  # else, each member has other ones
+    averages_weights = plan["every"] or not plan["gradients"]
+    own = random.Random(f"{seed} {mix} logs")
+    plan["logs"] = not (averages_weights and own.random() < 0.2)
+    if not plan["logs"]:
+        plan["halts"] = None  # a stop within an epoch needs `AverageLogs`
+        if own.random() < 0.7:
+            plan |= {"epochs": 4, "stops": [own.randrange(size), own.randrange(2)]}
     return plan
 
 
@@ -142,6 +150,7 @@ _NEUTRAL: tuple[tuple[str, Any], ...] = (
     ("stops", None),
     ("halts", None),
     ("restores", None),
+    ("logs", True),
     ("before", None),
 )
 

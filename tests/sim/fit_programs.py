@@ -123,6 +123,8 @@ class Handle(MemberHandle):
             result = super().gather(value, name, at=at, state=state, at_least=at_least)
         self._fit.returned(call, result)
         self._fit.last = result.number
+        if self._fit.is_ending and self._fit.has_told_end is None:
+            self._fit.has_told_end = self._fit.member.rank in result.used
         self._fit.oracle.gathered(self._fit.member, result)
         return result
 
@@ -168,7 +170,8 @@ class Fit:
         self._logs = Callback(self._model, params)
         self._averaging = Weights(self._model, params)
         self._stopping = Stopping(plan, self._model)
-        self._callbacks = [self._logs, self._averaging, self._stopping]
+        own = [self._logs, self._averaging] if plan["logs"] else [self._averaging]
+        self._callbacks = [*own, self._stopping]
         self._held = HeldStop()
         self._stopped: int | None = None  # the epoch in which its own callback ends the training
         self._handle = Handle(self, member)
@@ -177,6 +180,7 @@ class Fit:
         self._moments: Moments | None = None
         self._is_traced = False
         self.last: int | None = None  # the number of the last meeting
+        self.has_told_end = plan["logs"] or None  # whether others know of its stop
         self.is_calling = False  # until the call is over; an interrupt leaves it so
 
     @property
@@ -206,9 +210,11 @@ class Fit:
         plan, model = self._plan, self._model
         self._begin_alike(None)
         variables: Any = self._variables
-        progress = self._progress = Progress(self._handle, self._logs, self._callbacks, variables)
+        callbacks = self._callbacks
+        progress = self._progress = Progress(self._handle, callbacks[0], callbacks, variables)
         self._held.begin(model, lambda: progress.is_cut)
-        self._held.stand_last(self._callbacks)
+        if plan["logs"]:
+            self._held.stand_last(self._callbacks)
         if self.member.lacks_state:
             self._trace()
             progress.join()
@@ -230,9 +236,9 @@ class Fit:
                 self.oracle.breaks(self.member, are_over=progress.phase is Phase.OVER)
                 break
         is_told = progress.stopped_in is None and progress.phase is not Phase.OVER
-        told = epoch if is_told and self._stopped is not None else None
         self.last = None
         progress.end()
+        told = epoch if is_told and self.has_told_end and self._stopped is not None else None
         self.oracle.leaves(self.member, self.last)
         self._average_last()
         is_alone = progress.has_ended_alone
@@ -397,7 +403,8 @@ class Fit:
         rank = self.member.rank
         if plan["stops"] == [rank, epoch]:  # a callback before the package's
             model.stop_training, self._stopped = True, epoch
-        logs = {"loss": float(self._world.rng.randrange(8))}  # the member's own
+        own = self._world.rng.randrange(8)
+        logs = {"loss": float(own if plan["logs"] else (5 * epoch + 3) % 8)}
         for one in self._callbacks:
             if one is self._stopping:
                 self._stopping.on_epoch_end(epoch, logs)
