@@ -229,6 +229,8 @@ class Fit:
             )
             progress.begin_epoch(epoch)
             progress.begin_epoch(epoch)  # another callback
+            if progress.phase is Phase.TOGETHER and progress._copy:
+                self._world.fail(f"{self.program.process.name}: keeps a copy of the state")
             self._averaging.batch = -1
             self._train(epoch)
             self._end_epoch(epoch)
@@ -237,7 +239,11 @@ class Fit:
                 break
         is_told = progress.stopped_in is None and progress.phase is not Phase.OVER
         self.last = None
-        progress.end()
+        try:
+            progress.end()
+        finally:
+            if model.first is not None:
+                self._world.fail(f"{self.program.process.name}: the next fit begins elsewhere")
         told = epoch if is_told and self.has_told_end and self._stopped is not None else None
         self.oracle.leaves(self.member, self.last)
         self._average_last()

@@ -243,10 +243,10 @@ class Progress:
         """
         if self.phase is Phase.ENDED:
             return
+        begin_at(self._model, None)  # even if this raises, the next `fit` begins at its own epoch
         self._show()
         patience = max(_LAST, self._handle.timeout or 0.0, _REPLACED * self._handle.is_replaceable)
         self._until = _clock.now() + patience
-        begin_at(self._model, None)  # even if this raises, the next `fit` begins at its own epoch
         self._receive(fit.FitEnds())
 
     @property
