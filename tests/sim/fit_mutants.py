@@ -27,6 +27,11 @@ FIT = {
         'EpochBegins, "they begin it", _P.TOGETHER, (_A.RESTORE, _A.TAKE_COUNTS))',
         'EpochBegins, "they begin it", _P.TOGETHER, (_A.TAKE_COUNTS,))',
     ),
+    "a replacement begins with the first epoch": (
+        "_fit_states.py",
+        'Met, "", _P.JOINED, (_A.KEEP, _A.BEGIN_THERE))',
+        'Met, "", _P.JOINED, (_A.KEEP,))',
+    ),
     "a member that ends late keeps its own weights": (
         "_fit_states.py",
         'Edge((_P.ENDING,), Met, "none has ended", None, (_A.MEET_RECOVERING,))',

@@ -4,6 +4,7 @@
 - No step is left out, and none is made twice: the number of steps in a state follows from the place
   in the training, in every call and at the end.
 - All members end with the same weights, whenever they came.
+- A replacement begins with the epoch that the others begin; with none, if they have ended.
 - Callbacks that decide have seen the same epochs as those of the others.
 - Members that wait for late ones at the end leave together.
 - A member whose own callback ends the training begins no other epoch.
@@ -114,6 +115,14 @@ class FitOracle(Oracle):
     def _ends_itself(self) -> bool:
         """Whether a callback may end the training."""
         return any(map(self._plan.get, ("patience", "stops", "halts")))
+
+    def joins(self, member: Any, first: int | None, met: list[Any]) -> None:
+        """Check that a replacement begins with the epoch of those that it has met, if they do."""
+        epochs, have_ended, _ = zip(*met, strict=True)
+        expected = self._plan["epochs"] if any(have_ended) else epochs[0]
+        if first != expected:
+            name = self.of(member).process.name
+            self._fail(f"{name} begins with epoch {first}, and the others with epoch {expected}")
 
     def begins(self, member: Any, epoch: int, stopped: int | None) -> None:
         """Check that a member begins no epoch after one in which its own callback has stopped."""

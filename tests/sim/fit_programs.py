@@ -125,6 +125,8 @@ class Handle(MemberHandle):
         self._fit.last = result.number
         if self._fit.is_ending and self._fit.has_told_end is None:
             self._fit.has_told_end = self._fit.member.rank in result.used
+        if name == "place":
+            self._fit.met = [*result.weights.values()]
         self._fit.oracle.gathered(self._fit.member, result)
         return result
 
@@ -180,6 +182,7 @@ class Fit:
         self._moments: Moments | None = None
         self._is_traced = False
         self.last: int | None = None  # the number of the last meeting
+        self.met: list[Any] = []  # the places of the members of the last meeting
         self.has_told_end = plan["logs"] or None  # whether others know of its stop
         self.is_calling = False  # until the call is over; an interrupt leaves it so
 
@@ -218,6 +221,7 @@ class Fit:
         if self.member.lacks_state:
             self._trace()
             progress.join()
+            self.oracle.joins(self.member, model.first, self.met)
         first = model.first or 0
         if progress.has_joined and plan["restores"] is not None:  # another callback does
             first, self.weights[:] = plan["restores"], -1.0
