@@ -168,7 +168,7 @@ def test_the_text_of_each_mutant_occurs_once() -> None:
                 ("asynchronous", "staleness counts from the publication before", 100),
                 ("members", "a call does not wait for members on time", 1000),
                 ("members", "one number per session", 1000),
-                ("fit", "the batches by which others are ahead are forgotten", 100),
+                ("fit", "the batches by which others are ahead are forgotten", 400),
             )
         ),
     ],
