@@ -105,6 +105,17 @@ GROUP = {
         "            self.ranks.records[rank].mark_stale()  # it may have set some of them\n",
         "            pass\n",
     ),
+    "weights of a call that was interrupted are not the latest": (
+        "peers/_worker_set.py",
+        "        is_sent = bool(arrivals.answers or arrivals.were_interrupted) and not is_refused\n",
+        "        is_sent = bool(arrivals.arrived) and not is_refused\n",
+    ),
+    # Who leaves.
+    "a worker that is removed in a call that was broken off owes nothing": (
+        "peers/_ranks.py",
+        "        self._owe_until_free()\n        self.has_left = True\n",
+        "        self.has_left = True\n",
+    ),
     # When a round ends, and what is in it.
     "a round never ends by time": (
         "peers/_wait.py",

@@ -134,35 +134,6 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
     assert step > 10
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
-def test_weights_of_a_round_that_is_broken_off_are_the_latest(
-    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the driver knows no answer: the worker may have the call, and the weights with it."""
-    group = WorkerGroup.create(
-        PlainWorker, 1, arguments=lambda _: (0, SIZE), initial=None, num_cpus=0
-    )
-    start = weights_of(3.0, SIZE)
-    for _ in range(1_000):
-        if group.average("get_weights").transports == {0: "shm"}:
-            break
-    workers: list[Any] = [group._worker_set.ranks[0].worker]
-    ray.wait([workers[0].channel.latest_call()], timeout=60)
-
-    def interrupt(name: str) -> None:
-        if name == "called":
-            raise kind
-
-    with monkeypatch.context() as patched:
-        patched.setattr(_failpoints, "hook", interrupt)
-        with pytest.raises(kind):
-            group.broadcast(start)
-    found = group.average("train", 1.0)
-    assert not found.failed
-    assert same_bits(found.weights.buffer, trained(start, 0, 1.0).buffer)
-    group.shutdown()
-
-
 def test_a_raw_call_in_a_hot_loop_has_its_turn(group: WorkerGroup) -> None:
     """The raw call returns while the loop goes on."""
     check_round(group)

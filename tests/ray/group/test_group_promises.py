@@ -442,21 +442,6 @@ def raising(error: type[BaseException]) -> Callable[..., Any]:
     return fail
 
 
-def test_an_interrupt_while_workers_take_weights_leaves_one_version(
-    wired: WorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heal(wired)
-    wired.broadcast(start_of(1.0, LARGE))
-    with monkeypatch.context() as patched:
-        patched.setattr(engine, "wait_any", raising(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            wired.broadcast(start_of(2.0, LARGE))
-    found = wired.average("get_weights")
-    assert found.used == (0, 1, 2)
-    assert np.all(found.weights["w"] == 2.0)
-    assert len({*bits(wired)}) == 1
-
-
 @pytest.mark.parametrize("is_wired", [False, True], ids=["plain", "16 bits"])
 def test_a_call_that_brings_weights_gives_what_two_calls_give(
     group: WorkerGroup, wired: WorkerGroup, is_wired: bool
