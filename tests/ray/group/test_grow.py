@@ -14,13 +14,12 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from ray_pool import Actors, Lend, only_late
+from ray_pool import Actors, Lend
 from ray_workers import PlainWorker, trained, wait_for, weights_of
 from reference import assert_same
 
 import flatweights as fw
 from flatweights.ray import Round, WorkerError, WorkerGroup
-from flatweights.ray.peers._platform import GroupPlatform
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("way")]
 
@@ -159,29 +158,20 @@ def test_ranks_may_name_workers_that_are_still_starting(group: WorkerGroup, tmp_
     rounds = group.run(3, "train", ranks=lambda _: list(group.actors()))
     assert next(rounds).used == (0, 1)
     assert group.add(arguments=lambda rank: (rank, 5, str(gate))) == [2]
+    assert [group.is_actor_healthy(rank) for rank in range(4)] == [True, True, False, False]
+    refuses(ValueError, "at least one worker that is ready to stay", group.remove, [0, 1])
     assert [found.used for found in rounds] == [(0, 1)] * 2
     assert group.step("ping", ranks=[2, 0]) == {0: "pong"}
     message = "expected at least one worker that is ready, as healthy_actor_ids() lists them, got"
     refuses(ValueError, f"ranks: {message} [2]", group.step, "ping", ranks=[2])
-    waits = group.as_completed("train", ranks=[1, 2])
-    assert next(waits).used == (1,)
-    gate.touch()
-    assert next(found for found in waits if found.used != (1,)).used == (2,)
-    waits.close()
-    assert group.step("ping", ranks=[2]) == {2: "pong"}
-
-
-@pytest.mark.slow
-@pytest.mark.starts_actors
-def test_a_loop_waits_for_a_worker_that_is_still_starting(
-    group: WorkerGroup, tmp_path: Path
-) -> None:
-    gate = tmp_path / "built"
-    group.add(arguments=lambda rank: (rank, 5, str(gate)))
     waits = group.as_completed("train", ranks=[2])
     gate.touch()
     assert next(waits).used == (2,)
     waits.close()
+    assert group.step("ping", ranks=[2]) == {2: "pong"}
+    group.remove([0, 1])
+    assert [group.is_actor_healthy(rank) for rank in range(3)] == [False, False, True]
+    assert group.average("train").used == (2,)
 
 
 @pytest.mark.slow
@@ -212,25 +202,6 @@ def test_workers_come_and_go_in_the_body_of_as_completed(group: WorkerGroup) -> 
 
 @pytest.mark.slow
 @pytest.mark.starts_actors
-def test_a_worker_that_is_ready_stays(group: WorkerGroup, tmp_path: Path) -> None:
-    gate = tmp_path / "built"
-    (added,) = group.add(arguments=lambda rank: (rank, 5, str(gate)))
-    assert [group.is_actor_healthy(rank) for rank in range(4)] == [True, True, False, False]
-    refuses(ValueError, "at least one worker that is ready to stay", group.remove, [0, 1])
-    assert group.average("train").used == (0, 1)
-    gate.touch()
-    ray.get(group.actors()[added].ping.remote())
-    end = time.monotonic() + 60
-    while not group.is_actor_healthy(added):
-        group.step("ping")
-        assert time.monotonic() < end
-    group.remove([0, 1])
-    assert [group.is_actor_healthy(rank) for rank in range(3)] == [False, False, True]
-    assert group.average("train").used == (added,)
-
-
-@pytest.mark.slow
-@pytest.mark.starts_actors
 def test_a_worker_that_joins_in_another_call_in_the_body_of_as_completed_gets_work(
     group: WorkerGroup,
 ) -> None:
@@ -244,74 +215,6 @@ def test_a_worker_that_joins_in_another_call_in_the_body_of_as_completed_gets_wo
     while added not in next(rounds).used:
         assert time.monotonic() < end, "it is never called"
     rounds.close()
-
-
-@pytest.mark.slow
-@pytest.mark.starts_actors
-def test_a_removed_worker_ends_its_call_first(group: WorkerGroup, tmp_path: Path) -> None:
-    actor = group.actors()[1]
-    pid = ray.get(actor.pid.remote())
-    assert group.step("ping")
-    with only_late():
-        found = group.average("train_once", 1, str(tmp_path), timeout=0.05, min_results=1)
-    assert found.late == (1,)
-    wait_for(tmp_path / "trains")
-    group.remove([1])
-    assert group.average("train").used == (0,)
-    assert not is_gone(pid)
-    (tmp_path / "go on").touch()
-    wait_for(tmp_path / "trained")
-    end = time.monotonic() + 60
-    while not is_gone(pid):  # a call of the group sees that it has answered
-        assert group.average("train").used == (0,)
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("chosen", ["shm", pytest.param("store", marks=pytest.mark.slow)])
-def test_a_removed_worker_ends_a_call_that_was_broken_off(
-    lend: Lend, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLATWEIGHTS_RAY", chosen)
-    group = lend(Slow, 2)
-    pid = ray.get(group.actors()[1].pid.remote())
-    rounds = group.as_completed("train_once", 1, str(tmp_path))
-    assert next(rounds).used == (0,)
-    rounds.close()
-    wait_for(tmp_path / "trains")
-    group.remove(1)
-    assert group.average("train").used == (0,)
-    assert not is_gone(pid)
-    (tmp_path / "go on").touch()
-    wait_for(tmp_path / "trained")
-    end = time.monotonic() + 60
-    while not is_gone(pid):
-        assert group.average("train").used == (0,)
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-@pytest.mark.starts_actors
-def test_the_next_call_ends_a_removal_that_was_interrupted(
-    lend: Lend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = lend(PlainWorker, 3)
-    pids = [ray.get(actor.pid.remote()) for actor in group.actors().values()]
-    end_actor = GroupPlatform.end
-
-    def interrupt(*_: Any) -> None:
-        monkeypatch.setattr(GroupPlatform, "end", end_actor)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(GroupPlatform, "end", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        group.remove([1, 2])
-    found = group.average("train")
-    assert (found.used, found.left) == ((0,), (1, 2))
-    end = time.monotonic() + 60
-    while not all(map(is_gone, pids[1:])):
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.starts_actors
@@ -374,6 +277,7 @@ def test_wrong_arguments_change_nothing(two: WorkerGroup, lend: Lend) -> None:
     refuses(TypeError, "got dict; pass list(actors.values())", WorkerGroup, two.actors())
     refuses(TypeError, "rank 2: expected an actor of a FlatWorker class", add, actors=[3])
     refuses(TypeError, "actors: expected no other arguments", add, 2, actors=[other])
+    refuses(ValueError, "expected another actor than that of rank 0", WorkerGroup, [other, other])
     twice = [other, other]
     refuses(ValueError, "rank 3: expected another actor than that of rank 2", add, actors=twice)
     stranger = ray.remote(Another).options(num_cpus=0).remote()
@@ -401,18 +305,6 @@ def test_weights_by_rank_name_a_rank_that_was_added_later(lend: Lend) -> None:
     group.remove(0)
     found = group.average("get_weights", weights=[9.0, 2.0, 3.0])
     assert found.used == (1, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
-def test_who_joins_has_the_latest_weights(lend: Lend, wire_dtype: Any) -> None:
-    group = lend(PlainWorker, 2, wire_dtype=wire_dtype)
-    more = lend(PlainWorker, 1)
-    group.broadcast(weights_of(4.0))
-    group.add(actors=more.actors().values())
-    found = until_joined(group.run(1_000_000, "get_weights"))
-    assert found.used == (0, 1, 2)
-    assert (found.weights["w"] == 4.0).all()
 
 
 class WithData(PlainWorker):
