@@ -85,11 +85,6 @@ def test_what_is_got_are_read_only_views_of_one_buffer(weights: FlatWeights) -> 
         assert view.size == 0 or np.shares_memory(view, got.buffer)
 
 
-def test_two_gets_share_memory_on_one_node() -> None:
-    ref = ray.put(make(SIZES["shared"]))
-    assert np.shares_memory(ray.get(ref).buffer, ray.get(ref).buffer)
-
-
 def test_comprehension_of_the_guide_works_on_what_is_got(holder: Any) -> None:
     values = [make(100, seed) for seed in range(3)]
     ws = ray.get([holder.echo.remote(value) for value in values])
@@ -111,10 +106,11 @@ def test_layout_is_not_rebuilt(holder: Any) -> None:
     assert ray.get(holder.knows_layout.remote(other))
 
 
-def test_a_view_keeps_the_object_in_the_store() -> None:
+def test_gets_on_one_node_share_an_object_that_a_view_keeps() -> None:
     size = SIZES["shared"]
     expected = make(size)
     ref = ray.put(expected)
+    assert np.shares_memory(ray.get(ref).buffer, ray.get(ref).buffer)
     kernel: NDArray[Any] = ray.get(ref)["kernel"]
     del ref
     gc.collect()

@@ -88,19 +88,6 @@ def test_rounds_send_what_the_rule_gives_and_start_from_what_is_sent(group: Work
         assert_same(found.weights, rule([trained(start, rank) for rank in range(5)]))
 
 
-def test_no_rule_is_kept_after_its_round(group: WorkerGroup) -> None:
-    held = {*range(3)}
-    known = weakref.ref(held)
-
-    def first(models: list[FlatWeights], held: object = held) -> FlatWeights:
-        return models[0]
-
-    group.average("train", rule=first)
-    del first, held
-    gc.collect()
-    assert known() is None
-
-
 @pytest.mark.starts_actors
 def test_a_rank_with_nan_fails_and_one_left_out_by_the_rule_does_not(group: WorkerGroup) -> None:
     poisoned: dict[str, Any] = {"plan": {1: "nan"}}
@@ -122,8 +109,11 @@ def test_a_rank_with_nan_fails_and_one_left_out_by_the_rule_does_not(group: Work
 
 
 @pytest.mark.starts_actors
-def test_any_function_is_a_rule(group: WorkerGroup) -> None:
-    def second(models: list[FlatWeights]) -> FlatWeights:
+def test_any_function_is_a_rule_and_is_not_kept_after_its_round(group: WorkerGroup) -> None:
+    held = {*range(3)}
+    known = weakref.ref(held)
+
+    def second(models: list[FlatWeights], held: object = held) -> FlatWeights:
         return models[1]
 
     found = group.average("train", rule=second)
@@ -135,6 +125,9 @@ def test_any_function_is_a_rule(group: WorkerGroup) -> None:
     assert_same(out, weights_of(1.0))
     with pytest.raises(TypeError, match="the result of the rule: expected FlatWeights, got an arr"):
         average(refs, rule=lambda models: np.zeros(3))
+    del second, held
+    gc.collect()
+    assert known() is None
 
 
 def test_plain_references_of_large_results(rng: np.random.Generator) -> None:
