@@ -27,11 +27,6 @@ class Holder:
     def echo(self, weights: FlatWeights) -> FlatWeights:
         return weights
 
-    def add(self, weights: FlatWeights, amount: float) -> FlatWeights:
-        weights = weights.copy()
-        weights["kernel"] += amount
-        return weights
-
     def describe(self, weights: FlatWeights) -> tuple[type, bool]:
         return type(weights), weights.buffer.flags.writeable
 

@@ -39,14 +39,6 @@ class Slow(PlainWorker):
         if where:
             wait_for(Path(where))
 
-    def train_once(self, rank: int, where: str) -> Any:
-        """Train; a ``rank`` waits for a file, and writes another."""
-        if self.rank == rank:
-            Path(where, "trains").touch()
-            wait_for(Path(where, "go on"))
-            Path(where, "trained").touch()
-        return self.train()
-
 
 class Another(PlainWorker):
     """A worker of another class."""
