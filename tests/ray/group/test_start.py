@@ -296,8 +296,8 @@ def test_workers_have_all_weights_whichever_parts_were_sent(
             patched.setattr(Latest, "_if_here", lambda self, ref: None)
         group = WorkerGroup(actors, initial=initial, wire_dtype=wire_dtype)
         for number, (call, places, form) in enumerate(sends.events, 1):
-            if initial is None and not sends.are_known:
-                form = "reference"
+            if initial is None and not sends.are_known:  # a reference makes calls ask for names
+                form, call = "reference", "to one" if call in ("publish", "loop") else call
             weights = filled(places, number)
             send(group, call, sent_as(form, weights))
             if call != "is lost":
