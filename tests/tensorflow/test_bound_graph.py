@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,9 @@ def test_each_session_has_its_own_values() -> None:
         weights.set_session(first)
         assert weights.get_flat().tolist() == [k, 3]
         assert second.run(v).tolist() == [k, 4]
+    with tf1.Session(graph=tf.Graph()) as other, pytest.raises(ValueError, match="of the graph"):
+        weights.set_session(other)
+    assert weights.sess is first
 
 
 Session: Any = tf1.Session
@@ -394,13 +398,16 @@ def test_a_variable_that_is_destroyed_at_construction_is_bound_later(
     assert weights.unbound == {}
 
 
-def test_no_call_adds_to_a_graph_not_even_to_a_finalized_one(graph: Any) -> None:
+def test_no_call_adds_to_a_graph_not_even_to_a_finalized_one(graph: Any, tmp_path: Path) -> None:
     weights = TensorFlowVariables([variable("a", [1, 2]), variable("b", [3])], initialized())
     before = len(graph.get_operations())
     graph.finalize()
     for _ in range(2):
         for call in CALLS.values():
             call(weights)  # type: ignore[no-untyped-call]
+        weights.set_weights({"a": [1, 2]})
+        weights.save(tmp_path / "saved")
+        weights.load(tmp_path / "saved")
     assert len(graph.get_operations()) == before
 
 

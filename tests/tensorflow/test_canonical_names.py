@@ -65,7 +65,7 @@ def test_training_moves_to_another_process_and_goes_on_with_the_same_bits(
         np.testing.assert_array_equal(there[key], array, err_msg=key)
 
 
-def test_layers_named_alike_are_numbered_in_order() -> None:
+def test_layers_are_numbered_in_order_and_afresh_for_each_model() -> None:
     x = inputs = keras.Input((3,))
     for _ in range(2):
         x = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, name="same")])(x)
@@ -77,8 +77,6 @@ def test_layers_named_alike_are_numbered_in_order() -> None:
         *("sequential_2/dense/kernel", "sequential_2/dense/bias"),
     ]
 
-
-def test_private_and_odd_class_names_are_counted_afresh() -> None:
     class _MLPv2(tf_keras.layers.Dense):  # type: ignore[misc]
         pass
 
@@ -222,7 +220,7 @@ def test_two_networks_in_one_graph_exchange_both_ways() -> None:
         with pytest.raises(ValueError, match="strict: expected the names of the model"):
             target.set_weights(weights, strict=True)
         with pytest.raises(TypeError, match="rename: expected a mapping of names, got list"):
-            target.set_weights(weights, rename=[*weights])
+            target.set_weights(weights, rename=[*weights])  # type: ignore[arg-type]
         np.testing.assert_array_equal(target.get_flat(), before)
         names = reversed(target.variables)  # by position they would be set the other way round
         rename = dict(zip(source.variables, names, strict=True))

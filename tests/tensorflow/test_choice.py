@@ -140,6 +140,12 @@ def test_names_are_those_among_all_variables() -> None:
     weights = TensorFlowVariables(leaves, exclude="w")
     assert list(weights.variables) == ["w_1", "w_2"]
     assert weights.get_flat().tolist() == [1.0, 2.0]
+    seen: list[Slot] = []
+    TensorFlowVariables(leaves, exclude=seen.append)
+    assert tuple(seen) == TensorFlowVariables(leaves).layout.slots
+    label = tf.Variable("text", name="label")  # which cannot be moved
+    weights = TensorFlowVariables([*leaves, label], exclude=["w", "label"])
+    assert weights.get_flat().tolist() == [1.0, 2.0]
 
 
 class Refusal:
@@ -196,13 +202,6 @@ def untouched() -> Any:
 def test_a_choice_that_is_none_is_refused(refused: Refusal) -> None:
     with pytest.raises(refused.error, match=refused.text):
         TensorFlowVariables(untouched(), **refused.options)
-
-
-def test_a_function_sees_the_slots_of_all_variables() -> None:
-    made = model()
-    seen: list[Slot] = []
-    TensorFlowVariables(made, exclude=seen.append)
-    assert tuple(seen) == TensorFlowVariables(made).layout.slots
 
 
 def state(of: Any = keras) -> Any:
@@ -262,7 +261,7 @@ def test_a_text_for_an_optimizer_has_the_slots_of_the_variables_beside_it(of: An
         assert {*TensorFlowVariables(both, only=only).variables} == {*left}, only
 
 
-def test_a_full_set_sets_the_chosen_ones_without_a_warning() -> None:
+def test_a_full_set_or_file_sets_the_chosen_ones_without_a_warning(tmp_path: Any) -> None:
     made, other = model(), model()
     full = TensorFlowVariables(other).get_weights()
     before = values(made)
@@ -276,6 +275,13 @@ def test_a_full_set_sets_the_chosen_ones_without_a_warning() -> None:
         weights.set_weights(twice, strict=True)
     with pytest.warns(UserWarning, match=r"ignores 1 weights .*: \['tail'\]"):
         weights.set_weights({**twice, "tail": np.zeros(1)})
+    before = values(made)
+    TensorFlowVariables(other).set_flat(np.arange(TensorFlowVariables(other).get_flat_size()))
+    TensorFlowVariables(other).save(tmp_path / "all")
+    TensorFlowVariables(made, only="body").load(tmp_path / "all")
+    for name, value in values(made).items():
+        wanted = values(other) if name in BODY else before
+        assert value.tobytes() == wanted[name].tobytes(), name
 
 
 def test_weights_of_what_was_left_out_are_never_set_by_position() -> None:
@@ -291,18 +297,6 @@ def test_weights_of_what_was_left_out_are_never_set_by_position() -> None:
     assert {n: v.tobytes() for n, v in values(made).items()} == {
         n: v.tobytes() for n, v in before.items()
     }
-
-
-def test_a_file_of_all_sets_the_chosen_ones(tmp_path: Any) -> None:
-    made, other = model(), model()
-    TensorFlowVariables(other).set_flat(np.arange(TensorFlowVariables(other).get_flat_size()))
-    TensorFlowVariables(other).save(tmp_path / "all")
-    weights = TensorFlowVariables(made, only="body")
-    before = values(made)
-    weights.load(tmp_path / "all")
-    for name, value in values(made).items():
-        wanted = values(other) if name in BODY else before
-        assert value.tobytes() == wanted[name].tobytes(), name
 
 
 def test_a_graphs_variables_are_chosen_by_their_names() -> None:
@@ -366,12 +360,6 @@ def test_slots_of_tf_keras_in_a_graph_stay_with_their_variable(optimizers: Any) 
         weights = TensorFlowVariables([made, optimizer], exclude="head")
         assert list(weights.variables) == [name for name in everything if "head/" not in name]
         assert len(TensorFlowVariables([made, optimizer], only="head").variables) == 6
-
-
-def test_what_cannot_be_moved_is_left_out_by_its_name() -> None:
-    label = tf.Variable("text", name="label")
-    weights = TensorFlowVariables([tf.Variable(1.0, name="w"), label], exclude="label")
-    assert weights.get_flat().tolist() == [1.0]
 
 
 def test_gradients_and_steps_are_of_the_chosen_variables() -> None:

@@ -14,8 +14,6 @@ from flatweights.tensorflow import TensorFlowVariables
 
 SIZE = 320  # rows of a matrix this wide are aligned, so TensorFlow aliases them
 
-bound_alone = pytest.mark.parametrize("path", ["bound"], indirect=True)
-
 
 def hold_read_value(v: Any) -> Any:
     tensor = v.read_value()
@@ -238,38 +236,6 @@ def test_variables_that_are_copied_on_reading_are_moved_as_others(switch: Any) -
         expected[[1, 4]] += [10, 20]
         np.testing.assert_array_equal(v.numpy(), expected, err_msg=name)
         np.testing.assert_array_equal(weights.get_weights()["v"], expected, err_msg=name)
-
-
-@bound_alone
-def test_reading_beside_sparse_updates_sees_all_of_one_or_nothing(path: Any) -> None:
-    rows = 20_000
-    v = tf.Variable(tf.zeros([rows, 4]))
-    by_gather(v)
-    weights = TensorFlowVariables(v)
-    assert weights.unbound == {}
-    stop = threading.Event()
-    updates = [tf.fill([rows, 4], float(k)) for k in range(2)]
-    indices = tf.range(rows)
-
-    def update() -> None:
-        while not stop.is_set():
-            for value in updates:
-                v.scatter_update(tf.IndexedSlices(value, indices))
-
-    thread = threading.Thread(target=update, daemon=True)
-    thread.start()
-    begin = time.monotonic()
-    seen: set[np.float32] = set()
-    out = np.empty(4 * rows, np.float32)
-    torn = 0
-    while (now := time.monotonic()) < begin + 0.5 or (len(seen) < 2 and now < begin + 60):
-        weights.get_flat(out)
-        torn += (out != out[0]).any()
-        seen.add(out[0])
-    stop.set()
-    thread.join(120)
-    assert torn == 0
-    assert seen == {0, 1}
 
 
 DTYPES = [

@@ -546,31 +546,6 @@ def test_a_loss_is_a_function_of_the_vector(place: str) -> None:
 # Modes, errors, lifetimes.
 
 
-def test_calls_within_a_tf_function_are_refused(place: str) -> None:
-    (w, _), weights = build(
-        {"w": np.array([1, 2], np.float32), "b": np.array([3], np.float32)}, place
-    )
-    flat = np.zeros(3, np.float32)
-    calls: list[Callable[[], Any]] = [
-        weights.get_flat,
-        weights.get_weights,
-        lambda: weights.set_flat(flat),
-        lambda: weights.set_weights({"w": flat[:2]}),
-        lambda: weights.add_flat(flat),
-        lambda: weights.lerp_flat(flat, 0.5),
-    ]
-    for call in calls:
-
-        @tf.function(autograph=False)  # type: ignore[untyped-decorator]
-        def traced(call: Any = call) -> None:
-            w.assign_add([1.0, 1.0])
-            call()
-
-        with pytest.raises(RuntimeError, match=r"inside a tf\.function"):
-            traced()
-    assert weights.get_flat().tolist() == [1, 2, 3]
-
-
 @pytest.mark.parametrize("kind", ["float32", "mixed", "many floats", "large"])
 def test_a_session_moves_them(kind: str, place: str) -> None:
     values, devices = values_of(kind), PLACES[place]

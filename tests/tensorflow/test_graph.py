@@ -70,8 +70,10 @@ def test_what_a_model_does_not_train_is_left_out_of_its_outputs_variables_too(gr
 
 def test_the_attributes_of_rays_class(graph: Any) -> None:
     a = variable("scope/a", 1.0)
+    blocker = tf1.placeholder(tf.float32, [], name="never_fed")
     session = initialized()
-    weights = TensorFlowVariables(a * 2, session)
+    with tf1.name_scope("caller"), tf.control_dependencies([blocker]), tf.device("/CPU:1"):
+        weights = TensorFlowVariables(a, session)
     assert weights.sess is session
     assert list(weights.placeholders) == list(weights.assignment_nodes) == ["scope/a"]
     assert weights.placeholders["scope/a"].name == "Placeholder_scope/a:0"
@@ -79,25 +81,8 @@ def test_the_attributes_of_rays_class(graph: Any) -> None:
         weights.assignment_nodes["scope/a"], {weights.placeholders["scope/a"]: np.float32(5)}
     )
     assert weights.get_flat() == [5]
-    assert session.run(weights.variables) == {"scope/a": 5}
-
-
-def test_the_session_may_be_set_later_and_changed(graph: Any) -> None:
-    a = variable("a", 1.0)
-    weights = TensorFlowVariables(a)
-    for call in (weights.get_flat, weights.get_weights, lambda: weights.set_flat([1])):
-        with pytest.raises(RuntimeError, match=r"session is not set.*set_session"):
-            call()
-    first, second = initialized(), initialized()
-    weights.set_session(first)
-    weights.set_flat([2])
-    weights.set_session(second)
-    assert weights.get_flat() == [1]
-    weights.set_session(first)
-    assert weights.get_flat() == [2]
-    with tf1.Session(graph=tf.Graph()) as other, pytest.raises(ValueError, match="of the graph"):
-        weights.set_session(other)
-    assert weights.sess is first
+    weights.set_flat([6])
+    assert session.run(weights.variables) == {"scope/a": 6}
 
 
 def test_a_session_that_another_thread_closes_in_a_run_is_a_closed_session(graph: Any) -> None:
@@ -135,26 +120,6 @@ def test_a_finalized_graph_is_refused_at_construction_and_works_after(graph: Any
     weights.set_flat([2])
     weights.set_weights({"a": 3})
     assert weights.get_weights()["a"] == 3
-
-
-def test_construction_ignores_the_callers_scopes(graph: Any) -> None:
-    a = variable("a", 1.0)
-    blocker = tf1.placeholder(tf.float32, [], name="never_fed")
-    with tf1.name_scope("scope"), tf.control_dependencies([blocker]), tf.device("/CPU:1"):
-        weights = TensorFlowVariables(a)
-    assert weights.placeholders["a"].name == "Placeholder_a:0"
-    weights.set_session(initialized())
-    weights.set_flat([2])
-    assert weights.get_flat() == [2]
-
-
-def test_a_session_without_its_context_works_from_outside() -> None:
-    with tf.Graph().as_default():
-        weights = TensorFlowVariables(variable("a", 1.0), initialized())
-    assert tf.executing_eagerly()
-    weights.set_flat([4])
-    weights.set_weights({"a": weights.get_flat()[0] + 1})
-    assert weights.get_flat() == [5]
 
 
 def test_what_is_no_model_of_one_graph_is_refused() -> None:

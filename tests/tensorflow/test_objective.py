@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from reference import least_growth
-from scipy.optimize import check_grad, minimize
+from scipy.optimize import minimize
 from tf_models import only_bound
 
 from flatweights.tensorflow import TensorFlowVariables
@@ -40,21 +40,15 @@ def regression(dtype: Any = tf.float64) -> Any:
     return TensorFlowVariables([w, b]), loss
 
 
-def test_lbfgs_finds_the_optimum_of_a_convex_problem() -> None:
-    weights, loss = regression()
+@pytest.mark.parametrize(("dtype", "error"), [(tf.float64, 1e-8), (tf.float32, 1e-3)])
+def test_lbfgs_finds_the_optimum_of_a_convex_problem(dtype: Any, error: float) -> None:
+    weights, loss = regression(dtype)
     fun = weights.value_and_gradient(loss)
     x0 = weights.get_flat(dtype=np.float64)
     result = minimize(fun, x0, jac=True, method="L-BFGS-B", options={"gtol": 1e-10, "ftol": 0})
-    assert np.abs(result.x - least_squares()).max() < 1e-8
+    assert np.abs(result.x - least_squares()).max() < error
     weights.set_flat(result.x)
-    assert loss().numpy() == result.fun
-
-
-def test_lbfgs_finds_it_with_float32_weights() -> None:
-    weights, loss = regression(tf.float32)
-    fun = weights.value_and_gradient(loss)
-    result = minimize(fun, weights.get_flat(dtype=np.float64), jac=True, method="L-BFGS-B")
-    assert np.abs(result.x - least_squares()).max() < 1e-3
+    assert loss().numpy() == pytest.approx(result.fun, rel=0 if dtype is tf.float64 else 1e-6)
 
 
 def test_lbfgs_finds_what_scikit_learn_finds() -> None:
@@ -82,13 +76,6 @@ def test_lbfgs_finds_what_scikit_learn_finds() -> None:
     weights.set_flat(result.x)
     bias = b.numpy() - b.numpy().mean()
     np.testing.assert_allclose(bias, expected.intercept_ - expected.intercept_.mean(), atol=1e-5)
-
-
-def test_the_gradient_is_that_of_differences() -> None:
-    weights, loss = regression()
-    fun = weights.value_and_gradient(loss)
-    x = RNG.normal(size=4)
-    assert check_grad(lambda x: fun(x)[0], lambda x: fun(x)[1], x) < 1e-6
 
 
 def test_the_path_is_that_of_a_loop_over_the_variables() -> None:
@@ -136,33 +123,27 @@ def test_what_is_returned(dtype: Any) -> None:
     np.testing.assert_allclose(gradient, weights.flatten_gradients(parts), rtol=1e-5)
 
 
-def test_each_gradient_is_a_vector_of_its_own() -> None:
-    # The gradient of a linear loss is a constant of the function, which must not be handed out.
+def test_a_loss_is_traced_once_and_each_gradient_is_a_vector_of_its_own() -> None:
+    calls = []
     w = tf.Variable([1.0, 2.0], dtype=tf.float64)
     slopes = tf.constant([3.0, 4.0], tf.float64)
-    weights = TensorFlowVariables(w)
-    fun = weights.value_and_gradient(lambda: tf.reduce_sum(w * slopes))
-    _, first = fun(np.zeros(2))
-    first[:] = 9
-    _, second = fun(np.ones(2))
-    np.testing.assert_array_equal(second, [3, 4])
-    np.testing.assert_array_equal(first, [9, 9])
-    np.testing.assert_array_equal(slopes, [3, 4])
-
-
-def test_a_loss_is_traced_once() -> None:
-    calls = []
-    w = tf.Variable([1.0])
     weights = TensorFlowVariables(w)
 
     def loss() -> Any:
         calls.append(1)
-        return tf.reduce_sum(w * w)
+        return tf.reduce_sum(w * slopes)
 
+    # The gradient of a linear loss is a constant of the function, which must not be handed out.
     fun = weights.value_and_gradient(loss)
+    gradients = []
     for k in range(50):
-        assert fun([k]) == (k * k, [2 * k])  # type: ignore[comparison-overlap]
+        value, gradient = fun([k, 1])
+        assert (value, gradient.tolist()) == (3 * k + 4, [3, 4])
+        gradient[:] = k
+        gradients.append(gradient)
+    assert [gradient.tolist() for gradient in gradients] == [[k, k] for k in range(50)]
     assert len(calls) == 1
+    np.testing.assert_array_equal(slopes, [3, 4])
 
 
 def test_a_loss_may_be_a_function_already_and_branch_on_tensors() -> None:
@@ -244,7 +225,7 @@ def test_a_tf_keras_model() -> None:
     assert np.abs(result.x - expected).max() < 1e-3
 
 
-def test_variables_of_several_dtypes() -> None:
+def test_variables_of_several_dtypes_and_of_sixteen_bits() -> None:
     a = tf.Variable([1.0, 2.0], dtype=tf.float16)
     b = tf.Variable(3.0, dtype=tf.float64)
     n = tf.Variable(5, dtype=tf.int64, trainable=False)
@@ -254,6 +235,12 @@ def test_variables_of_several_dtypes() -> None:
     assert value == 15
     np.testing.assert_array_equal(gradient, [6, 12, 0, 5])
     assert n.numpy() == 7
+    for dtype in (tf.bfloat16, tf.float16):
+        weights = tf.Variable(tf.constant([1.0, 2.0], dtype))
+        variables = TensorFlowVariables(weights)
+        evaluate = variables.value_and_gradient(lambda: tf.reduce_sum(weights * weights))  # noqa: B023
+        loss, gradient = evaluate([3.0, 4.0])
+        assert (loss, gradient.tolist()) == (25.0, [6.0, 8.0])
 
 
 def test_hundreds_of_calls_hold_no_memory() -> None:
@@ -281,7 +268,7 @@ def test_losses_are_checked_before_anything_is_set(loss: Any, match: Any) -> Non
         TensorFlowVariables(w).value_and_gradient(lambda: loss(w))
 
 
-def test_options_and_vectors_are_checked() -> None:
+def test_options_vectors_and_the_context_are_checked() -> None:
     weights, loss = regression()
     with pytest.raises(TypeError, match="dtype: expected a floating one that holds float64"):
         weights.value_and_gradient(loss, dtype=np.int64)
@@ -290,16 +277,11 @@ def test_options_and_vectors_are_checked() -> None:
     frozen = TensorFlowVariables(tf.Variable(1.0, trainable=False))
     with pytest.raises(ValueError, match="expected trainable variables, found none"):
         frozen.value_and_gradient(loss)
-
-
-@pytest.mark.slow
-def test_inside_a_function_it_is_refused() -> None:
-    weights, loss = regression()
     fun = weights.value_and_gradient(loss)
     with pytest.raises(RuntimeError, match=r"outside of any tf\.function"):
-        tf.function(lambda: weights.value_and_gradient(loss))()
+        tf.function(lambda: weights.value_and_gradient(loss), autograph=False)()
     with pytest.raises(RuntimeError, match=r"inside a tf\.function"):
-        tf.function(lambda: fun(np.zeros(4)))()
+        tf.function(lambda: fun(np.zeros(4)), autograph=False)()
 
 
 # In a graph
@@ -333,20 +315,3 @@ def test_a_graph_is_minimised_on_data_that_is_fed(use_resource: Any) -> None:
             RuntimeError, match="graph is finalized: call value_and_gradient before"
         ):
             weights.value_and_gradient(lambda: loss)
-
-
-def test_a_graph_needs_a_session() -> None:
-    with tf.Graph().as_default():
-        v = tf1.Variable(np.float32(1), name="v")
-        fun = TensorFlowVariables(v).value_and_gradient(lambda: v * v)
-        with pytest.raises(RuntimeError, match="session is not set"):
-            fun([1.0])
-
-
-def test_a_loss_of_sixteen_bits_is_a_number() -> None:
-    for dtype in (tf.bfloat16, tf.float16):
-        weights = tf.Variable(tf.constant([1.0, 2.0], dtype))
-        variables = TensorFlowVariables(weights)
-        evaluate = variables.value_and_gradient(lambda: tf.reduce_sum(weights * weights))  # noqa: B023
-        loss, gradient = evaluate([3.0, 4.0])
-        assert (loss, gradient.tolist()) == (25.0, [6.0, 8.0])

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tf_forks import Forks
 from tf_kinds import KINDS
 
-from flatweights import FlatWeights
 from flatweights.tensorflow import TensorFlowVariables
 
 tf1 = tf.compat.v1
@@ -303,16 +302,3 @@ def test_classes_functions_and_weights_of_main_arrive_in_another_process(
         assert done.returncode == 0, done.stderr[-3000:]
         out = done.stdout
     assert "received" in out
-
-
-# NumPy warns of how Keras saves.
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_a_model_may_be_sent_and_arrives_as_another() -> None:
-    model = KINDS["keras_sequential"]().output
-    sent = cloudpickle.loads(cloudpickle.dumps(model))
-    here, there = TensorFlowVariables(model), TensorFlowVariables(sent)
-    assert there.layout == here.layout
-    np.testing.assert_array_equal(here.get_flat(), there.get_flat())
-    there.set_flat(np.zeros(there.get_flat_size()))
-    assert here.get_flat().any()
-    assert isinstance(there.get_weights(), FlatWeights)

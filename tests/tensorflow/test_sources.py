@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cloudpickle
 import keras
 import numpy as np
 import pytest
@@ -42,11 +43,15 @@ def changed(array: Any) -> Any:
 
 # What these hold, other kinds do, too; optimizers of Keras are those of `test_optimizers`.
 SELDOM = {
-    *("keras_nested", "keras_recurrent", "keras_variables", "keras_optimizer_alone"),
+    *("keras_recurrent", "keras_variables", "keras_optimizer_alone"),
     *("keras_actor_and_critic", "keras_model_and_optimizer", "tf_keras_nested"),
     *("tf_keras_recurrent", "tf_keras_model_and_optimizer", "mixture"),
     *("tf_keras_model_and_legacy_optimizer", "tf_keras_stateful", "tf_keras_lookups"),
 }
+
+
+# Models have an order of their own.
+IN_ORDER = {"keras_nested", "tf_keras_nested", "tf_keras_subclassed"}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +63,8 @@ def test_every_variable_is_found_once_got_and_set(name: Any) -> None:
     weights = TensorFlowVariables(output)
     found = Counter(id(inner(v)) for v in weights.variables.values())
     assert found == Counter(id(inner(v)) for v in variables)
+    if name in IN_ORDER:
+        assert [id(v) for v in weights.variables.values()] == [id(v) for v in variables]
     got = weights.get_weights()
     for key, variable in weights.variables.items():
         np.testing.assert_array_equal(got[key], value(inner(variable)), strict=True)
@@ -68,20 +75,6 @@ def test_every_variable_is_found_once_got_and_set(name: Any) -> None:
     weights.set_flat(np.concatenate([np.ravel(got[k]).astype(weights.layout.dtype) for k in got]))
     for key, variable in weights.variables.items():
         np.testing.assert_array_equal(value(inner(variable)), got[key], strict=True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "keras_nested",
-        pytest.param("tf_keras_nested", marks=pytest.mark.slow),
-        "tf_keras_subclassed",
-    ],
-)
-def test_a_model_has_its_own_order(name: Any) -> None:
-    output, variables = KINDS[name]()
-    found = TensorFlowVariables(output).variables.values()
-    assert [id(v) for v in found] == [id(v) for v in variables]
 
 
 FROZEN = {
@@ -132,14 +125,6 @@ def test_optimizers_modules_objects_and_graphs_without_what_is_not_trained() -> 
         assert list(TensorFlowVariables(a + b, trainable_only=True).variables) == ["a"]
         given = TensorFlowVariables(None, input_variables=[a, b], trainable_only=True)
         assert list(given.variables) == ["a"]
-
-
-def test_variables_are_shared_between_models_once() -> None:
-    shared = tf.Variable([1.0], name="shared")
-    one, two = Leaf(), Leaf()
-    one.extra, two.other = shared, shared
-    weights = TensorFlowVariables({"one": one, "two": two, "three": shared})
-    assert list(weights.variables) == ["one/b", "one/extra", "one/w", "two/b", "two/w"]
 
 
 def test_a_strange_variable_is_refused_by_its_name_and_can_be_left_out() -> None:
@@ -273,13 +258,23 @@ class WithSlots:
     w: Any
 
 
-def test_objects_of_all_kinds() -> None:
+def test_objects_of_all_kinds_and_seeds() -> None:
     a, b = tf.Variable(1.0, name="a"), tf.Variable(2.0, name="b")
     assert list(TensorFlowVariables(Pair(a, b)).variables) == ["a", "b"]
     assert list(TensorFlowVariables(types.SimpleNamespace(x=a, y=[b])).variables) == ["x", "y/0"]
     assert list(TensorFlowVariables(WithSlots(a)).variables) == ["w"]
     assert list(TensorFlowVariables(types.SimpleNamespace(s=WithSlots(a))).variables) == ["s/w"]
     assert list(TensorFlowVariables(types.MappingProxyType({"x": a})).variables) == ["x"]
+    one, two = Leaf(), Leaf()
+    one.extra, two.other = a, a
+    both = TensorFlowVariables({"one": one, "two": two, "three": a})
+    assert list(both.variables) == ["one/b", "one/extra", "one/w", "two/b", "two/w"], "shared once"
+    seed = keras.random.SeedGenerator(1)
+    holder = types.SimpleNamespace(w=tf.Variable(1.0), seed=seed)
+    assert list(TensorFlowVariables(holder).variables) == ["seed/state", "w"]
+    assert list(TensorFlowVariables([seed, tf.Variable(1.0)]).variables) == ["0/state", "Variable"]
+    holder.seed = tf.random.Generator.from_seed(1)
+    assert list(TensorFlowVariables(holder).variables) == ["seed/state_var", "w"]
 
 
 @pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
@@ -418,15 +413,6 @@ def test_objects_and_lists_may_be_nested_more_deeply_than_calls() -> None:
         too_deep = [too_deep]
     with pytest.raises(ValueError, match="expected fewer levels of containers"):
         TensorFlowVariables(too_deep)
-
-
-def test_the_state_of_seeds_is_state() -> None:
-    seed = keras.random.SeedGenerator(1)
-    holder = types.SimpleNamespace(w=tf.Variable(1.0), seed=seed)
-    assert list(TensorFlowVariables(holder).variables) == ["seed/state", "w"]
-    assert list(TensorFlowVariables([seed, tf.Variable(1.0)]).variables) == ["0/state", "Variable"]
-    holder.seed = tf.random.Generator.from_seed(1)
-    assert list(TensorFlowVariables(holder).variables) == ["seed/state_var", "w"]
 
 
 @pytest.mark.parametrize("module", [keras, tf_keras])
@@ -598,16 +584,20 @@ def test_containers_that_contain_themselves_are_entered_once() -> None:
 
 # NumPy warns of how Keras saves.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_a_loaded_keras_model_takes_the_weights_of_its_origin(tmp_path: Path) -> None:
-    model = KINDS["keras_convolutional"]().output
+def test_a_loaded_cloned_or_sent_keras_model_takes_the_weights_of_its_origin(
+    tmp_path: Path,
+) -> None:
+    model, small = KINDS["keras_convolutional"]().output, KINDS["keras_sequential"]().output
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert TensorFlowVariables(loaded).layout == TensorFlowVariables(model).layout
-    cloned = keras.models.clone_model(KINDS["keras_sequential"]().output)
-    assert (
-        TensorFlowVariables(cloned).layout
-        == TensorFlowVariables(KINDS["keras_sequential"]().output).layout
-    )
+    sent = cloudpickle.loads(cloudpickle.dumps(small))
+    cloned = keras.models.clone_model(small)
+    for origin, copy in ((model, loaded), (small, cloned), (small, sent)):
+        here, there = TensorFlowVariables(origin), TensorFlowVariables(copy)
+        assert there.layout == here.layout
+        assert copy is not sent or np.array_equal(there.get_flat(), here.get_flat())
+        there.set_flat(np.zeros(there.get_flat_size()))
+        assert here.get_flat().any()
 
 
 # ---- graphs ----
@@ -743,23 +733,6 @@ def test_layers_of_keras_in_a_graph(graph: Any, module: Any) -> None:
     check_round_trip(by_layer, session)
     mixed = TensorFlowVariables([y, {"head": head}], session)
     assert mixed.layout == by_layer.layout
-
-
-def test_a_monitored_session_with_a_finalized_graph(graph: Any, tmp_path: Path) -> None:
-    w = tf1.get_variable("w", [2], initializer=tf1.ones_initializer())
-    tf1.train.get_or_create_global_step()
-    loss = tf.reduce_sum(w * w)
-    train = tf1.train.GradientDescentOptimizer(0.1).minimize(loss, tf1.train.get_global_step())
-    weights = TensorFlowVariables(loss, input_variables=[tf1.train.get_global_step()])
-    with tf1.train.MonitoredTrainingSession(checkpoint_dir=str(tmp_path)) as session:
-        weights.set_session(session)
-        assert graph.finalized
-        session.run(train)
-        np.testing.assert_allclose(weights.get_flat(), [0.8, 0.8, 1])
-        weights.set_flat([2, 3, 7])
-        assert session.run(loss) == 13
-        session.run(train)
-        assert weights.get_weights()["global_step"] == 8
 
 
 def test_namespaces_and_packages_that_are_called_like_pythons_own_are_searched(
