@@ -411,6 +411,14 @@ def weights_reach_all_workers(nodes: Nodes) -> None:
     for got in group.step("get_weights").values():
         assert_same(got, one)
     assert_right(third, "FlatWeights")
+    # Back to the one before the last: agents keep one average for their workers.
+    fourth = group.average("train")
+    models = {2: two, 4: oracle(fourth, {k: trained(one, k) for k in range(6)})}
+    for number in (4, 2, 4, 2):
+        assert group.broadcast({2: second, 4: fourth}[number]) == [*range(6)]
+        for got in group.step("get_weights").values():
+            assert_same(got, models[number])
+    assert group.broadcast(first) == [*range(6)]
     for found in group.run(3, "train"):
         one = oracle(found, {k: trained(one, k) for k in range(6)})
         assert_same(found.weights, one)

@@ -295,6 +295,8 @@ class AgentClient:
         weights = None
         if payload is not None and payload.exchanged is not None and self.has(payload.exchanged):
             self.sent = 0  # until it has answered
+            # For its workers it keeps one average, this one, beside that of the last exchange.
+            self.averages &= {payload.exchanged.number, self.settled}
             weights = AverageOf(payload.exchanged.number, getattr(payload.value, "version", None))
         elif payload is not None:
             weights = argument_of(payload)
