@@ -89,6 +89,26 @@ def test_an_answer_that_came_while_another_did_not_is_not_waited_for_again() -> 
     assert [len(caller.answers) for caller in callers] == [2, 2]
 
 
+def test_a_command_that_a_slow_thread_runs_too_late_drops_no_newer_results() -> None:
+    agent, caller = Agent(), Caller()
+    agent._workers = {0: caller}  # type: ignore[dict-item]
+
+    def answer() -> None:
+        caller.answers[-1].is_there = True
+
+    def work(number: int) -> dict[int, Any]:
+        call, ranks = Call((("group", number), None, None), "train"), {0: (caller.handle, ())}
+        return agent.work(Command(number, call, ranks, None, (), None))
+
+    Owed.waiting = answer
+    assert work(2) == {0: "value"}
+    assert work(1) == {}
+    assert not caller.answers[-1].is_let_go
+    assert agent.give(0) == "value"
+    agent.finish(2)
+    assert caller.answers[-1].is_let_go
+
+
 def test_an_exchange_of_a_round_that_is_over_is_an_answer_and_no_error_of_ray() -> None:
     agent = Agent()
     address = agent.address()

@@ -121,9 +121,9 @@ class Agent:
         """Call workers; return the result of `more`."""
         self._supersede(command.number)
         with self.turn:
-            self._close_round()
-            self._current = command.number
-            if self._is_on(command.number):
+            if self._is_on(command.number):  # a slow thread may run this after the next command
+                self._close_round()
+                self._current = command.number
                 self._begin(command)
             return self._news(command.number)
 
