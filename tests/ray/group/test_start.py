@@ -139,6 +139,15 @@ def test_initial_weights_are_those_that_are_given(fresh: Fresh) -> None:
     assert_same(fresh(initial=None).average("train").weights, fw.average(starts))
 
 
+def test_results_may_have_parts_that_the_initial_weights_lack(fresh: Fresh) -> None:
+    group = fresh(initial={"n": np.int64(9)})
+    for value in ({"w": np.ones(5)}, [np.ones(5)], np.ones(5)):
+        assert group.average("give", value).used == (0, 1, 2)
+    sizes = [part.size for part in own(0).values()]
+    rounds = group.run(1, "give", np.arange(sum(sizes), dtype=float))
+    assert [found.used for found in rounds] == [(0, 1, 2)]
+
+
 def test_a_first_call_that_sends_nothing_leaves_workers_their_own_weights(fresh: Fresh) -> None:
     group = fresh(initial=own(5))
     with pytest.raises(TypeError, match="lock"):  # it cannot be pickled

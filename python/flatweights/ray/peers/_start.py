@@ -32,7 +32,7 @@ class GroupStart:
         was_sent: Whether they may have been sent: if all workers refused them or were late, some
             may have them nevertheless, or a half of them.
         published: The latest weights, if they were published first and may be a subset.
-        layout: The layout of the weights that workers started from; None if unknown.
+        layout: The layout of all weights of the workers; None if unknown.
     """
 
     def __init__(self, initial: Any, platform: GroupPlatform = PLATFORM) -> None:
@@ -80,8 +80,10 @@ class GroupStart:
         are_all = isinstance(self.initial, str)  # a user's may be a subset
         if are_all:
             latest.learn(initial)
-        if isinstance(initial, Mapping):
-            self.layout = initial.layout if isinstance(initial, FlatWeights) else Layout.of(initial)
+            if isinstance(initial, FlatWeights):
+                self.layout = initial.layout
+            elif isinstance(initial, Mapping):
+                self.layout = Layout.of(initial)
         if weights is None:
             return initial
         if not isinstance(initial, Mapping) or not is_change(

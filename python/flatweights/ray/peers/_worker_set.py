@@ -118,7 +118,7 @@ class WorkerSet:
 
     @property
     def layout(self) -> Layout | None:
-        """The layout of the weights that workers started from; None if unknown."""
+        """The layout of all weights of the workers; None if unknown."""
         return self._start.layout
 
     def remove(self, ranks: Iterable[int] | int, *, kill: bool) -> list[int]:
