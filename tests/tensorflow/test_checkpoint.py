@@ -288,6 +288,7 @@ def test_tensorflows_checkpoint_works_beside_it(tmp_path: Path, file: Path) -> N
     saved = checkpoint.save(str(tmp_path / "ckpt"))
     weights.save(file)
     weights.set_flat(np.zeros(weights.get_flat_size()))
+    assert not any(value.any() for value in weights.get_weights().values())
     checkpoint.restore(saved).assert_consumed()
     for name, value in mixed_values(1).items():
         np.testing.assert_array_equal(weights.get_weights()[name], value)
@@ -311,6 +312,7 @@ def test_tensorflows_saver_works_beside_it(tmp_path: Path, file: Path, use_resou
         saved = saver.save(session, prefix, write_meta_graph=False)
     model.weights.save(file)
     model.weights.set_weights(mixed_values(2))
+    np.testing.assert_array_equal(model.weights.get_weights()["double"], mixed_values(2)["double"])
     with session.graph.as_default():
         saver.restore(session, saved)
     np.testing.assert_array_equal(model.weights.get_weights()["double"], mixed_values(1)["double"])
@@ -340,5 +342,6 @@ def test_a_keras_models_checkpoint_works_beside_it(tmp_path: Path, file: Path, o
         lambda: weights.load(file),
     ):
         weights.set_flat(np.zeros(weights.get_flat_size()))
+        assert not weights.get_flat().any()
         restore()
         np.testing.assert_array_equal(weights.get_flat(), before)

@@ -128,6 +128,8 @@ def test_what_was_read_does_not_alias_the_model(build: Any) -> None:
     weights["w"][:] = 1
     assert (model.read()["w"] == 0).all()
     model.write("w", np.full(4096, 2, np.float32))
+    others = model.weights.get_flat(), model.weights.get_weights()["w"]
+    assert all((other == 2).all() for other in others)
     assert (flat == 1).all()
     assert (weights["w"] == 1).all()
 
