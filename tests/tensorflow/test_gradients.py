@@ -124,7 +124,7 @@ def test_pairs_in_any_order_and_names() -> None:
     assert np.count_nonzero(some) == np.count_nonzero(shuffled[0][0])
 
 
-def test_none_counts_as_zeros() -> None:
+def test_none_and_no_rows_count_as_zeros_beside_strided_arrays_and_numbers() -> None:
     a, b, c = tf.Variable([1.0, 2.0]), tf.Variable(3.0), tf.Variable([[4.0]])
     weights = TensorFlowVariables([a, b, c])
     with tf.GradientTape() as tape:
@@ -134,6 +134,15 @@ def test_none_counts_as_zeros() -> None:
     np.testing.assert_array_equal(out, np.float32([2, 4, 0, 1]))
     np.testing.assert_array_equal(weights.flatten_gradients([None] * 3), np.zeros(4))
     np.testing.assert_array_equal(weights.flatten_gradients({}), np.zeros(4))
+    weights = TensorFlowVariables(
+        [tf.Variable(tf.zeros((2, 3))), tf.Variable(tf.zeros((0, 3))), tf.Variable(0.0)]
+    )
+    array = np.arange(6, dtype=np.float32).reshape(3, 2).T
+    flat = weights.flatten_gradients([array, tf.zeros((0, 3)), 7])
+    np.testing.assert_array_equal(flat, [*array.reshape(-1), 7])
+    no_rows = tf.IndexedSlices(tf.zeros((0, 3)), tf.zeros(0, tf.int64))
+    flat = weights.flatten_gradients([no_rows, None, None], out=np.ones(7, np.float32))
+    np.testing.assert_array_equal(flat, np.zeros(7))
 
 
 @pytest.mark.parametrize("given", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
@@ -231,18 +240,6 @@ def test_integers_take_all_values_that_fit_and_refuse_others(
     errors = (ValueError, tf.errors.InvalidArgumentError)
     with pytest.raises(errors, match=f"slot 0 .*expected values that fit {dtype}"):
         way(weights, lambda: [tf.constant(values)], dtype=dtype)
-
-
-def test_strided_arrays_lists_and_no_elements() -> None:
-    weights = TensorFlowVariables(
-        [tf.Variable(tf.zeros((2, 3))), tf.Variable(tf.zeros((0, 3))), tf.Variable(0.0)]
-    )
-    array = np.arange(6, dtype=np.float32).reshape(3, 2).T
-    flat = weights.flatten_gradients([array, tf.zeros((0, 3)), 7])
-    np.testing.assert_array_equal(flat, [*array.reshape(-1), 7])
-    no_rows = tf.IndexedSlices(tf.zeros((0, 3)), tf.zeros(0, tf.int64))
-    flat = weights.flatten_gradients([no_rows, None, None], out=np.ones(7, np.float32))
-    np.testing.assert_array_equal(flat, np.zeros(7))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])

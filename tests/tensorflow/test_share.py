@@ -109,6 +109,9 @@ def test_shared_weights_are_the_models(build: Any, values: Any) -> None:
     for name, value in model.read().items():
         np.testing.assert_array_equal(value, wanted[name], strict=True)
     assert model.weights.get_weights().buffer.tobytes() == FlatWeights(wanted).buffer.tobytes()
+    shared = {name for name, yes in model.weights.shared.items() if yes}
+    assert model.weights.shared.keys() == model.weights.variables.keys()
+    assert shared == {n for n, v in wanted.items() if v.size} - set(model.weights.unbound)
 
 
 @pytest.mark.parametrize("shift", [0, 4])
@@ -239,15 +242,6 @@ def test_models_tell_what_they_share(path: Any) -> None:
 
 def frozen_tensor() -> Any:
     return tf.experimental.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tf.ones(16)))
-
-
-def test_unbound_variables_share_nothing(build: Any) -> None:
-    model = build(random_values())
-    model.weights.set_weights(frozen_weights(random_values(1)), share=True)
-    assert model.weights.shared.keys() == model.weights.variables.keys()
-    shared = {name for name, yes in model.weights.shared.items() if yes}
-    bound = {"kernel", "scalar", "ones", "bias"} - set(model.weights.unbound)
-    assert shared == bound
 
 
 # How long the owner lives.
