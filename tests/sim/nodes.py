@@ -176,6 +176,10 @@ class SimulatedReducer(NodeReducer):
             exchange = self._platform.exchanges[number] = Exchange(world, len(endpoints.peers))
         self._under_way[endpoints.epoch] = exchange
         self._process.at_death.append(exchange.break_off)
+        if self._process.name.startswith("agent") and world.chance("short"):
+            world.note("memory is short")
+            self._platform.oracle.losses += 1
+            raise MemoryError
         mean = self._new_mean(plan)
         exchange.bring(me, models)
         left = PATIENCE if endpoints.left is None else min(PATIENCE, endpoints.left / 3)

@@ -48,6 +48,8 @@ def plan_of(seed: int, mix: str) -> Plan:
     rarer = random.Random(f"{seed} {mix} out of reach")
     if rarer.random() < 0.2:
         rates["out of reach"] = rarer.choice((0.05, 0.3))
+    if plan["exchanges"] and rarer.random() < 0.2:
+        rates["short"] = rarer.choice((0.02, 0.2))
     return plan
 
 

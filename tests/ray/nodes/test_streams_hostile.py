@@ -342,6 +342,21 @@ def test_a_node_without_descriptors_says_so_and_accepts_once_it_has_some(
     assert "a wrong key" in caplog.text
 
 
+def test_a_node_without_descriptors_cannot_connect_and_says_so() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with nodes(2) as some, socket.socket() as last:
+        first, second = some.streams
+        lowest_free = os.dup(last.fileno())
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        try:
+            with pytest.raises(StreamError, match=r"cannot connect to .*Too many open files"):
+                first.connect(second.address, secrets.token_bytes(16), time.monotonic() + 60)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        some.check()
+
+
 def test_the_address_of_another_machine_is_refused_and_leaves_no_socket() -> None:
     gc.collect()
     before = len([*Path("/proc/self/fd").iterdir()])

@@ -36,6 +36,7 @@ from flatweights.ray.members._sessions import (
     wait_for,
 )
 from flatweights.ray.nodes._address import Address
+from flatweights.ray.nodes._connections import StreamError
 from flatweights.ray.nodes._link import Link
 from flatweights.ray.nodes._node_reducer import NodeReducer, Traffic
 from flatweights.ray.peers._agent import Agent, AverageOf, StreamOrder
@@ -329,8 +330,13 @@ class NodeAgentActor(Agent):
         """Take part in exchanges, and tell the coordinator the outcomes."""
         while True:
             order = self._orders.get()
+            outcome: Traffic | Exception
             try:
-                self._link.send(Streamed(order.plan.number, self.stream(*order)))
+                outcome = self.stream(*order)
+            except Exception as error:  # memory is short; the coordinator averages itself
+                outcome = StreamError(-1, reason_in_a_line(error))
+            try:
+                self._link.send(Streamed(order.plan.number, outcome))
             except Exception as error:
                 self._fail(reason_in_a_line(error))
                 return

@@ -197,8 +197,6 @@ class Streams:
             False if the peer closed the connection, because others that connect pushed it out or
             the peer has not opened the epoch yet.
         """
-        connection = closed_in_forks(socket.socket(family_of(address.host)))
-        connections.add(place, connection)
         where = f"{address.host}:{address.port}"
         if address.has_tls != self.address.has_tls:
             ways = {True: "uses TLS", False: "does not use TLS"}
@@ -209,6 +207,8 @@ class Streams:
                 "all nodes",
             )
         try:
+            connection = closed_in_forks(socket.socket(family_of(address.host)))
+            connections.add(place, connection)
             set_up(connection)
             connection.settimeout(_left(end))
             connection.connect((address.host, address.port))
