@@ -54,6 +54,7 @@ class TheProcessGroup:
         for event in (*events, Tick()):
             self.calls.receive(event, self.now)
         self.done = self.calls.actions()
+        self.calls.awaited()  # as the coordinator does, before it waits
         return self.done
 
     def request(self, rank: int, request: Request = PLAIN, **options: Any) -> list[Action]:

@@ -13,10 +13,12 @@ into the files, to be read before it is committed.
 | `leave R`, `die R`, `join R` | it leaves; dies; another process joins under its rank |
 | `wait S` | S seconds pass |
 | `reduced`, `refused` | the call has a result; an error |
+| `again` | the call needs weights that are in segments of a GPU through memory of the host |
 | `copied N` | the state for response N is copied |
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +37,26 @@ from flatweights.ray.core._events import (
     Reduced,
     Refused,
     Release,
+    RequestAgain,
     Respond,
     Send,
+    SendAgain,
     SendKept,
     SendState,
     StateCopied,
     TimeIsUp,
 )
-from flatweights.ray.core._requests import MemberDiedError, Request
+from flatweights.ray.core._requests import MemberDiedError, OnGpu, Request
 
 FOLDER = Path(__file__).parent / "transcripts"
-NUMBERS = {"root": int, "min_results": int, "timeout": float}
+SEGMENT: Any = "a segment"
+ON_GPU = {"segment": OnGpu(b"GPU", SEGMENT), "host": OnGpu(b"GPU", None)}
+FIELDS: dict[str, Callable[[str], Any]] = {
+    "root": int,
+    "min_results": int,
+    "timeout": float,
+    "gpu": ON_GPU.__getitem__,
+}
 
 
 def lines_of(action: Action) -> list[str]:
@@ -60,6 +71,8 @@ def lines_of(action: Action) -> list[str]:
             parts += [f"process {action.donor} gives its state"] if action.donor else []
             parts += [f"healed {ranks(action.recovering)}"] if action.recovering else []
             parts += [f"late {' '.join(map(str, action.late))}"] if action.late else []
+        case SendAgain():
+            parts = [f"have {ranks(action.peers)} send again"]
         case SendKept():
             parts = [f"tell {ranks(action.peers)}: response {action.number}, which is kept"]
         case Respond(peers, None):
@@ -102,7 +115,7 @@ def happen(group: TheProcessGroup, event: str) -> list[Action]:
         case "request":
             options: dict[str, Any] = {"digest": "weights"}
             for name, is_value, value in (word.partition("=") for word in words[2:]):
-                options[name] = NUMBERS.get(name, str)(value) if is_value else True
+                options[name] = FIELDS.get(name, str)(value) if is_value else True
             operation: Any = words[1]
             return group.request(rank, Request(operation), **options)
         case "heal":
@@ -120,6 +133,8 @@ def happen(group: TheProcessGroup, event: str) -> list[Action]:
         case "reduced":
             call = next(one for one in group.done if isinstance(one, Reduce))
             return group.receive(Reduced(sorted(call.requests), 8))
+        case "again":
+            return group.receive(RequestAgain())
         case "refused":
             return group.receive(Refused())
         case "copied":

@@ -104,6 +104,7 @@ class Calls:
         self._name = name
         self._cache = ResponseCache()
         self._again: Deadline | None = None  # of the open call, if its members were asked again
+        self._asked_again: list[Peer] = []  # those
         self._untold: list[Peer] = []  # deaths that were not logged yet
         self._away: set[int] = set()  # ranks that the log calls dead or late, until they are back
         self._reducing: Reduce | None = None
@@ -273,10 +274,18 @@ class Calls:
             text = "rank %d was late for %s, and waits for the next such call"
             self._warn(text, peer.rank, request)
         else:
+            self._postpone(peer)
             self.waiting.add(peer)
-            if self._again is not None:
-                peer.deadline = self._again
             self._tell_deaths()
+
+    def _postpone(self, peer: Peer) -> None:
+        """Give a member that joins the open call its deadline, if members were asked again."""
+        if self._again is None:
+            return
+        if self.waiting.asking or any(one.is_present for one in self._asked_again):
+            peer.deadline = self._again
+        else:  # all members of that call have died
+            self._again = None
 
     def _settle(self, peers: Iterable[Peer], number: int | None = None) -> None:
         """Note that members get response ``number`` or, if it is None, none that is newer."""
@@ -319,6 +328,7 @@ class Calls:
         again = [peer for peer in asking if peer.request.is_in_segment]
         timeout, end = self.waiting.deadline()
         self._again = Deadline(timeout, end and max(end, now + _AGAIN))
+        self._asked_again = again
         self._settle(again)
         self.waiting.postpone(self._again)
         self._do(SendAgain(again))
@@ -328,6 +338,7 @@ class Calls:
         call, waiting, cache = self._reducing, self.waiting, self._cache
         assert call is not None
         self._reducing = self._again = None
+        self._asked_again = []
         first, requests = call.first, call.requests
         self.number += 1
         number, asking = self.number, waiting.close_call()
