@@ -391,7 +391,7 @@ CHANGES = (
             "            raise uninitialized(others)\n"
         ),
         "",
-        ("tests/tensorflow/test_optimizers.py", "tests/tensorflow/"),
+        ("tests/tensorflow/test_gradients.py", "tests/tensorflow/"),
     ),
     Change(
         "python/flatweights/tensorflow/_gradients.py",
