@@ -29,7 +29,7 @@ GROUP = {
     ),
     "a run that broke off trusts its workers": (
         "_group.py",
-        "        if self._unfinished is self._worker_set.latest:\n            self._worker_set.mark_stale()\n",
+        "        if self._unfinished == self._worker_set.latest.number:\n            self._worker_set.mark_stale()\n",
         "",
     ),
     "workers that are late, while none has failed, stay healthy": (

@@ -16,7 +16,6 @@ from flatweights.ray._worker import FlatWorker
 from flatweights.ray.nodes._plan import ReduceDType, check_reduce_dtype
 from flatweights.ray.peers._actor_spec import ActorSpec
 from flatweights.ray.peers._by_rank import ByRank, check_by_rank
-from flatweights.ray.peers._latest import Latest
 from flatweights.ray.peers._platform import PLATFORM, GroupPlatform
 from flatweights.ray.peers._shared_actor import actor_class
 from flatweights.ray.peers._store import check_cluster
@@ -119,8 +118,9 @@ class WorkerGroup:
         self._max_inflight = check_count(max_inflight, "max_inflight")
         self._turn = Turn("WorkerGroup", self._platform.lock(), self._platform.thread)
         self._count = 0  # of rounds
-        # The latest weights when a round of `run` broke off: workers may have trained since.
-        self._unfinished: Latest | None = None
+        # The number of the latest weights when a round of `run` broke off: workers may have trained
+        # since.
+        self._unfinished = -1
         self._actor_spec: ActorSpec | None = None  # for the actors, from `create`
 
     @classmethod
@@ -663,7 +663,7 @@ class WorkerGroup:
     def _round(self, number: int, run: RoundRun) -> Round:
         """Make the round ``number`` of `run`: average, and send the average to all workers."""
         begin, timeout = _clock.now(), run.spec.timeout
-        if self._unfinished is self._worker_set.latest:
+        if self._unfinished == self._worker_set.latest.number:
             self._worker_set.mark_stale()
         self._take_back(timeout)
         try:
@@ -671,7 +671,7 @@ class WorkerGroup:
             self._count += 1
             send(self._worker_set, result, timeout)
         except BaseException:
-            self._unfinished = self._worker_set.latest
+            self._unfinished = self._worker_set.latest.number
             raise
         result.seconds["round"] = _clock.now() - begin
         result.number = number

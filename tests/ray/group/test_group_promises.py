@@ -715,6 +715,18 @@ def test_run_names_the_method_whose_result_cannot_be_sent_to_workers(
     assert [result.used for result in group.run(1, "give", 0, vector, vector)] == [(0, 1, 2)]
 
 
+def test_weights_of_a_run_that_broke_off_are_let_go_of_with_the_next_ones(
+    group: WorkerGroup,
+) -> None:
+    with pytest.raises(WorkerError, match="diverged"):
+        list(group.run(1, "act", dict.fromkeys(range(3), "raise")))
+    latest = weakref.ref(group._worker_set.latest)
+    assert latest() is not None
+    assert len(list(group.run(1, "train"))) == 1
+    gc.collect()
+    assert latest() is None
+
+
 def test_nan_is_sent_as_it_is_and_found_in_the_next_average(group: WorkerGroup) -> None:
     not_finite = start_of(np.nan)
     assert group.broadcast(not_finite) == [0, 1, 2]
