@@ -715,6 +715,22 @@ def test_run_names_the_method_whose_result_cannot_be_sent_to_workers(
     assert [result.used for result in group.run(1, "give", 0, vector, vector)] == [(0, 1, 2)]
 
 
+@pytest.mark.parametrize("method", ["average", "step"])
+def test_arguments_of_workers_that_come_back_may_remove_others(lend: Lend, method: str) -> None:
+    group = lend(PlainWorker, 3)
+    group.broadcast(start_of(1.0))
+    for record in group._worker_set.ranks.records.values():
+        record.leave_out(TimeoutError("it was late"))
+
+    def remove(rank: int) -> tuple[float]:
+        if len(group.actors()) == 3:
+            group.remove(1, kill=False)
+        return (1.0,)
+
+    found = getattr(group, method)("train", arguments=remove)
+    assert tuple(found if method == "step" else found.used) == (0, 2)
+
+
 def test_weights_of_a_run_that_broke_off_are_let_go_of_with_the_next_ones(
     group: WorkerGroup,
 ) -> None:

@@ -47,20 +47,19 @@ def average_of(
     if need > count:
         check_count(need, "min_results", count)
     called = worker_set.ranks.healthy(asked)
-    if work.arguments is not None:
-        by_rank = dict(_with_all(by_rank, work, called))
     before = worker_set.ranks.unhealthy(asked) if len(called) < count else {}
-    if out is None and len(called) >= need:
+    has_all = work.arguments is None or by_rank.keys() >= {*called}
+    if out is None and len(called) >= need and has_all:
         found = _naming(
             before, lambda: _average_at_once(worker_set, work, spec, called, by_rank, broadcast)
         )
         if found is not None:
             return found
-    called, broadcast = worker_set.begin(broadcast, spec.timeout, asked, starts=work.needs_weights)
+    called, asked, broadcast = _begin(worker_set, work, spec.timeout, asked, by_rank, broadcast)
     before = worker_set.ranks.unhealthy(asked) if len(called) < count else {}
     if len(called) < need:
+        check_count(need, "min_results", len(asked))
         raise WorkerError(before)
-    by_rank = _with_all(by_rank, work, called)
     return _naming(
         before,
         lambda: _average(worker_set, work, spec, called, by_rank, broadcast, out, payload_kind),
@@ -176,11 +175,27 @@ def _asked(
     return worker_set.ranks.ready(None if ranks is None else asked), by_rank
 
 
-def _with_all(
-    by_rank: dict[int, Sequence[Any]], work: Work, called: Sequence[int]
-) -> dict[int, Sequence[Any]]:
-    """Return the additional arguments ``by_rank`` with those of all ranks that are called."""
-    return by_rank | work.arguments_of([rank for rank in called if rank not in by_rank])
+def _begin(
+    worker_set: WorkerSet,
+    work: Work,
+    timeout: float | None,
+    asked: Sequence[int],
+    by_rank: dict[int, Sequence[Any]],
+    broadcast: Any,
+) -> tuple[list[int], Sequence[int], Any]:
+    """Return the ranks to call, those that were asked and not removed, and the weights to bring.
+
+    Workers that come back only now need arguments, too, which ``by_rank`` gets. Their function may
+    call the group, which may change what was begun.
+    """
+    starts = work.needs_weights
+    while True:
+        called, broadcast = worker_set.begin(broadcast, timeout, asked, starts=starts)
+        missing = [rank for rank in called if rank not in by_rank]
+        if work.arguments is None or not missing:
+            return called, asked, broadcast
+        by_rank |= work.arguments_of(missing)
+        asked = [rank for rank in asked if rank in worker_set.ranks.records]
 
 
 def average_of_answers(answers: Mapping[int, PendingResult], spec: RoundSpec, out: Any) -> Round:
@@ -201,8 +216,7 @@ def results_of(
     """Let workers do ``work``; return their results by rank; see `WorkerGroup.step`."""
     worker_set.ranks.admit()
     asked, by_rank = _asked(worker_set, work, ranks)
-    called, broadcast = worker_set.begin(broadcast, timeout, asked, starts=work.needs_weights)
-    by_rank = _with_all(by_rank, work, called)
+    called, asked, broadcast = _begin(worker_set, work, timeout, asked, by_rank, broadcast)
     arrivals = Arrivals(deadline_in(timeout))
 
     def collect(payload: Payload | None) -> dict[int, Any]:
