@@ -125,7 +125,9 @@ class NodeConnections:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Use the sockets: they stay open meanwhile; an error in the body ends the connections."""
-        if not self.is_closed and any(one.fileno() < 0 for one in self._sockets.values()):
+        # A copy, since peers may connect meanwhile. A child process may wait for the lock for ever.
+        sockets = [*self._sockets.values()]
+        if not self.is_closed and any(one.fileno() < 0 for one in sockets):
             raise StreamError(-1, "the connections are those of the parent process")
         with self._changed:
             if self._is_used:
