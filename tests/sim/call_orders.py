@@ -279,7 +279,7 @@ class CallsModel:
             process.owes = ""
             self._ask(process, _GIVE if kind == "give" else _HEAL)
         elif kind == "gives":
-            self._tell(Gave(peer, True))
+            self._tell(Gave(peer))
         elif kind == "leaves":
             self.left["leaves"] -= process.at < self.most
             process.is_alive = False

@@ -367,7 +367,7 @@ def test_nobody_waits_for_a_state_at_an_agent_that_is_stopped(
     assert not events
     state.set_result(given.buffer)
     far.group.queue.read()
-    assert events == [Gave(far.session, True)]
+    assert events == [Gave(far.session)]
 
 
 @pytest.mark.parametrize(("min_size", "waits"), [(None, True), (1, False)])

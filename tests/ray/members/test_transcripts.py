@@ -122,7 +122,7 @@ def happen(group: TheProcessGroup, event: str) -> list[Action]:
             return group.request(rank, Request("heal", "state"))
         case "give":
             group[rank].requests(Request("give", "state"), group.now)
-            return group.receive(Gave(group[rank], True))
+            return group.receive(Gave(group[rank]))
         case "leave":
             return group.receive(Ended(group[rank]))
         case "die":

@@ -119,7 +119,7 @@ class Calls:
         elif isinstance(event, (Reduced, Refused)):
             self._close(event if isinstance(event, Reduced) else None, now)
         elif isinstance(event, Gave):
-            self._take_state(event.peer, event.has_state)
+            self._take_state(event.peer)
         elif isinstance(event, Ended):
             self._lose(event.peer, event.why)
         elif isinstance(event, StateCopied):
@@ -405,13 +405,13 @@ class Calls:
         else:
             healing.waiting.append(peer)
 
-    def _take_state(self, peer: Peer, has_state: bool) -> None:
+    def _take_state(self, peer: Peer) -> None:
         """Have the state of a donor copied, if members wait for it; the donor goes on meanwhile."""
         # It may have given the state before, to members that have yet to ask for it.
         due = (one for one in self.healings if one.donor is peer and one.is_waited_for)
         healing = next(due, None)
         self._answer([peer])
-        if healing is not None and has_state:
+        if healing is not None:
             self._do(CopyState(healing.number))
 
     def _state_copied(self, event: StateCopied) -> None:

@@ -19,10 +19,9 @@ class Requested(NamedTuple):
 
 
 class Gave(NamedTuple):
-    """A donor has sent its state, or has none any more."""
+    """A donor has sent its state."""
 
     peer: Peer
-    has_state: bool
 
 
 class Ended(NamedTuple):

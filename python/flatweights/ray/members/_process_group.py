@@ -316,11 +316,11 @@ class ProcessGroup:
         when_done = session.agent.platform.when_done
         when_done(answer.ref, lambda state: self.queue.post(take, state))
 
-    def _take_state(self, session: Session, state: FlatWeights | None) -> None:
-        """Tell the core that a donor has given its state, or has none any more."""
-        self._given = None if state is None else Packed(state.buffer, state.layout)
+    def _take_state(self, session: Session, state: FlatWeights) -> None:
+        """Tell the core that a donor has given its state."""
+        self._given = Packed(state.buffer, state.layout)
         try:
-            self._receive(Gave(session, state is not None))
+            self._receive(Gave(session))
         finally:
             self._given = None
 
