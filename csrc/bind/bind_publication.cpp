@@ -231,7 +231,7 @@ class BoundReader {
     Waiter(const Waiter&) = delete;
     Waiter& operator=(const Waiter&) = delete;
     ~Waiter() {
-      if (--reader_.waiters_ == 0) reader_.word().wake(reader_.reader_);
+      if (--reader_.waiters_ == 0) reader_.word().note_awake(reader_.reader_);
     }
 
    private:

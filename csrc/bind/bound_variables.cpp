@@ -47,8 +47,8 @@ PyObject* with_python_errors(F&& body) noexcept {
 
 BoundVariables& variables_of(PyObject* self) { return py::cast<BoundVariables&>(py::handle(self)); }
 
-// Calls `move` with `argument`; if the variables are not ready, returns what says that nothing was
-// done.
+// Calls `move` with `argument`; returns None or False, with nothing done, if the variables are not
+// ready.
 template <auto move>
 PyObject* call_move(PyObject* self, PyObject* argument) {
   using Result = std::invoke_result_t<decltype(move), BoundVariables&, const py::object&>;

@@ -45,7 +45,8 @@ class BoundVariables {
   // The same for writing; returns false if that takes more than moving bytes.
   bool try_set(const py::object& flat);
 
-  // The same for packed buffers, of any model. Other objects than arrays take more than that.
+  // The same for packed buffers, of any model; they throw as get_packed and set_packed do. For
+  // other objects than arrays, they return false.
   bool try_get_packed(const py::object& buffer);
   bool try_set_packed(const py::object& buffer);
 

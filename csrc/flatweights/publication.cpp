@@ -82,7 +82,7 @@ bool Publication::wait(std::uint32_t reader, std::uint64_t seen,
   return newest() > seen;
 }
 
-void Publication::wake(std::uint32_t reader) noexcept {
+void Publication::note_awake(std::uint32_t reader) noexcept {
   asleep_[reader / 64].fetch_and(~(std::uint64_t{1} << reader % 64));
 }
 

@@ -64,14 +64,14 @@ class Publication {
   }
   // Sleeps until there is a publication with a number above `seen`, `nanoseconds` have passed or a
   // signal came; returns whether there is one. The bit in `asleep` stays set, since threads that
-  // wait for one reader share it: the last of them calls `wake`, which clears it.
+  // wait for one reader share it: the last of them calls `note_awake`, which clears it.
   bool wait(std::uint32_t reader, std::uint64_t seen, std::int64_t nanoseconds) noexcept;
-  void wake(std::uint32_t reader) noexcept;
+  void note_awake(std::uint32_t reader) noexcept;
 
   // Clears the hold and the bit in `asleep` of a reader that has died.
   void clear(std::uint32_t reader) noexcept {
     release(reader);
-    wake(reader);
+    note_awake(reader);
   }
 
  private:

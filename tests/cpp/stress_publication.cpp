@@ -83,7 +83,7 @@ std::uint64_t read(Shared& shared, std::uint32_t reader, std::uint64_t seen) {
 // Waits in the only thread of a reader.
 bool wait(Shared& shared, std::uint32_t reader, std::uint64_t seen, std::int64_t nanoseconds) {
   const bool is_there = shared.publication.wait(reader, seen, nanoseconds);
-  shared.publication.wake(reader);
+  shared.publication.note_awake(reader);
   return is_there;
 }
 

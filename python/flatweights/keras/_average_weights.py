@@ -187,6 +187,7 @@ class AverageWeights(MemberCallback, HasCounts):
                 `BackupAndRestore`, and an outer optimizer, which it would not restore. Or if there
                 is ``min_results``, and the model is not built. Or if slots of the optimizer are
                 weights, and not averaged.
+            TimeoutError: If all members are needed, and this one has missed calls of the others.
         """
         callbacks = callbacks_beside(self)
         check_before(self, callbacks, _keeps, "keep the weights of its own member")

@@ -117,7 +117,7 @@ def check_in_time(result: Round, what: str) -> None:
     """Raise if the member got the average of an earlier call, because it has missed some."""
     if result.late:
         raise TimeoutError(
-            f"{what}: expected the average of this call, got an earlier one: rank "
+            f"{what}: expected the result of this call, got an earlier one: rank "
             f"{result.late[0]} was late, or has joined again. Start the training of all members "
             "again"
         )

@@ -1,4 +1,4 @@
-"""The start of a training with averaged gradients: all members get the same variables."""
+"""The start of a training: all members get the same variables."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def take_from_lowest_rank(
 ) -> Round:
     """Give all members what the lowest rank that takes part has.
 
-    If that member dies meanwhile, another one takes its place. The others do not wait for a late
-    member, which then lacks the state of their training.
+    If that member dies meanwhile, another one takes its place. With ``min_results``, the others do
+    not wait for a late member, which then lacks the state of their training.
 
     Args:
         handle: The member.

@@ -120,10 +120,10 @@ class StepAverage:
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def averaged(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            averaging = _there(weak)
-            return averaging._mean(own, name), lambda grad: _there(weak).mean(
-                grad, f"gradient of {name}"
-            )
+            def back(grad: tf.Tensor) -> tf.Tensor:
+                return _there(weak).mean(grad, f"gradient of {name}")
+
+            return _there(weak)._mean(own, name), back
 
         mean: tf.Tensor = averaged(tensor)
         return mean
@@ -144,12 +144,12 @@ class StepAverage:
         is_whole = self._handle.min_results is None
         is_apart = self._training.progress is not None and self._training.progress.is_apart
         if not (self._training.is_started or is_apart) and self._optimizer.built:
-            with self._training.step():
+            with self._training.errors_noted():
                 self._training.start_in_step()
         if is_apart or (not is_whole and self._handle.take().lacks_state):
             exchange.pass_on(tensors)
             return
-        with self._training.step(), exchange.of(tensors):
+        with self._training.errors_noted(), exchange.of(tensors):
             result = self._handle.take().average_variables(
                 exchange, nonfinite=self._options["nonfinite"], **self._handle.terms
             )
@@ -167,7 +167,7 @@ class StepAverage:
         if progress is not None and (progress.is_apart or self._handle.take().lacks_state):
             tables.write(called, [tables.read(called)], is_among=True)
             return
-        with self._training.step():
+        with self._training.errors_noted():
             self._training.start_in_step()
             member, terms = self._handle.take(), self._handle.terms
             if member.lacks_state:
@@ -185,7 +185,7 @@ class StepAverage:
         if progress is not None and progress.is_apart:
             exchange.pass_on(grads)
             return
-        with self._training.step(), exchange.of(grads):
+        with self._training.errors_noted(), exchange.of(grads):
             self._training.start_in_step()
             result: Round | None
             if progress is not None:
@@ -240,8 +240,8 @@ def computed(averages: Sequence[Any]) -> list[tf.Tensor]:
     return [getattr(average, "values", average) for average in averages]
 
 
-def _there(averaging: weakref.ref[StepAverage]) -> StepAverage:
-    found = averaging()
+def _there(weak: weakref.ref[StepAverage]) -> StepAverage:
+    found = weak()
     assert found is not None
     return found
 

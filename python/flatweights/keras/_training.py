@@ -300,7 +300,7 @@ class Training:
         self.is_started = True
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def errors_noted(self) -> Iterator[None]:
         """Enclose a call of a step, whose error `fit` is to raise."""
         try:
             with calls_are_equal(self._handle.take(), "step"):

@@ -1194,7 +1194,7 @@ def test_weights_reach_other_nodes_and_a_successor_although_this_node_is_full(
         address, end = publisher._server.address, time.monotonic() + 60
         most = _core.PUBLICATION_READERS - 1
         readers = [PublicationConnection(address, end) for _ in range(most)]
-        with pytest.raises(TimeoutError, match=f"its server has {most} readers on this node"):
+        with pytest.raises(TimeoutError, match=f"the server of this node has {most} readers"):
             Subscriber("full", timeout=0.2)
         with monkeypatch.context() as patch:
             patch.setenv("FLATWEIGHTS_RAY", "store")

@@ -432,7 +432,7 @@ class Member:
         """Go on with a call for which a step has asked without Python; it has the turn."""
         try:
             self._check_there()
-            result = self._exchange_again(again, variables, self._whole(state), has_come)
+            result = self._exchange_again(again, variables, state, has_come)
             assert result is not None
             return result
         finally:
@@ -473,7 +473,7 @@ class Member:
         self,
         again: RepeatedCall,
         variables: Variables,
-        state: Variables | None,
+        state: State | None,
         has_come: bool | None = None,
     ) -> Round | None:
         """Make the call as before; None, with nothing done, if the segment is not free.
@@ -488,6 +488,7 @@ class Member:
         try:
             coordinator.stage = "idle" if has_come is None else "asking"
             told: Any = has_come
+            whole = None if state is None else self._whole(state)
             if has_come is None:
                 if not shortcut.request.may_ask:  # the coordinator still reads that memory
                     return None
@@ -506,7 +507,7 @@ class Member:
                 coordinator.was_asked(again.request, again.known, told)
                 sent = shortcut.memory
                 response, mean = self._exchange(
-                    coordinator, again.request, again.layout, sent, state
+                    coordinator, again.request, again.layout, sent, whole
                 )
             else:
                 coordinator.stage = "told"

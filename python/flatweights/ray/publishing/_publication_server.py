@@ -246,7 +246,7 @@ class PublicationConnection:
                 raise ConnectionResetError("the server has closed")
             kind, number = _READER.unpack(packet)
             if kind != _WELCOME or len(descriptors.numbers) != 2:
-                raise FullError(f"its server has {number} readers on this node, and takes no more")
+                raise FullError(f"the server of this node has {number} readers, and takes no more")
             control, data = descriptors.numbers
             self.reader = _core.PublicationReader(
                 control, address.control, data, address.data, address.nbytes, number

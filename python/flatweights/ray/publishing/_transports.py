@@ -303,7 +303,9 @@ class Relay:
             self._asking += 1
             try:
                 self._changed.wait_for(
-                    lambda: self._no_server or (self._is_offered and self._number >= number),
+                    lambda: (
+                        self._no_server is not None or (self._is_offered and self._number >= number)
+                    ),
                     max(0.0, end - _clock.now()),
                 )
                 if self._no_server is not None:
