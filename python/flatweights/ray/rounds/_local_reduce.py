@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from flatweights._average import average_used, mean_of_packed
@@ -100,9 +100,11 @@ class DriverAverage:
 
     def _at_once(self) -> Any:
         """Wait for all answers, then average in one pass."""
-        while (came := self._arrivals.wait(all_at_once=True)) is not None:
+        came: Collection[int] | None = self._arrivals.arrived  # all, if others have waited
+        while came is not None:
             self._hold(came)
             self._check()
+            came = self._arrivals.wait(all_at_once=True)
         mean = self._mean_in_place()
         if mean is not None:
             return mean
