@@ -99,10 +99,6 @@ def plan_of(seed: int, mix: str, protocol: str) -> Plan:
         seconds = rng.choice((0.5, 3.0, 20.0))
         faults[rng.randrange(1, points * 3)] = {"kind": "stop", "seconds": seconds}
     plan["in_one_step"] = rng.choice((1.0, 0.5, 0.0, 1.0))
-    # Of its own: the plans of older seeds stay what they were.
-    rare = random.Random(f"{seed} {mix} out of reach")
-    if mix == "wild" and rare.random() < 0.3:
-        rates["out of reach"] = rare.choice((0.02, 0.1))
     return plan
 
 

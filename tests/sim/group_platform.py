@@ -56,7 +56,7 @@ class SimulatedWorkers(GroupPlatform):
         self.in_one_step = 0.0  # the share of averages that `_core.WorkerAnswers` makes
         self.averages = 0  # how many it has made
         self.posts = 0  # how many commands it has posted to all workers
-        self.losses = 0  # how often memory was short, or a call was lost
+        self.losses = 0  # how often memory was short
         self.ids = itertools.count(1)  # of actors and references
 
     # `staticmethod` in the base class, so these are, too.
@@ -318,12 +318,6 @@ class Actor(ray.actor.ActorHandle):  # type: ignore[misc]
         finally:
             if name != "serve_channel" and log is not None:
                 log.last = name
-        if name == "serve_channel" and world.chance("out of reach"):
-            world.note(f"{self.name} is out of reach for a call")
-            platform.losses += 1
-            error = ray.exceptions.ActorUnavailableError("out of reach", self._actor_id.binary())
-            world.after(platform.delay(), functools.partial(ref.set, error=error))
-            return ref
         self._arriving = max(self._arriving, world.now + platform.delay())
 
         def arrive() -> None:

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,7 @@ from reference import same_bits
 
 import flatweights as fw
 from flatweights.ray import WorkerError, WorkerGroup
-from flatweights.ray.channels._driver_channel import DriverChannel
 from flatweights.ray.peers._by_channel import ChannelResult
-from flatweights.ray.peers._transport import Call
-from flatweights.ray.peers._wait import wait_any
 from flatweights.ray.peers._worker_set import WorkerSet
 from flatweights.ray.support import _failpoints
 
@@ -136,28 +132,6 @@ def test_an_interrupt_while_an_answer_is_read_loses_nothing(
         step += 1
     check_round(group)
     assert step > 10
-
-
-def test_short_waits_notice_that_the_call_of_a_command_has_failed(
-    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of an agent are short, and those for one of several transports."""
-    while group.average("get_weights").transports != {0: "shm", 1: "shm"}:
-        pass
-    leave_mailboxes(group)
-    worker: Any = group._worker_set.ranks[0].worker
-
-    def fail(channel: DriverChannel) -> None:  # as if the worker had been out of reach
-        channel.serve(lambda number: worker.handle.act.remote({0: "raise"}))
-
-    monkeypatch.setattr(worker, "serve", fail)
-    answer = worker.call(Call((("another group", 1), None, None), "ping"))
-    assert isinstance(answer, ChannelResult)
-    end = time.monotonic() + 60
-    while not wait_any([answer], time.monotonic() + 0.05):
-        assert time.monotonic() < end
-    with pytest.raises(ArithmeticError, match="diverged"):
-        answer.result()
 
 
 def test_a_raw_call_in_a_hot_loop_has_its_turn(group: WorkerGroup) -> None:

@@ -187,7 +187,6 @@ class ChannelResult(PendingResult):
         self._call = call
         self._by_ray: RayResult | None = None  # the Ray call's answer, to wait for instead
         self._until = math.inf  # the end of that wait, once the worker has died
-        self._next_look = _clock.now() + _SLICE  # at the Ray call that serves the channel
         self._value: Any = _MISSING
         self._error: Exception | None = None
 
@@ -216,20 +215,21 @@ class ChannelResult(PendingResult):
             more = enough - len(there)
             if is_enough or more <= 0:
                 return [*there]
-            now = _clock.now()
-            # Each wait may be short: of one transport among others, or of an agent's.
-            due = [answer for answer in answers if now >= answer._next_look]
-            if due and any(answer.look_at_call(now) for answer in due if answer not in there):
-                continue
-            if end is not None and now >= end:
-                return [*there]
+            if end is not None or by_ray:
+                now = _clock.now()
+                if end is not None and now >= end:
+                    return [*there]
             # No bell rings for answers through Ray: they are polled, ever less often.
             patience = min(_SLICE, max(5e-4, (now - begin) / 8)) if by_ray else _SLICE
             if end is not None:
                 patience = min(patience, end - now)
             channels = [a._channel for a in answers if a not in there and a._by_ray is None]
             # All answers except the last are read while that worker still runs.
-            answers[0]._channels.wait(channels, patience, more - 1 if more > 1 else 1)
+            seconds = answers[0]._channels.wait(channels, patience, more - 1 if more > 1 else 1)
+            if seconds >= _SLICE and not by_ray:
+                for answer in answers:
+                    if answer not in there:
+                        answer.look_at_call()
 
     @staticmethod
     def _read_all(
@@ -322,23 +322,15 @@ class ChannelResult(PendingResult):
             _log.info("rank %d refused a command: %s", self._worker.rank, value)
         self._by_ray = self._worker.call_by_ray(self._call, value)
 
-    def look_at_call(self, now: float) -> bool:
-        """Wait for the Ray call instead, if it has ended without an answer in the mailbox.
-
-        Args:
-            now: The time of this look; the next one is due a while after it.
-
-        Returns:
-            Whether there is news: an answer has come, or it comes through Ray.
-        """
-        self._next_look = now + _SLICE
+    def look_at_call(self) -> None:
+        """Wait for the Ray call instead, if it has ended without an answer in the mailbox."""
         ref = self._channel.latest_call()
         if self._by_ray is not None or not self._platform.wait([ref]):
-            return False
-        if not self._is_there() and self._by_ray is None:
-            self._worker.give_up(self._channel, "its call failed")
-            self._by_ray = RayResult(ref, self._platform)
-        return True
+            return
+        if self._is_there() or self._by_ray is not None:
+            return
+        self._worker.give_up(self._channel, "its call failed")
+        self._by_ray = RayResult(ref, self._platform)
 
     def result(self) -> Any:
         """Return the value: its arrays are views of the worker's segment."""
