@@ -4,7 +4,7 @@ import gc
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -491,19 +491,29 @@ def test_a_member_that_was_late_does_not_meet_the_end_of_the_others_training() -
         list(threads.map(train, range(2)))
 
 
-def test_a_member_that_joins_again_does_not_take_the_first_weights_of_the_past() -> None:
-    group, both = LocalProcessGroup(2), threading.Barrier(2, timeout=60)
+def begin_with_average_weights(member: Member) -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callback = AverageWeights(member=member)
+    callback.set_model(model)
+    callback.on_train_begin()
 
-    def begin(member: Member) -> None:
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        callback = AverageWeights(member=member)
-        callback.set_model(model)
-        callback.on_train_begin()
+
+def make_a_step(member: Member) -> None:
+    variable = keras.Variable([0.0])
+    optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
+    optimizer.build([variable])
+    optimizer.apply([tf.constant([1.0])], [variable])
+    np.testing.assert_array_equal(variable, [-1.0])
+
+
+@pytest.mark.parametrize("act", [begin_with_average_weights, make_a_step])
+def test_a_member_that_joins_again_takes_nothing_of_the_past(act: Callable[[Member], None]) -> None:
+    group, both = LocalProcessGroup(2), threading.Barrier(2, timeout=60)
 
     def take_part(rank: int) -> None:
         with suppress(ArithmeticError), group.join(rank) as member:
-            begin(member)
+            act(member)
             both.wait()
             if rank == 0:
                 both.wait()  # until the other has ended, and has joined again
@@ -512,35 +522,7 @@ def test_a_member_that_joins_again_does_not_take_the_first_weights_of_the_past()
         if rank:
             with group.join(rank) as member:
                 with pytest.raises(TimeoutError, match="rank 1 was late, or has joined again"):
-                    begin(member)
-                both.wait()
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(take_part, range(2)))
-
-
-def test_a_member_that_joins_again_does_not_take_a_step_of_the_past() -> None:
-    group, both = LocalProcessGroup(2), threading.Barrier(2, timeout=60)
-
-    def step(member: Member) -> None:
-        variable = keras.Variable([0.0])
-        optimizer = average_gradients(keras.optimizers.SGD(1.0), member=member)
-        optimizer.build([variable])
-        optimizer.apply([tf.constant([1.0])], [variable])
-        np.testing.assert_array_equal(variable, [-1.0])
-
-    def take_part(rank: int) -> None:
-        with suppress(ArithmeticError), group.join(rank) as member:
-            step(member)
-            both.wait()
-            if rank == 0:
-                both.wait()  # until the other has ended, and has joined again
-            else:
-                raise ArithmeticError
-        if rank:
-            with group.join(rank) as member:
-                with pytest.raises(TimeoutError, match="rank 1 was late, or has joined again"):
-                    step(member)
+                    act(member)
                 both.wait()
 
     with ThreadPoolExecutor(2) as threads:
